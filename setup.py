@@ -1,0 +1,69 @@
+"""Package map: the top-level folders conf/ and launchers/ are installed inside the package."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+version = next(
+    line.split('"')[1]
+    for line in Path("speechtrain/__init__.py").read_text().splitlines()
+    if line.startswith("__version__")
+)
+
+COMMANDS = ("train", "prepare", "evaluate", "transcribe", "report", "doctor")
+
+setup(
+    name="speechtrain",
+    version=version,
+    description="Train speech models on whatever hardware a team owns, from one command",
+    long_description=Path("README.md").read_text() if Path("README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[
+        *find_packages(include=["speechtrain", "speechtrain.*"]),
+        "speechtrain.conf",
+        "speechtrain.launchers",
+    ],
+    package_dir={"speechtrain.conf": "conf", "speechtrain.launchers": "launchers"},
+    package_data={
+        "speechtrain": ["py.typed", "data/corpora/digits_audio/*"],
+        "speechtrain.conf": ["*.yaml", "**/*.yaml"],
+        "speechtrain.launchers": ["templates/*"],
+    },
+    install_requires=[
+        "torch>=2.8",
+        "numpy",
+        "hydra-core>=1.3.8",
+        "omegaconf>=2.3",
+        "lhotse>=1.33",
+        "urllib3",  # lhotse 1.33 imports it without declaring it
+        "scipy",  # lhotse 1.33 resamples with it without declaring it
+        "soundfile",
+        "sentencepiece",
+        "jiwer",
+        "safetensors",
+        "rich",
+        "tensorboard",
+    ],
+    extras_require={
+        # GPL-3 espeak-ng as a wheel: only to synthesise more words and voices, never at run time
+        "demo": ["espeakng-loader"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "kaldi-native-fbank",
+            "build",
+            "setuptools",
+            "wheel",
+        ],
+    },
+    entry_points={
+        "console_scripts": [
+            f"speechtrain-{name} = speechtrain.commands.{name}:main" for name in COMMANDS
+        ]
+    },
+)

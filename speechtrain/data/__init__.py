@@ -1,0 +1,1 @@
+"""Speech data: sources, an index over their cuts, a stateless sampler, batches."""
