@@ -10,15 +10,35 @@ from typing import Any
 class Tracker(ABC):
     """Receives a run's events as plain mappings, on rank 0 only.
 
-    Events: ``start`` (parameters, utterances, versions, planned steps), ``train`` (step, epoch,
-    loss, lr, grad_norm, utterances_per_s, audio_s_per_s, data_wait as a share, memory_mib, eta_s),
-    ``valid`` (step, set, metrics by name, seconds), ``examples`` (set, rows of id, reference,
-    hypothesis), ``checkpoint`` (step, path), ``warning`` (message), ``end`` (status, metrics).
+    The events and their values; a value that is unknown may be left out, and a float may be
+    non-finite. Seconds unless the name says otherwise, shares and error rates as fractions.
+
+    ``start``
+        once per process, before the first step: ``step`` (updates done already: 0, or where a
+        resumed run goes on; later steps of an earlier attempt are void), ``steps`` (planned in
+        all), ``parameters``, ``utterances`` (of one epoch), ``device``, ``precision``,
+        ``world_size``, ``versions``.
+    ``train``
+        when a log line is due: ``step``, ``epoch``, ``loss``, ``lr``, ``grad_norm``,
+        ``utterances_per_s``, ``audio_s_per_s``, ``data_wait`` (share of the time spent waiting for
+        batches), ``memory_mib``, ``eta_s``, and ``metrics`` (further figures of the task, by name).
+    ``valid``
+        one per validation set: ``step``, ``set``, ``metrics`` (by name: ``loss``, ``wer``, ...),
+        ``seconds``.
+    ``examples``
+        after a ``valid`` of a task that recognises speech: ``step``, ``set``, ``rows`` (mappings of
+        ``id``, ``reference``, ``hypothesis``).
+    ``checkpoint``
+        ``step``, ``path``.
+    ``warning``
+        ``message`` (one line), ``step`` where it has one.
+    ``end``
+        ``status`` (as in ``result.json``), ``step``, ``metrics``, ``wall_s``.
     """
 
     @abstractmethod
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Record one event. ``step`` is in ``values`` where the event has one."""
+        """Record one event; an unknown one is not an error. Whatever it raises, ``Trackers`` reports."""
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Flush and release files."""
