@@ -39,6 +39,7 @@ class Batch:
     texts: tuple[str, ...]  # reference transcripts, normalised as the tokenizer sees them
     epoch: int = 0
     index: int = 0  # of the micro-batch within its epoch, in global order
+    seconds: float = 0.0  # audio in the rows that are not filler
     skipped: tuple[Skip, ...] = field(default=())
 
     @property

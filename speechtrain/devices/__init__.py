@@ -1,0 +1,1 @@
+"""What differs between chips, and nothing else. One file per device."""
