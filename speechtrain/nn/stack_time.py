@@ -1,0 +1,42 @@
+"""StackTime: fewer, wider frames. Legend: B rows, T frames, H features, k factor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from speechtrain.errors import ConfigError
+
+
+def stack_time(x: Tensor, factor: int) -> Tensor:
+    """Concatenate each ``factor`` successive frames: (B, T, H) -> (B, ceil(T/k), k·H), zeros beyond T.
+
+    Frame j of the result is (kj, kj+1, ..., kj+k−1), in this order. Padding and reshaping moves each
+    number once, where concatenating k shifted copies of the sequence holds k² times as many.
+    """
+    rows, frames, width = x.shape
+    groups = -(-frames // factor)
+    return F.pad(x, (0, 0, 0, groups * factor - frames)).reshape(rows, groups, factor * width)
+
+
+class StackTime(nn.Module):
+    """Stack ``factor`` successive frames of each row into one (MLPerf RNN-T).
+
+    What a row holds beyond its length counts as zeros, so that a row's last, incomplete group does
+    not depend on how far the batch is padded.
+    """
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        if factor < 1:
+            raise ConfigError(f"StackTime.factor is {factor}; it must be 1 or more")
+        self.factor = factor
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, H) and frames (B,) -> (B, ceil(T/k), k·H) and frames (B,), ``ceil(lengths/k)``."""
+        if self.factor == 1:
+            return x, lengths
+        valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        stacked = stack_time(x * valid[:, :, None].to(x.dtype), self.factor)
+        return stacked, torch.div(lengths + (self.factor - 1), self.factor, rounding_mode="floor")
