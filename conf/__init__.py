@@ -1,0 +1,1 @@
+"""Hydra's config groups, installed as ``speechtrain.conf`` (this file makes ``pkg://`` find them)."""

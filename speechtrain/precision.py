@@ -27,10 +27,13 @@ class Precision(ABC):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - nothing is a sensible default
         """Take the loss scale out of the gradients, before their norm is measured."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Update the parameters; False where a loss scaler left this step out to lower its scale."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters from finite gradients."""
         optimizer.step()
-        return True
+
+    def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Told of non-finite gradients instead of ``step``; True where lowering a loss scale is the answer."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -60,12 +63,17 @@ class BF16(Precision):
 
 
 class FP16(Precision):
-    """float16 by autocast with a dynamic loss scale (Micikevicius et al., ICLR 2018)."""
+    """float16 by autocast with a dynamic loss scale (Micikevicius et al., ICLR 2018).
+
+    An overflow halves the scale; below ``floor`` it counts as a non-finite update."""
 
     name = "fp16"
     dtype = torch.float16
 
-    def __init__(self, initial_scale: float = 65536.0, growth_interval: int = 2000) -> None:
+    def __init__(
+        self, initial_scale: float = 65536.0, growth_interval: int = 2000, floor: float = 1e-4
+    ) -> None:
+        self.floor = floor
         self.scaler = torch.amp.GradScaler(init_scale=initial_scale, growth_interval=growth_interval)
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
@@ -77,11 +85,14 @@ class FP16(Precision):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        before = self.scaler.get_scale()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.scaler.step(optimizer)
         self.scaler.update()
-        return bool(self.scaler.get_scale() >= before)
+
+    def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
+        self.scaler.step(optimizer)  # leaves the step out: unscale has seen the overflow
+        self.scaler.update()
+        return bool(self.scaler.get_scale() >= self.floor)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.scaler.state_dict())

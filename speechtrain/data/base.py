@@ -40,6 +40,12 @@ class DataModule(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def check(self) -> None:  # noqa: B027 - nothing is a sensible default
+        """Look for what would stop a run later: missing recordings, transcripts that cannot be spelled.
+
+        Raises DataError, one line that names the file or symbol and the fix.
+        """
+
     def shapes(self) -> list[tuple[int, int, int]]:
         """The (batch, samples, labels) shapes of training, where they are a fixed set; else empty."""
         return []

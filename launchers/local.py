@@ -1,0 +1,32 @@
+"""One child process on this machine."""
+
+from __future__ import annotations
+
+import importlib
+
+from speechtrain.errors import ConfigError
+from speechtrain.launch import WORKER, Job, Launcher, Result, shell_line, supervise
+
+
+class Local(Launcher):
+    """Start the single rank as a child, so that the device's environment is there before Python.
+
+    ``inline`` runs it in this process instead, for a debugger; variables that only count before
+    Python starts (threads, allocators) then have no effect.
+    """
+
+    def __init__(self, inline: bool = False) -> None:
+        self.inline = inline
+
+    def check(self, job: Job) -> None:
+        if job.world_size != 1:
+            raise ConfigError(f"world_size={job.world_size}: launcher=local starts one process; set world_size=1")
+
+    def launch(self, job: Job) -> Result:
+        self.check(job)
+        if self.inline:
+            return Result(importlib.import_module(WORKER).main([str(job.config)]))
+        return Result(supervise(job.command, job.environ()))
+
+    def render(self, job: Job) -> str:
+        return shell_line(job.command, job.environment)

@@ -1,0 +1,184 @@
+"""Checkpoints: named states, written whole or not at all, verified before they are believed.
+
+A checkpoint is a folder ``checkpoints/step-00001200`` that holds ``state.pt`` (tensors and plain
+values only, always read with ``weights_only=True``), ``model.safetensors`` (the weights that were
+evaluated) and ``checkpoint.json`` (format, step, sha256 of each file). It is written under another
+name, flushed to the disk and renamed, so a reader finds all of it or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speechtrain.errors import RunError
+
+FORMAT = 1
+
+
+class Stateful(Protocol):
+    """Two methods make a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> object: ...
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace ``path`` by ``content`` in one step: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    _flush(temporary)
+    temporary.rename(path)
+
+
+class Checkpointer:
+    """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
+
+    Keeps the newest ``keep`` and the best. What it finds damaged it names through ``warn``, sets
+    aside as ``<name>.damaged`` and never loads.
+    """
+
+    def __init__(self, run_dir: str | Path, keep: int = 2, warn: Callable[[str], None] = print) -> None:
+        self.root = Path(run_dir) / "checkpoints"
+        self.keep = max(1, keep)
+        self.warn = warn
+
+    def save(
+        self,
+        step: int,
+        states: Mapping[str, Stateful],
+        weights: Mapping[str, Tensor],
+        metric: float | None = None,
+    ) -> Path:
+        """Write the checkpoint of ``step``; ``metric`` (lower is better) competes for the best.
+
+        Raises OSError where the disk refuses, with every earlier checkpoint intact.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for left_over in self.root.glob(".writing-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        folder = self.root / f"step-{step:08d}"
+        temporary = self.root / f".writing-{folder.name}"
+        temporary.mkdir()
+        try:
+            torch.save({name: part.state_dict() for name, part in states.items()}, temporary / "state.pt")
+            save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, temporary / "model.safetensors")
+            files = {}
+            for path in sorted(temporary.iterdir()):
+                _flush(path)
+                files[path.name] = _sha256(path)
+            write_json(temporary / "checkpoint.json", {"format": FORMAT, "step": step, "metric": metric, "files": files})
+            _flush(temporary)
+            if folder.exists():  # the same step again, after a fall-back to an earlier one
+                shutil.rmtree(folder)
+            temporary.rename(folder)
+            _flush(self.root)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(f"checkpoint of step {step} could not be written to {self.root}: {error}") from error
+        if metric is not None and metric < self.best()[1]:
+            write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
+        self._retire()
+        return folder
+
+    def best(self) -> tuple[Path | None, float]:
+        """The best checkpoint's folder and metric; (None, inf) while there is none."""
+        try:
+            content = json.loads((self.root / "best.json").read_text())
+            folder = self.root / content["name"]
+        except (OSError, ValueError, KeyError):
+            return None, float("inf")
+        return (folder, float(content["metric"])) if folder.is_dir() else (None, float("inf"))
+
+    def folders(self) -> list[Path]:
+        """Checkpoint folders, oldest first."""
+        return sorted(p for p in self.root.glob("step-*") if p.is_dir() and p.suffix != ".damaged")
+
+    def verify(self, folder: Path) -> dict[str, Any]:
+        """The manifest of a checkpoint whose files are all there and whole.
+
+        Raises RunError that names what is wrong: a missing or changed file, or another format.
+        """
+        try:
+            manifest: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+            files: dict[str, str] = manifest["files"]
+        except (OSError, ValueError, KeyError) as error:
+            raise RunError(f"{folder} has no readable checkpoint.json ({type(error).__name__})") from None
+        if manifest.get("format") != FORMAT:
+            raise RunError(
+                f"{folder} has checkpoint format {manifest.get('format')}; this version reads format {FORMAT}"
+            )
+        for name, digest in files.items():
+            if not (folder / name).is_file():
+                raise RunError(f"{folder / name} is missing")
+            if _sha256(folder / name) != digest:
+                raise RunError(f"{folder / name} does not match its sha256")
+        return manifest
+
+    def restore(self, states: Mapping[str, Stateful]) -> int | None:
+        """Load the newest sound checkpoint into ``states``; its step, or None where there is none.
+
+        Raises RunError where a sound checkpoint does not fit the run.
+        """
+        for folder in reversed(self.folders()):
+            try:
+                manifest = self.verify(folder)
+            except RunError as error:
+                aside = folder.with_name(folder.name + ".damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                self.warn(f"checkpoint not loaded: {error}; going on from the one before")
+                continue
+            saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            if set(saved) != set(states):
+                raise RunError(f"{folder} holds {sorted(saved)}, this run needs {sorted(states)}")
+            for name, part in states.items():
+                part.load_state_dict(saved[name])
+            return int(manifest["step"])
+        return None
+
+    def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
+        """The evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.
+
+        ``best`` falls back to the newest where no evaluation chose one. Raises RunError.
+        """
+        folders = self.folders()
+        if not folders:
+            raise RunError(f"{self.root} holds no checkpoint; train first")
+        folder: Path | None = folders[-1]
+        if which == "best":
+            folder = self.best()[0] or folder
+        elif which != "last":
+            folder = self.root / which
+        assert folder is not None
+        self.verify(folder)
+        return folder, load_file(folder / "model.safetensors")
+
+    def _retire(self) -> None:
+        best = self.best()[0]
+        for folder in self.folders()[: -self.keep]:
+            if folder != best:
+                shutil.rmtree(folder, ignore_errors=True)

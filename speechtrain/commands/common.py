@@ -1,0 +1,44 @@
+"""What every command shares: one line for an error, a trace in a file, an exit code by class."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from speechtrain.errors import EXIT_KILLED, SpeechtrainError
+
+
+def one_line(message: str) -> str:
+    """A message with its line breaks and runs of spaces closed up."""
+    return " ".join(message.split())
+
+
+def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
+    """Run a command; print a failure as one line and return its exit code.
+
+    A SpeechtrainError has its own code; anything else is a fault of ours: code 1, its trace in
+    ``trace`` or a temporary file that the line names.
+    """
+    try:
+        return command()
+    except SpeechtrainError as error:
+        print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("speechtrain: interrupted", file=sys.stderr)
+        return EXIT_KILLED
+    except BrokenPipeError:  # the reader of our output has gone, as in `… | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # the boundary of the process
+        path = trace or Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
+        path.write_text(traceback.format_exc())
+        print(
+            f"speechtrain: internal error: {one_line(f'{type(error).__name__}: {error}')[:300]} (trace in {path})",
+            file=sys.stderr,
+        )
+        return 1

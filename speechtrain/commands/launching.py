@@ -1,0 +1,128 @@
+"""From a composed config to a finished run: check, run directory, ranks, outcome."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from speechtrain import errors
+from speechtrain.checkpoint import write_json
+from speechtrain.config import ALLOW_TARGETS, build, check, dump, identity, load, resolved
+from speechtrain.devices.base import Device
+from speechtrain.errors import MachineError, RunError, SpeechtrainError
+from speechtrain.launch import Job, Launcher
+from speechtrain.precision import Precision
+from speechtrain.run import ABOUT, CONFIG, RESULT, RunLock, about, read_result
+
+_MIN_FREE = 256 * 2**20  # bytes below which no run is begun
+
+
+def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[str]) -> dict[str, Any]:
+    """Start the run in ``run_dir``, or continue it, and return its result.
+
+    A finished run returns its result at once. Raises the SpeechtrainError that stopped it, be it
+    found here or in a rank.
+    """
+    run_dir = run_dir.resolve()
+    config.run_dir = str(run_dir)
+    try:
+        plain = check(config)
+        device, launcher = _parts(config)
+        job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
+        launcher.check(job)
+        _check_disk(run_dir)
+        _check_same_run(run_dir, plain)
+    except SpeechtrainError:
+        _remove_if_empty(run_dir)
+        raise
+    if config.dry_run:
+        print(launcher.render(job))
+        _remove_if_empty(run_dir)
+        return {"status": "dry run", "metric": None}
+    done = read_result(run_dir)
+    if done and done.get("limits") == plain["trainer"] and done["status"] in ("finished", "target"):
+        print(f"{run_dir} is done: {_describe(done)}")
+        return done
+    lock = RunLock(run_dir).acquire()
+    (run_dir / CONFIG).write_text(dump(config))
+    write_json(run_dir / ABOUT, {**about(argv, overrides), "seed": config.seed, "device": device.name})
+    (run_dir / RESULT).unlink(missing_ok=True)
+    lock.release()  # rank 0 takes it over
+    ended = launcher.launch(job)
+    result = read_result(run_dir)
+    if result is None:
+        raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
+    if result["status"] == "failed":
+        raise _error_of(result, run_dir)
+    result["limits"] = plain["trainer"]
+    write_json(run_dir / RESULT, result)
+    print(f"{run_dir}: {_describe(result)}")
+    return result
+
+
+def _parts(config: DictConfig) -> tuple[Device, Launcher]:
+    device: Device = build(config, "device")
+    precision: Precision = build(config, "precision")
+    if not device.supports(precision.dtype):
+        raise MachineError(
+            f"precision={precision.name}: device={device.name} does not train in it; use precision=bf16 or precision=fp32"
+        )
+    return device, build(config, "launcher")
+
+
+def _environment(device: Device, world_size: int) -> dict[str, str]:
+    environment = device.environment(world_size)
+    if ALLOW_TARGETS in os.environ:
+        environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
+    return environment
+
+
+def _check_disk(run_dir: Path) -> None:
+    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    if not os.access(folder, os.W_OK):
+        raise MachineError(f"{folder} is not writable; set run_dir or OUTPUT_DIR to a folder that is")
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    if free < _MIN_FREE:
+        raise MachineError(f"{folder} has {free >> 20} MiB free, a run needs {_MIN_FREE >> 20}; free some or set run_dir")
+
+
+def _check_same_run(run_dir: Path, plain: dict[str, Any]) -> None:
+    """Refuse a run directory that belongs to another config, naming the keys that differ."""
+    path = run_dir / CONFIG
+    if not path.exists():
+        return
+    before, now = identity(resolved(load(path))), identity(plain)
+    differ = [
+        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise RunError(f"{run_dir} belongs to another config ({'; '.join(differ[:3])}{more}); set another run_dir")
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    """Undo Hydra's making of the folder for a command that started nothing."""
+    try:
+        run_dir.rmdir()
+    except OSError:
+        return
+
+
+def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
+    by_code = {c.exit_code: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, SpeechtrainError)}
+    found = by_code.get(result["exit_code"], SpeechtrainError)
+    trace = "" if found is not SpeechtrainError else f" (trace in {run_dir / 'error.log'})"
+    return found(result["error"] + trace)
+
+
+def _describe(result: dict[str, Any]) -> str:
+    metrics = result.get("metrics", {})
+    named = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k and isinstance(v, float))
+    return f"{result['status']} at step {result.get('steps')}{', ' + named if named else ''}"
+
+

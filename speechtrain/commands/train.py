@@ -1,0 +1,124 @@
+"""speechtrain-train: compose a config, start its ranks, report how they ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speechtrain import __version__
+from speechtrain.commands.common import guarded
+from speechtrain.errors import EXIT_PREEMPTED
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+HELP = f"""speechtrain-train {__version__}: train a speech model.
+
+usage: speechtrain-train [GROUP=CHOICE ...] [KEY=VALUE ...] [-m] [--config-dir DIR] [--cfg job] [--help]
+
+  speechtrain-train recipe=demo
+  speechtrain-train model=rnnt device=cpu precision=bf16 trainer.max_steps=100
+  speechtrain-train data=manifest data.train=a.jsonl,b.jsonl data.valid.dev=dev.jsonl
+  speechtrain-train -m model=rnnt optimizer.lr=1e-3,4e-3
+
+groups (the choices of each follow; those of your --config-dir add to them)
+{{groups}}
+
+keys
+  world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs the jobs of a sweep)
+  seed=N                     of every random decision
+  run_dir=DIR                default runs/<model>-<data>-<hash>; the same command continues the run in it
+  resume=auto|never|must     what to do with a run directory that holds checkpoints
+  dry_run=true               print what would be started, and start nothing
+  trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
+  trainer.accumulate=N       micro-batches per update
+  data.train=FILE[,FILE]     with data=manifest: training manifests, their union in order
+  data.valid.NAME=FILE       with data=manifest: an evaluation set
+  allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
+  --cfg job                  print the composed config and leave: every key that can be set
+
+environment
+  DATASET_DIR                where data=fsdd and other corpora are looked for
+  OUTPUT_DIR                 where run directories are made instead of runs/
+  NUM_STEPS                  trainer.max_steps, where the command line does not set it
+  SPEECHTRAIN_CACHE          where indexes and joined corpora are kept (default ~/.cache/speechtrain)
+  SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
+
+exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directory, 6 diverged,
+75 saved after a signal (the same command continues), 130 killed
+"""
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+def run(argv: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    if "--help" in argv or "-h" in argv:  # answered without Hydra, whose own help composes everything first
+        print(HELP.replace("{groups}", _groups(argv)), end="")
+        return 0
+    if "--version" in argv:
+        print(f"speechtrain {__version__}")
+        return 0
+    from speechtrain.commands.composition import run_composed
+    from speechtrain.commands.launching import launch
+
+    results: list[str] = []
+
+    def job(config: DictConfig, run_dir: Path, overrides: list[str]) -> float | None:
+        result = launch(config, run_dir, argv, overrides)
+        results.append(str(result["status"]))
+        return result["metric"]
+
+    run_composed(rewrite(argv), job)
+    return EXIT_PREEMPTED if "preempted" in results else 0
+
+
+def _groups(argv: list[str]) -> str:
+    folders = [Path(__file__).resolve().parents[2] / "conf", Path(__file__).resolve().parents[1] / "conf"]
+    for flag, value in zip(argv, argv[1:], strict=False):
+        if flag in ("--config-dir", "-cd"):
+            folders.append(Path(value))
+    choices: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/*.yaml"):
+            choices.setdefault(path.parent.name, set()).add(path.stem)
+    return "\n".join(f"  {group:<12} {' | '.join(sorted(names))}" for group, names in sorted(choices.items()))
+
+
+def rewrite(argv: list[str]) -> list[str]:
+    """Arguments as users of other toolkits type them, as Hydra wants them.
+
+    ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would take it for a sweep), and
+    ``data.valid.NAME=…`` may add a name. ``allow_targets=`` moves to the environment, so that no
+    file can set it.
+    """
+    from speechtrain.config import ALLOW_TARGETS
+
+    rewritten = []
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if key == "allow_targets" and equals:
+            os.environ[ALLOW_TARGETS] = value.strip("[]")
+            continue
+        if equals and re.fullmatch(r"\+{0,2}data\.(train|valid\.[\w-]+)", key):
+            if "," in value and not value.lstrip().startswith(("[", "{", "'", '"')):
+                value = "[" + ",".join(_quoted(part) for part in value.split(",")) + "]"
+            if key.startswith("data.valid."):
+                key = "++" + key
+            argument = f"{key}={value}"
+        rewritten.append(argument)
+    return rewritten
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.strip().replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""RNN-T: an encoder, an LSTM prediction network, an additive joint (Graves, 2012; MLPerf RNN-T).
+
+Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch, Footprint
+from speechtrain.decoding.greedy import greedy
+from speechtrain.metrics import character_errors, word_errors
+from speechtrain.nn.encoder import Encoder
+from speechtrain.nn.lstm import LSTM, State
+from speechtrain.nn.transducer_loss import transducer_loss
+from speechtrain.task import Evaluation, Example, Loss, Sums, Task
+from speechtrain.text.vocabulary import Tokenizer
+
+
+class Prediction(nn.Module):
+    """Embedding and LSTM over the labels so far; a zero vector starts the sequence (blank has no row)."""
+
+    def __init__(
+        self,
+        labels: int,
+        embedding: int,
+        hidden: int,
+        layers: int,
+        dropout: float,
+        layer_norm: bool,
+        forget_gate_bias: float,
+        init_scale: float,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(labels, embedding)
+        self.dec_rnn = LSTM(embedding, hidden, layers, dropout, layer_norm, forget_gate_bias, init_scale)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        """Labels (B, U) to (B, U+1, hidden); frame u has seen the first u labels."""
+        embedded: Tensor = F.pad(self.embed(labels), (0, 0, 1, 0))
+        output: Tensor = self.dec_rnn(embedded)[0]
+        return output
+
+    def start(self, rows: int) -> tuple[Tensor, State]:
+        """Output (B, hidden) and state before any label."""
+        output, state = self.dec_rnn(self.embed.weight.new_zeros(rows, 1, self.embed.embedding_dim))
+        return output[:, 0], state
+
+    def step(self, labels: Tensor, state: State) -> tuple[Tensor, State]:
+        """One label a row (B,): output (B, hidden) and the new state."""
+        output, state = self.dec_rnn(self.embed(labels)[:, None], state)
+        return output[:, 0], state
+
+
+class RNNT(Task):
+    """RNN-T recognition, trained by the exact transducer loss, judged by its greedy WER.
+
+    ``joint_bias`` ``both`` gives each of the two joint projections a bias (MLPerf); ``single`` only
+    the encoder's: with it the additive joint is Intel's older Linear over the concatenation, its
+    weight split in two. ``ctc_weight`` adds a CTC loss on the encoder, ``fastemit`` is the lambda of
+    Yu et al. (2021). The loss of a batch is the sum over its utterances, its weight their number.
+    """
+
+    metric = "wer"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        prediction_embedding: int = 512,
+        prediction_hidden: int = 512,
+        prediction_layers: int = 2,
+        prediction_dropout: float = 0.3,
+        prediction_norm: bool = False,
+        joint_hidden: int = 512,
+        joint_dropout: float = 0.3,
+        joint_bias: str = "both",
+        forget_gate_bias: float = 1.0,
+        init_scale: float = 0.5,
+        ctc_weight: float = 0.0,
+        fastemit: float = 0.0,
+        max_symbols_per_step: int = 30,
+        max_symbols: int = 300,
+    ) -> None:
+        super().__init__()
+        if joint_bias not in ("both", "single"):
+            raise ValueError(f"model.joint_bias is {joint_bias!r}; it is both or single")
+        self.tokenizer = tokenizer
+        self.blank = tokenizer.blank
+        self.encoder = encoder
+        self.prediction = Prediction(
+            tokenizer.size - 1,
+            prediction_embedding,
+            prediction_hidden,
+            prediction_layers,
+            prediction_dropout,
+            prediction_norm,
+            forget_gate_bias,
+            init_scale,
+        )
+        self.joint_enc = nn.Linear(encoder.width, joint_hidden)
+        self.joint_pred = nn.Linear(prediction_hidden, joint_hidden, bias=joint_bias == "both")
+        self.joint_net = nn.Linear(joint_hidden, tokenizer.size)
+        self.joint_dropout = joint_dropout
+        self.ctc_weight = ctc_weight
+        self.ctc = nn.Linear(encoder.width, tokenizer.size) if ctc_weight > 0 else None
+        self.fastemit = fastemit
+        self.max_symbols_per_step = max_symbols_per_step
+        self.max_symbols = max_symbols
+
+    def forward(self, batch: Batch) -> Loss:
+        encoded, lengths = self.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        per_row, parts = self._losses(encoded, lengths, batch)
+        return Loss((per_row * batch.weight).sum(), batch.weight.sum(), parts)
+
+    def _losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
+        """Loss of each row (B,) fp32, and its parts where there is more than one."""
+        transducer = transducer_loss(
+            self.joint_enc(encoded),
+            self.joint_pred(self.prediction(batch.labels)),
+            self.joint_net.weight,
+            self.joint_net.bias,
+            batch.labels,
+            lengths,
+            batch.label_lengths,
+            blank=self.blank,
+            dropout=self.joint_dropout if self.training else 0.0,
+            # drawn from the generator that the trainer has seeded for this micro-batch
+            seed=int(torch.randint(2**62, ())),
+            fastemit=self.fastemit,
+            compute_dtype=torch.get_autocast_dtype(encoded.device.type)
+            if torch.is_autocast_enabled(encoded.device.type)
+            else torch.float32,
+        )
+        if self.ctc is None:
+            return transducer, {}
+        scores = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)
+        ctc = F.ctc_loss(
+            scores, batch.labels, lengths, batch.label_lengths, self.blank, reduction="none", zero_infinity=True
+        )
+        count = batch.weight.sum()
+        parts: Sums = {
+            "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
+            "loss_ctc": ((ctc.detach() * batch.weight).sum(), count),
+        }
+        return transducer + self.ctc_weight * ctc, parts
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        encoded, lengths = self.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        per_row, _ = self._losses(encoded, lengths, batch)
+        metrics: Sums = {"loss": ((per_row * batch.weight).sum().double(), batch.weight.sum().double())}
+        texts = self._decode(encoded, lengths)
+        examples = tuple(
+            Example(name, reference, text)
+            for name, reference, text in zip(batch.ids, batch.texts, texts, strict=True)
+            if name
+        )
+        for name, errors_of in (("wer", word_errors), ("cer", character_errors)):
+            counts = [errors_of(e.reference, e.hypothesis) for e in examples]
+            pair = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts)], dtype=torch.float64)
+            metrics[name] = (pair[0], pair[1])
+        return Evaluation(metrics, examples)
+
+    def transcribe(self, batch: Batch) -> list[str]:
+        encoded, lengths = self.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        return self._decode(encoded, lengths)
+
+    def _decode(self, encoded: Tensor, lengths: Tensor) -> list[str]:
+        output, state = self.prediction.start(len(encoded))
+
+        def step(labels: Tensor, state: State) -> tuple[Tensor, State]:
+            hidden, state = self.prediction.step(labels, state)
+            return self.joint_pred(hidden), state
+
+        def select(mask: Tensor, new: State, old: State) -> State:
+            rows = mask[None, :, None]  # states are (layers, B, hidden)
+            return torch.where(rows, new[0], old[0]), torch.where(rows, new[1], old[1])
+
+        hypotheses = greedy(
+            self.joint_enc(encoded),
+            lengths,
+            (self.joint_pred(output), state),
+            step,
+            lambda f, g: self.joint_net(F.relu(f + g)),
+            select,
+            self.blank,
+            self.max_symbols_per_step,
+            self.max_symbols,
+        )
+        return [self.tokenizer.decode(ids) for ids in hypotheses]
+
+    def footprint(self) -> Footprint:
+        """Activations of the LSTMs and lattice of the loss, in fp32, forward and backward."""
+        second = 16000
+        frames = self.encoder.frames(100 * second) / 100  # encoder frames a second
+        width = self.encoder.width
+        # gates and cell states of each layer are kept: about 8 values a unit and frame, on both sides
+        per_second = 4 * frames * 16 * 8 * width
+        per_second_label = 4 * frames * 8  # blank, label, alpha, beta and their gradients
+        return Footprint(per_second, per_second_label)

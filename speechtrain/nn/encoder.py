@@ -1,0 +1,74 @@
+"""Encoders of recognition models: audio in, frames of a fixed width out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from speechtrain.nn.augment import Augment
+from speechtrain.nn.features import LogMel
+from speechtrain.nn.lstm import LSTM
+from speechtrain.nn.norm import MaskedBatchNorm
+from speechtrain.nn.stack_time import StackTime
+
+
+class Encoder(nn.Module, ABC):
+    """A front end and a network: (B, S) audio to (B, T, ``width``) frames."""
+
+    width: int
+
+    @abstractmethod
+    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Frames (B, T, width) and their lengths (B,). ``keys`` (B,) address evaluation's dither."""
+
+    @abstractmethod
+    def frames(self, samples: int) -> int:
+        """Frames of ``samples`` samples of audio, on the host."""
+
+
+class LSTMEncoder(Encoder):
+    """LSTM stack, StackTime, LSTM stack (MLPerf RNN-T; AIDK's smaller form with its norms).
+
+    ``feature_norm`` is AIDK's BatchNorm on the features, ``layer_norm`` its LayerNorm behind each
+    stack. Without features, every size of the family is a configuration.
+    """
+
+    def __init__(
+        self,
+        features: LogMel,
+        augment: Augment,
+        hidden: int = 1024,
+        pre_layers: int = 2,
+        stack_time: int = 2,
+        post_layers: int = 3,
+        dropout: float = 0.1,
+        feature_norm: bool = False,
+        layer_norm: bool = False,
+        forget_gate_bias: float = 1.0,
+        init_scale: float = 0.5,
+    ) -> None:
+        super().__init__()
+        self.features = features
+        self.augment = augment
+        width = features.features
+        self.feature_norm = MaskedBatchNorm(width) if feature_norm else None
+        self.pre_rnn = LSTM(width, hidden, pre_layers, dropout, layer_norm, forget_gate_bias, init_scale)
+        self.stack_time = StackTime(stack_time)
+        self.post_rnn = LSTM(
+            hidden * stack_time, hidden, post_layers, dropout, layer_norm, forget_gate_bias, init_scale
+        )
+        self.width = hidden
+
+    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        audio = self.augment.waveform(audio, lengths)
+        x, lengths = self.features(audio, lengths, keys=keys, warp=self.augment.warp(len(audio), audio.device))
+        if self.feature_norm is not None:
+            x = self.feature_norm(x, lengths)
+        x, _ = self.pre_rnn(x)
+        x, lengths = self.stack_time(x, lengths)
+        x, _ = self.post_rnn(x)
+        return x, lengths
+
+    def frames(self, samples: int) -> int:
+        return self.stack_time.length(self.features.frames(samples))

@@ -1,0 +1,42 @@
+"""Normalisation over a batch with padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class MaskedBatchNorm(nn.Module):
+    """BatchNorm over the valid frames of a batch, with the state keys of ``nn.BatchNorm1d``.
+
+    AIDK's BatchNorm on input features counts padding frames, so its statistics depend on how a
+    batch was padded; here frames beyond a row's length neither count nor change (they stay 0).
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, features: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.momentum, self.eps = momentum, eps
+        self.weight = nn.Parameter(torch.ones(features))
+        self.bias = nn.Parameter(torch.zeros(features))
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("running_var", torch.ones(features))
+        self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """(B, T, F) and lengths (B,) to (B, T, F); fp32 statistics."""
+        mask = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None].to(x.dtype)
+        mean, variance = self.running_mean, self.running_var
+        if self.training:
+            count = mask.sum().clamp(min=1.0)
+            mean = (x * mask).sum((0, 1)) / count
+            variance = ((x - mean).square() * mask).sum((0, 1)) / count
+            with torch.no_grad():
+                unbiased = variance * count / (count - 1).clamp(min=1.0)
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_var.lerp_(unbiased, self.momentum)
+                self.num_batches_tracked += 1
+        return ((x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias) * mask

@@ -1,0 +1,93 @@
+"""The run directory: its lock, its config, its result. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from speechtrain.errors import RunError
+
+CONFIG = "config.yaml"
+RESULT = "result.json"
+ABOUT = "run.json"
+
+
+class RunLock:
+    """One run at a time in a directory: an advisory lock that dies with its process.
+
+    The file names host and pid, for the message that a second command prints.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "lock"
+        self._file = None
+
+    def acquire(self) -> RunLock:
+        """Take the lock. Raises RunError naming who holds it."""
+        file = self.path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise RunError(f"{self.path.parent} is in use by {holder}; wait for it, stop it, or set another run_dir") from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        self._file = file
+        return self
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()  # closing releases the lock; the file stays, or a waiting opener would race
+            self._file = None
+
+
+def read_result(run_dir: Path) -> dict[str, Any] | None:
+    """What ``result.json`` says, or None where there is none that can be read."""
+    try:
+        content = json.loads((run_dir / RESULT).read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def about(argv: list[str], overrides: list[str]) -> dict[str, Any]:
+    """How this run came to be: command line, code version, library versions, host."""
+    names = ("speechtrain", "torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "argv": argv,
+        "overrides": overrides,
+        "git": git_state(Path(__file__).resolve().parent),
+        "versions": versions,
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit and cleanliness of the checkout that ``folder`` is in; empty where it is none."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return {}

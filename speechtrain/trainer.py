@@ -1,0 +1,324 @@
+"""The shared trainer: one loop that every model, device and launcher goes through.
+
+It reads in the order of time: next batch, forward, backward, mark, agree, scale, clip, step, mark,
+schedule, average, log when due, validate when due, save when due.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechtrain.batch import Batch
+from speechtrain.checkpoint import Checkpointer, Stateful
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.distributed import Group
+from speechtrain.errors import Diverged, MachineError
+from speechtrain.evaluation import Outcome, evaluate
+from speechtrain.limits import Limits
+from speechtrain.metrics import MetricSums
+from speechtrain.optim.ema import Average
+from speechtrain.optim.schedules import Schedule
+from speechtrain.precision import Precision
+from speechtrain.profiling import StepProfiler
+from speechtrain.randomness import seed_at
+from speechtrain.task import Loss, Task
+from speechtrain.tracking.base import Tracker
+
+_DEVICE_DRAWS = 1  # stream number in every address drawn here
+
+
+@dataclass
+class Progress:
+    """Where a run stands; part of every checkpoint."""
+
+    step: int = 0
+    wall_s: float = 0.0
+    nominal: float = 0.0  # the constant that backward's loss is divided by, a power of two
+    bad_updates: int = 0  # non-finite ones in a row
+    skipped_updates: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@dataclass
+class Interval:
+    """What happened since the last log line; sums stay on the device until a line is due."""
+
+    sums: MetricSums = field(default_factory=MetricSums)
+    utterances: int = 0
+    audio_s: float = 0.0
+    waited_s: float = 0.0
+    begun: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+
+    def add(self, batch: Batch, loss: Loss) -> None:
+        self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
+        self.utterances += batch.utterances
+        self.audio_s += batch.seconds
+
+
+class Trainer:
+    """Trains a task until a limit, a target or a stop request is reached."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        device: Device,
+        precision: Precision,
+        group: Group,
+        checkpointer: Checkpointer,
+        tracker: Tracker,
+        seed: int,
+        run_dir: Path,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.limits = limits
+        self.device = device
+        self.precision = precision
+        self.group = group
+        self.checkpointer = checkpointer
+        self.tracker = tracker
+        self.seed = seed
+        self.run_dir = run_dir
+        self.stop_requested = stop_requested
+        self.progress = Progress()
+        self._micro_batches: list[Batch] = []  # of the current step, for the replay bundle
+
+    def fit(
+        self,
+        task: Task,
+        data: DataModule,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        average: Average,
+        resume: bool = True,
+    ) -> str:
+        """Train and return how it ended: ``finished``, ``target``, ``time`` or ``preempted``.
+
+        ``self.progress`` then holds the steps done, the wall time and the latest metrics.
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row.
+        """
+        states: dict[str, Stateful] = {
+            "task": task,
+            "optimizer": optimizer,
+            "average": average,
+            "schedule": schedule,
+            "data": data,
+            "precision": self.precision,
+            "progress": self.progress,
+        }
+        if resume and (found := self.checkpointer.restore(states)) is not None:
+            self.tracker.log("resume", {"step": found})
+        world = self.group.world
+        per_step = world.size * self.limits.accumulate
+        per_epoch = data.micro_batches_per_epoch / per_step
+        planned = planned_steps(self.limits, per_epoch)
+        validate_every = self.limits.validate_every or max(1, round(per_epoch))
+        save_every = self.limits.save_every or validate_every
+        batches = data.train(world.rank, world.size, self.limits.accumulate)
+        wrapped = self.group.wrap(task)
+        task.train()
+
+        profiler = StepProfiler(self.limits.profile, self.run_dir)
+        progress, interval = self.progress, Interval()
+        session, before = time.perf_counter(), progress.wall_s
+        status = "finished" if planned is not None and progress.step >= planned else ""
+        while not status:
+            step = progress.step + 1
+            profiler.begin(step)
+            task.advance(progress.step)
+            weight, healthy, stop = self._accumulate(wrapped, batches, step, interval)
+            rate = schedule.rate(step)
+            norm, taken = self._update(optimizer, weight, healthy, rate)
+            if taken:
+                average.update(task)
+            progress.step = step
+            progress.wall_s = before + time.perf_counter() - session
+            interval.steps += 1
+            status = self._status(planned, stop)
+            profiler.end(step, final=bool(status))
+
+            validate_due = step % validate_every == 0 or (bool(status) and status != "preempted")
+            save_due = bool(status) or step % save_every == 0
+            if step % self.limits.log_every == 0 or validate_due or save_due:
+                self._log(interval, step / per_epoch, rate, norm, planned)
+                interval = Interval()
+            if validate_due:
+                status = self._validate(task, data, average) or status
+                progress.wall_s = before + time.perf_counter() - session
+            if save_due or validate_due:
+                self._save(states, task, average, validated=validate_due)
+                interval.begun = time.perf_counter()  # neither belongs to the training throughput
+        del batches, wrapped
+        return status
+
+    def _accumulate(
+        self, wrapped: torch.nn.Module, batches: Iterator[Batch], step: int, interval: Interval
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Forward and backward of this rank's share of a global batch.
+
+        Returns the global weight (), whether every loss was finite () bool, and the agreed stop.
+        """
+        world, accumulate = self.group.world, self.limits.accumulate
+        weights, finite = [], []
+        self._micro_batches = []
+        for micro in range(accumulate):
+            waiting = time.perf_counter()
+            batch = next(batches)
+            interval.waited_s += time.perf_counter() - waiting
+            moved = self.device.move(batch)
+            # one address for each micro-batch of the run, whichever rank computes it
+            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, step, micro * world.size + world.rank))
+            last = micro + 1 == accumulate
+            with nullcontext() if last else self.group.hold(wrapped):
+                with self.precision.autocast(self.device.name):
+                    loss: Loss = wrapped(moved)
+                if not self.progress.nominal:  # read once in the life of a run
+                    size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
+                    self.progress.nominal = 2.0 ** round(math.log2(size))  # dividing by it is exact
+                self.precision.backward(loss.total / self.progress.nominal)
+            self.device.mark()
+            weights.append(loss.weight)
+            finite.append(torch.isfinite(loss.total.detach()))
+            interval.add(batch, loss)
+            self._micro_batches.append(batch)
+        skip = ~torch.stack(finite).all()
+        weight, stop, skip = self.group.agree(torch.stack(weights).sum(), stop=self.stop_requested(), skip=skip)
+        return weight, ~skip, stop
+
+    def _update(
+        self, optimizer: torch.optim.Optimizer, weight: Tensor, healthy: Tensor, rate: float
+    ) -> tuple[Tensor, bool]:
+        """Scale, clip and step. Returns the gradient norm () of the mean loss and whether a step was taken."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.precision.unscale(optimizer)
+        scale = self.progress.nominal / weight.clamp(min=1.0)
+        norm = torch.nn.utils.get_total_norm(gradients) * scale
+        clip = self.limits.clip
+        if clip > 0:
+            scale = scale * (clip / norm.clamp(min=clip))
+        taken = bool(healthy) and bool(torch.isfinite(norm))  # a host read: every rank decides alike
+        if taken:
+            torch._foreach_mul_(gradients, scale)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group.get("lr_scale", 1.0)
+            self.precision.step(optimizer)
+            self.progress.bad_updates = 0
+        elif self.precision.overflow(optimizer):  # the loss scale was lowered: no fault of the recipe
+            self.progress.skipped_updates += 1
+        else:
+            self._refuse()
+        optimizer.zero_grad(set_to_none=True)
+        self.device.mark()
+        return norm, taken
+
+    def _refuse(self) -> None:
+        """Count a non-finite update; raise Diverged, with a replay bundle, when there were too many."""
+        progress = self.progress
+        progress.bad_updates += 1
+        progress.skipped_updates += 1
+        ids = [name for batch in self._micro_batches for name in batch.ids if name]
+        self.tracker.log(
+            "warning",
+            {"message": f"update {progress.step + 1} skipped: non-finite loss or gradient (first cut {ids[:1]})"},
+        )
+        if progress.bad_updates < self.limits.max_bad_updates:
+            return
+        bundle = self.run_dir / "replay.pt"
+        torch.save({"step": progress.step + 1, "seed": self.seed, "batches": [vars(b) for b in self._micro_batches]}, bundle)
+        raise Diverged(
+            f"{progress.bad_updates} non-finite updates in a row up to step {progress.step + 1}; "
+            f"lower optimizer.lr or trainer.clip, or look at the batches in {bundle}"
+        )
+
+    def _status(self, planned: int | None, stop: bool) -> str:
+        """How the run ends after the step just done; empty while it goes on."""
+        if planned is not None and self.progress.step >= planned:
+            return "finished"
+        if self.limits.max_hours is not None and self.progress.wall_s >= self.limits.max_hours * 3600:
+            return "time"
+        return "preempted" if stop else ""
+
+    def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
+        self.device.synchronize()  # the one wait for the device, on log steps only
+        seconds = max(1e-9, time.perf_counter() - interval.begun)
+        interval.sums.reduce(self.group.sum)
+        size, step = self.group.world.size, self.progress.step
+        self.tracker.log(
+            "train",
+            {
+                "step": step,
+                "steps": planned,
+                "epoch": epoch,
+                **interval.sums.means(),
+                "lr": rate,
+                "grad_norm": float(norm),
+                "utterances_per_s": interval.utterances * size / seconds,
+                "audio_s_per_s": interval.audio_s * size / seconds,
+                "data_wait": interval.waited_s / seconds,
+                "memory_mib": self.device.memory() / 2**20,
+                "eta_s": None if planned is None else (planned - step) * seconds / max(1, interval.steps),
+            },
+        )
+
+    def _validate(self, task: Task, data: DataModule, average: Average) -> str:
+        """Evaluate the averaged weights on every named set; ``target`` where the target is reached."""
+        world = self.group.world
+        with average.swapped(task):
+            outcomes = evaluate(task, data.valid(world.rank, world.size), self.device, self.precision, self.group)
+        self.report(outcomes)
+        metrics = {f"{name}/{key}": value for name, o in outcomes.items() for key, value in o.metrics.items()}
+        self.progress.metrics = {**first_set(outcomes), **metrics}
+        metric = self.progress.metrics.get(task.metric)
+        target = self.limits.target
+        return "target" if target is not None and metric is not None and metric <= target else ""
+
+    def report(self, outcomes: dict[str, Outcome]) -> None:
+        """Tell the tracker of an evaluation."""
+        step = self.progress.step
+        for name, outcome in outcomes.items():
+            self.tracker.log("valid", {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics})
+            rows = [vars(example) for example in outcome.examples]
+            self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
+
+    def _save(self, states: dict[str, Stateful], task: Task, average: Average, validated: bool) -> None:
+        if self.group.world.rank == 0:
+            metric = self.progress.metrics.get(task.metric) if validated else None
+            try:
+                path = self.checkpointer.save(self.progress.step, states, average.averaged_state_dict(task), metric)
+                self.tracker.log("checkpoint", {"step": self.progress.step, "path": str(path)})
+            except OSError as error:
+                if self.limits.on_save_error == "stop":
+                    raise MachineError(f"{error}; the last good checkpoint is intact") from error
+                self.tracker.log("warning", {"message": f"{error}; training goes on, trainer.on_save_error=continue"})
+        self.group.barrier()
+
+
+def first_set(outcomes: dict[str, Outcome]) -> dict[str, float]:
+    """The metrics of the first named set: what selects checkpoints and what a sweep reads."""
+    return next((o.metrics for o in outcomes.values()), {})
+
+
+def planned_steps(limits: Limits, steps_per_epoch: float) -> int | None:
+    """Updates that the limits by steps and epochs allow; None where only time or a target ends the run."""
+    plans = []
+    if limits.max_steps is not None:
+        plans.append(limits.max_steps)
+    if limits.max_epochs is not None:
+        plans.append(math.ceil(limits.max_epochs * steps_per_epoch))
+    return min(plans, default=None)
