@@ -36,6 +36,12 @@ class Tracker(ABC):
         ``status`` (as in ``result.json``), ``step``, ``metrics``, ``wall_s``.
     """
 
+    enabled: bool = True
+    """A tracker that is not enabled is told nothing, and touches nothing."""
+
+    visible: bool = False
+    """Whether a person sees its warnings at once; if none of a run's trackers is, stderr shows them."""
+
     @abstractmethod
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Record one event; an unknown one is not an error. Whatever it raises, ``Trackers`` reports."""

@@ -1,0 +1,246 @@
+"""Progress for people: a live display on a terminal, plain aligned lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+from speechtrain.errors import ConfigError
+from speechtrain.tracking.base import Tracker
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import RenderableType
+    from rich.live import Live
+
+_ERROR_RATES = ("wer", "cer", "ser")
+
+
+@final
+class Console(Tracker):
+    """Says what a run does on stdout; warnings go to stderr, or above the live display.
+
+    A plain run prints one line per ``train`` and ``valid`` event, so whoever logs decides how many:
+
+        step     1200/5000  epoch   3  loss 12.35  lr 1.00e-03  grad  3.21    512 utt/s    812 audio-s/s ...
+        valid    1200  test  wer 3.21 %  loss 4.56  3.2 s
+    """
+
+    visible = True
+
+    def __init__(self, mode: str = "auto", examples: int = 2, enabled: bool = True) -> None:
+        """``mode``: live, plain, or auto (live on a terminal); ``examples``: transcripts shown per set."""
+        if mode not in ("auto", "live", "plain"):
+            raise ConfigError(f"tracking.console.mode: {mode!r} is none of auto, live, plain")
+        self.mode = mode
+        self.examples = examples
+        self.enabled = enabled
+        self._display: _Display | None = None
+        self._steps: int | None = None
+
+    def log(self, event: str, values: Mapping[str, Any]) -> None:
+        """Print or show one event."""
+        if event == "start":
+            self._steps = values.get("steps")
+            if self._is_live():
+                self._display = self._display or _Display(forced=self.mode == "live")
+            self._say(start_line(values))
+        elif event == "train" and self._display is None:
+            self._say(train_line(values, self._steps))
+        elif event == "valid":
+            self._say(valid_line(values))
+        elif event == "examples":
+            for row in values["rows"][: self.examples]:
+                self._say(f"         ref  {row['reference']}")
+                self._say(f"         hyp  {row['hypothesis']}")
+        elif event == "warning":
+            self._warn(f"warning  {values['message']}")
+        elif event == "end":
+            self.close()
+            self._say(end_line(values))
+        if self._display is not None:
+            self._display.show(event, values)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        display, self._display = self._display, None
+        if display is not None:
+            display.close()
+
+    def _is_live(self) -> bool:
+        if self.mode == "auto":
+            return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        return self.mode == "live"
+
+    def _say(self, text: str) -> None:
+        if self._display is not None:
+            self._display.print(text)
+        else:
+            print(_printable(text, sys.stdout.encoding), flush=True)
+
+    def _warn(self, text: str) -> None:
+        if self._display is not None:
+            self._display.print(text, "bold yellow")
+        else:
+            print(_printable(text, sys.stderr.encoding), file=sys.stderr, flush=True)
+
+
+class _Display:
+    """The block at the foot of the terminal: progress bar, figures, and the last validation of each set."""
+
+    def __init__(self, forced: bool) -> None:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+
+        self._rich: RichConsole = RichConsole(
+            file=sys.stdout, force_terminal=forced or None, highlight=False, markup=False, emoji=False
+        )
+        self._start: Mapping[str, Any] = {}
+        self._train: Mapping[str, Any] = {}
+        self._valid: dict[str, Mapping[str, Any]] = {}
+        self._saved: int | None = None
+        self._started = self._heard = time.monotonic()
+        # twice a second keeps the clocks moving at no cost that a training step would notice
+        self._live: Live = Live(console=self._rich, refresh_per_second=2, get_renderable=self._render)
+        self._live.start()
+
+    def show(self, event: str, values: Mapping[str, Any]) -> None:
+        """Take over what one event changes."""
+        if event == "start":
+            self._start = values
+        elif event == "train":
+            self._train, self._heard = values, time.monotonic()
+        elif event == "valid":
+            self._valid[str(values["set"])] = values
+        elif event == "checkpoint":
+            self._saved = values["step"]
+        self._live.refresh()
+
+    def print(self, text: str, style: str = "") -> None:
+        """Print above the block."""
+        from rich.text import Text
+
+        self._rich.print(Text(_printable(text, self._rich.encoding), style=style))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        now = time.monotonic()
+        values, steps = self._train, self._start.get("steps")
+        step = values.get("step", self._start.get("step") or 0)
+        clocks = f"{duration(now - self._started)} elapsed"
+        if _known(values.get("eta_s")):
+            clocks += f", {duration(max(0.0, values['eta_s'] - (now - self._heard)))} to go"
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            Text(f"step {step}/{steps}" if steps else f"step {step}", style="bold"),
+            ProgressBar(total=steps, completed=step, pulse=not steps),
+            Text(clocks, style="dim"),
+        )
+        lines: list[RenderableType] = [bar]
+        if values:
+            lines.append(Text("  ".join(figures(values))))
+        lines += [Text(valid_line(last), style="green") for last in self._valid.values()]
+        if self._saved is not None:
+            lines.append(Text(f"saved    {self._saved}", style="dim"))
+        return Group(*lines)
+
+
+def start_line(values: Mapping[str, Any]) -> str:
+    """``start    480,029 parameters, 2,400 utterances an epoch, cpu fp32, 3000 steps``."""
+    facts = []
+    if values.get("parameters") is not None:
+        facts.append(f"{values['parameters']:,} parameters")
+    if values.get("utterances") is not None:
+        facts.append(f"{values['utterances']:,} utterances an epoch")
+    if values.get("device"):
+        facts.append(f"{values['device']} {values.get('precision', '')}".strip())
+    if (values.get("world_size") or 1) > 1:
+        facts.append(f"{values['world_size']} processes")
+    if values.get("steps"):
+        facts.append(f"{values['steps']} steps")
+    if values.get("step"):
+        facts.append(f"continued after step {values['step']}")
+    return f"start    {', '.join(facts)}".rstrip()
+
+
+def train_line(values: Mapping[str, Any], steps: int | None) -> str:
+    """One ``train`` event on one line, columns aligned from line to line."""
+    width = len(str(steps)) if steps else 6
+    step = f"step     {values.get('step', 0):>{width}}" + (f"/{steps}" if steps else "")
+    eta = [f"eta {duration(values['eta_s'])}"] if _known(values.get("eta_s")) else []
+    return "  ".join([step, *figures(values), *eta])
+
+
+def figures(values: Mapping[str, Any]) -> list[str]:
+    """The figures of a ``train`` event, each with its name or unit; those left out are left out."""
+    columns = (
+        ("epoch", "epoch {:>3}"),
+        ("loss", "loss {:>8.4g}"),
+        ("lr", "lr {:.2e}"),
+        ("grad_norm", "grad {:>8.3g}"),
+        ("utterances_per_s", "{:>6.1f} utt/s"),
+        ("audio_s_per_s", "{:>6.1f} audio-s/s"),
+        ("data_wait", "wait {:>3.0%}"),
+        ("memory_mib", "mem {:>6,.0f} MiB"),
+    )
+    shown = [form.format(values[name]) for name, form in columns if values.get(name) is not None]
+    return shown + [metric(name, value) for name, value in (values.get("metrics") or {}).items()]
+
+
+def valid_line(values: Mapping[str, Any]) -> str:
+    """``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
+    shown = [metric(name, value) for name, value in values.get("metrics", {}).items()]
+    took = [f"{values['seconds']:.1f} s"] if _known(values.get("seconds")) else []
+    return "  ".join([f"valid    {values.get('step', '')}", str(values.get("set", "")), *shown, *took])
+
+
+def end_line(values: Mapping[str, Any]) -> str:
+    """``end      finished after 5000 steps, 0:12:34  wer 3.21 %``."""
+    line = f"end      {values.get('status', '')}"
+    if values.get("step") is not None:
+        line += f" after {values['step']} steps"
+    if _known(values.get("wall_s")):
+        line += f", {duration(values['wall_s'])}"
+    return "  ".join([line, *(metric(name, value) for name, value in (values.get("metrics") or {}).items())])
+
+
+def metric(name: str, value: Any) -> str:
+    """``wer 3.21 %`` for an error rate given as a fraction, ``loss 4.56`` for anything else."""
+    if not isinstance(value, int | float):
+        return f"{name} {'-' if value is None else value}"
+    is_rate = name.rpartition("/")[2].rpartition("_")[2] in _ERROR_RATES
+    return f"{name} {100 * value:.2f} %" if is_rate else f"{name} {value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """``0:12:34``; from a day on ``3 d 01:12:34``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days} d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _printable(text: str, encoding: str | None) -> str:
+    """``text`` as one line without control characters (transcripts may hold any), as ``encoding`` spells it."""
+    text = "".join(" " if unicodedata.category(c) == "Cc" else c for c in text)
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,122 @@
+"""Events as JSON lines: the run's own record, which the report reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from speechtrain.tracking.base import Tracker
+
+NAME = "metrics.jsonl"
+
+
+@final
+class Jsonl(Tracker):
+    """Appends ``{"event": ..., "time": <Unix seconds>, ...}`` to ``<run_dir>/metrics.jsonl``.
+
+    Every line is handed to the system at once and is valid JSON: a non-finite number becomes null.
+    A line that was torn (killed process, full disk) is ended before the next one begins.
+    """
+
+    def __init__(self, run_dir: str, enabled: bool = True) -> None:
+        self.path = Path(run_dir) / NAME
+        self.enabled = enabled
+        self._file: io.FileIO | None = None
+
+    def log(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append one line. Raises ``OSError`` where the file cannot be written."""
+        record = _plain({"event": event, "time": round(time.time(), 3), **values})
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        # a lone surrogate becomes the escape \udcxx, which is how JSON spells it
+        data = line.encode("utf-8", "backslashreplace")
+        try:
+            file = self._file = self._file or self._open()
+            while data:  # an unbuffered write may take only a part
+                data = data[file.write(data) :]
+        except OSError:
+            self.close()
+            raise
+
+    def _open(self) -> io.FileIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.FileIO(self.path, "a+")
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        return file
+
+    def close(self) -> None:
+        """Close the file; a later event opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The events of a ``metrics.jsonl`` in order, without what a resume made void.
+
+    Of ``train``, ``valid``, ``examples`` and ``checkpoint`` events that share a step (and set), the
+    last one counts. A ``start`` at step s voids the later steps of earlier attempts, and at step 0
+    everything before it. Lines that are no JSON objects (torn by a kill) are passed over; a missing
+    file has no events.
+
+    >>> read_metrics(path)  # written: train 1, train 2, train 3, start at 2, train 3 again
+    [{'event': 'train', 'step': 1, ...}, {... 'step': 2}, {'event': 'start', ...}, {... 'step': 3}]
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, line in enumerate(lines):
+        record = _parse(line)
+        if record is None:
+            continue
+        event, step = record["event"], record.get("step")
+        if event == "start" and isinstance(step, int):
+            events = {key: kept for key, kept in events.items() if _stands(kept, step)}
+        repeatable = event in ("train", "valid", "examples", "checkpoint") and step is not None
+        key = (event, record.get("set"), step) if repeatable else (event, number)
+        events.pop(key, None)  # the last word also takes the last place
+        events[key] = record
+    return list(events.values())
+
+
+def _stands(record: Mapping[str, Any], resumed: int) -> bool:
+    if resumed == 0:
+        return False
+    step = record.get("step")
+    return record["event"] in ("start", "end") or not isinstance(step, int) or step <= resumed
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # also bytes that are no UTF-8
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in JSON's own types; scalar tensors and numpy numbers are read on the host."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if callable(getattr(value, "tolist", None)):
+        return _plain(value.tolist())
+    return str(value)

@@ -1,0 +1,99 @@
+"""Events as TensorBoard scalars and texts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from speechtrain.tracking.base import Tracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_NOT_CURVES = frozenset({"step", "metrics", "set"})
+
+
+@final
+class TensorBoard(Tracker):
+    """Writes event files to ``<run_dir>/tensorboard``.
+
+    Tags: ``train/loss``, ``train/lr`` and so on; ``valid/<set>/<metric>``; example transcripts and
+    warnings as texts. On resume the steps after the resumed one are purged from the display.
+    """
+
+    def __init__(self, run_dir: str, flush_s: int = 30, examples: int = 10, enabled: bool = True) -> None:
+        """``flush_s``: seconds after which written events reach the disk; ``examples``: shown per set."""
+        self.folder = Path(run_dir) / "tensorboard"
+        self.flush_s = flush_s
+        self.examples = examples
+        self.enabled = enabled
+        self._purge_step: int | None = None
+        self._writer: SummaryWriter | None = None
+
+    def log(self, event: str, values: Mapping[str, Any]) -> None:
+        """Write one event.
+
+        Raises ``OSError`` where files cannot be written, ``ImportError`` where the package is missing.
+        """
+        if event == "start":
+            self.close()
+            self._purge_step = int(values.get("step") or 0) + 1
+        try:
+            self._write(self._open(), event, values)
+        except Exception:
+            # the writer's own thread is dead after an error: only a new writer, with a new file, helps
+            with contextlib.suppress(Exception):
+                self.close()
+            self._writer = None
+            raise
+
+    def _open(self) -> SummaryWriter:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # seconds to import
+
+            self._writer = SummaryWriter(
+                str(self.folder), purge_step=self._purge_step, flush_secs=self.flush_s
+            )
+            self._purge_step = None
+        return self._writer
+
+    def _write(self, writer: Any, event: str, values: Mapping[str, Any]) -> None:
+        step = values.get("step")
+        if event == "train":
+            figures = {name: value for name, value in values.items() if name not in _NOT_CURVES}
+            for name, value in {**figures, **values.get("metrics", {})}.items():
+                if value is not None:
+                    writer.add_scalar(f"train/{name}", value, step)
+        elif event == "valid":
+            for name, value in values.get("metrics", {}).items():
+                if value is not None:
+                    writer.add_scalar(f"valid/{values['set']}/{name}", value, step)
+            writer.flush()
+        elif event == "examples":
+            rows = [
+                f"| {_cell(row['reference'])} | {_cell(row['hypothesis'])} |"
+                for row in values["rows"][: self.examples]
+            ]
+            writer.add_text(
+                f"examples/{values['set']}",
+                "\n".join(["| reference | hypothesis |", "|---|---|", *rows]),
+                step,
+            )
+        elif event == "warning":
+            writer.add_text("warnings", _cell(values["message"]), step)
+        elif event in ("start", "end"):
+            facts = [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
+            writer.add_text(event, "\n".join(["| | |", "|---|---|", *facts]), step)
+            writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the file; a later event opens another."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
