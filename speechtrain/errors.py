@@ -49,6 +49,12 @@ class Diverged(SpeechtrainError):
     exit_code = 6
 
 
+class Preempted(SpeechtrainError):
+    """Not a fault: a signal came, everything is saved, and the same command continues."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'hidden'?"`` for a near miss of one of ``known``, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from speechtrain.errors import EXIT_KILLED, SpeechtrainError
+from speechtrain.errors import EXIT_KILLED, Preempted, SpeechtrainError
 
 
 def one_line(message: str) -> str:
@@ -25,6 +25,9 @@ def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
     """
     try:
         return command()
+    except Preempted as note:
+        print(f"speechtrain: {one_line(str(note))}", file=sys.stderr)
+        return note.exit_code
     except SpeechtrainError as error:
         print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code

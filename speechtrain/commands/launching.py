@@ -12,7 +12,7 @@ from speechtrain import errors
 from speechtrain.checkpoint import write_json
 from speechtrain.config import ALLOW_TARGETS, build, check, dump, identity, load, resolved
 from speechtrain.devices.base import Device
-from speechtrain.errors import MachineError, RunError, SpeechtrainError
+from speechtrain.errors import MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.launch import Job, Launcher
 from speechtrain.precision import Precision
 from speechtrain.run import ABOUT, CONFIG, RESULT, RunLock, about, read_result
@@ -59,6 +59,8 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
         raise _error_of(result, run_dir)
     result["limits"] = plain["trainer"]
     write_json(run_dir / RESULT, result)
+    if result["status"] == "preempted":
+        raise Preempted(f"saved at step {result['steps']} in {run_dir}; the same command continues")
     print(f"{run_dir}: {_describe(result)}")
     return result
 

@@ -62,7 +62,8 @@ class LSTMEncoder(Encoder):
 
     def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         audio = self.augment.waveform(audio, lengths)
-        x, lengths = self.features(audio, lengths, keys=keys, warp=self.augment.warp(len(audio), audio.device))
+        warp = self.augment.warp(len(audio), audio.device)
+        x, lengths = self.features(audio, lengths, keys=keys, warp=warp, mask=self.augment.spectrogram)
         if self.feature_norm is not None:
             x = self.feature_norm(x, lengths)
         x, _ = self.pre_rnn(x)
@@ -71,4 +72,4 @@ class LSTMEncoder(Encoder):
         return x, lengths
 
     def frames(self, samples: int) -> int:
-        return self.stack_time.length(self.features.frames(samples))
+        return -(-self.features.frames(samples) // self.stack_time.factor)

@@ -1,0 +1,42 @@
+# make demo and make test need Python 3.11, git and make, and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= 2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: setup demo test check bench wheel clean
+
+setup: .setup-stamp
+
+# Torch first and alone: from the configured index where that gives a build without CUDA packages,
+# else from PyTorch's CPU index. Then a constraints file of what was installed holds it in place.
+.setup-stamp: setup.py tools/install_torch.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python tools/install_torch.py $(TORCH) $(CPU_INDEX)
+	$(BIN)/python -m pip freeze --exclude-editable | grep -i '^torch==' > constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
+	touch .setup-stamp
+
+demo: setup
+	$(BIN)/python tools/demo.py
+
+test: setup
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy speechtrain
+	$(BIN)/mypy launchers
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+bench: setup
+	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
+
+wheel: setup
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) .setup-stamp constraints.txt build dist *.egg-info
