@@ -153,7 +153,7 @@ class _Display:
         )
         lines: list[RenderableType] = [bar]
         if values:
-            lines.append(Text("  ".join(figures(values))))
+            lines.append(Text("  ".join(" ".join(figure.split()) for figure in figures(values))))
         lines += [Text(valid_line(last), style="green") for last in self._valid.values()]
         if self._saved is not None:
             lines.append(Text(f"saved    {self._saved}", style="dim"))
@@ -195,7 +195,7 @@ def figures(values: Mapping[str, Any]) -> list[str]:
         ("grad_norm", "grad {:>8.3g}"),
         ("utterances_per_s", "{:>6.1f} utt/s"),
         ("audio_s_per_s", "{:>6.1f} audio-s/s"),
-        ("data_wait", "wait {:>3.0%}"),
+        ("data_wait", "wait {:>4.0%}"),
         ("memory_mib", "mem {:>6,.0f} MiB"),
     )
     shown = [form.format(values[name]) for name, form in columns if values.get(name) is not None]
@@ -240,7 +240,7 @@ def _known(value: Any) -> bool:
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """``text`` as one line without control characters (transcripts may hold any), as ``encoding`` spells it."""
+    """One line without control characters (transcripts may hold any), as ``encoding`` can spell it."""
     text = "".join(" " if unicodedata.category(c) == "Cc" else c for c in text)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

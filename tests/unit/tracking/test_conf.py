@@ -1,0 +1,70 @@
+"""Every choice of the tracking group builds from its YAML, and takes overrides without a plus sign."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from speechtrain.tracking.base import Tracker
+
+CONF = Path(__file__).parents[3] / "conf" / "tracking"
+EVENTS = [
+    ("start", {"step": 0}),
+    ("train", {"step": 1, "loss": 1.0}),
+    ("valid", {"step": 1, "set": "a", "metrics": {"wer": 0.5}, "seconds": 1.0}),
+    ("examples", {"step": 1, "set": "a", "rows": [{"id": "x", "reference": "a", "hypothesis": "b"}]}),
+    ("end", {"status": "finished", "step": 1}),
+]
+
+
+def _build(choice: str, run_dir: Path, *overrides: str) -> Tracker:
+    with initialize_config_dir(str(CONF.parent), version_base="1.3"):
+        config = compose(overrides=[f"+tracking={choice}", f"+run_dir={run_dir}", *overrides])
+    tracker = instantiate(config.tracking)
+    assert isinstance(tracker, Tracker)
+    return tracker
+
+
+def _drive(tracker: Tracker) -> None:
+    for event, values in EVENTS:
+        tracker.log(event, values)
+    tracker.close()
+
+
+@pytest.mark.parametrize("choice", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_every_choice_takes_every_event(
+    choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _drive(_build(choice, tmp_path))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "overrides", "written", "is_heard"),
+    [
+        ("none", (), set(), False),
+        ("jsonl", (), {"metrics.jsonl"}, False),
+        ("default", (), {"metrics.jsonl", "tensorboard"}, True),
+        ("default", ("tracking.tensorboard.enabled=false",), {"metrics.jsonl"}, True),
+        (
+            "default",
+            ("tracking.tensorboard=null", "tracking.console.enabled=false"),
+            {"metrics.jsonl"},
+            False,
+        ),
+    ],
+)
+def test_what_a_choice_writes(
+    choice: str,
+    overrides: tuple[str, ...],
+    written: set[str],
+    is_heard: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _drive(_build(choice, tmp_path, *overrides))
+    assert {path.name for path in tmp_path.iterdir()} == written
+    assert ("wer 50.00 %" in capsys.readouterr().out) == is_heard

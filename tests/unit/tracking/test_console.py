@@ -1,0 +1,197 @@
+"""What a person sees: plain lines in a file, a live block on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from speechtrain.errors import ConfigError
+from speechtrain.tracking.console import Console, duration, metric
+
+START = {
+    "step": 0,
+    "steps": 5000,
+    "parameters": 480029,
+    "utterances": 2400,
+    "device": "cpu",
+    "precision": "fp32",
+}
+TRAIN = {
+    "step": 50,
+    "epoch": 3,
+    "loss": 12.3456,
+    "lr": 1e-3,
+    "grad_norm": 3.2101,
+    "utterances_per_s": 512.34,
+    "audio_s_per_s": 1024.0,
+    "data_wait": 0.034,
+    "memory_mib": 1812.4,
+    "eta_s": 754.0,
+}
+VALID = {"step": 50, "set": "test", "metrics": {"wer": 0.0321, "loss": 4.56}, "seconds": 3.21}
+ROWS = [{"id": str(i), "reference": f"ref {i}", "hypothesis": f"hyp {i}"} for i in range(5)]
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.log("start", START)
+    console.log("train", TRAIN)
+    console.log("valid", VALID)
+    console.log("examples", {"step": 50, "set": "test", "rows": ROWS})
+    console.log("checkpoint", {"step": 50, "path": "checkpoints/50"})
+    console.log("warning", {"message": "slow [bold]disk[/]"})
+    console.log(
+        "end", {"status": "finished", "step": 5000, "metrics": {"test/wer": 0.01234}, "wall_s": 90061}
+    )
+    console.close()
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "start    480,029 parameters, 2,400 utterances an epoch, cpu fp32, 5000 steps",
+        "step       50/5000  epoch   3  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"
+        "  1024.0 audio-s/s  wait   3%  mem  1,812 MiB  eta 0:12:34",
+        "valid    50  test  wer 3.21 %  loss 4.56  3.2 s",
+        "         ref  ref 0",
+        "         hyp  hyp 0",
+        "         ref  ref 1",
+        "         hyp  hyp 1",
+        "end      finished after 5000 steps, 1 d 01:01:01  test/wer 1.23 %",
+    ]
+    assert err == "warning  slow [bold]disk[/]\n"
+
+
+def test_plain_lines_keep_their_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.log("start", START)
+    console.log("train", TRAIN)
+    console.log(
+        "train", {**TRAIN, "step": 4999, "loss": 0.001234, "grad_norm": float("inf"), "utterances_per_s": 7}
+    )
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert [first.index(c) for c in ("loss", "grad", "utt/s", "wait")] == [
+        second.index(c) for c in ("loss", "grad", "utt/s", "wait")
+    ]
+
+
+def test_missing_and_non_finite_values_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.log("start", {"step": 7})
+    console.log("train", {"step": 8, "loss": float("nan"), "eta_s": float("inf"), "metrics": {"ppl": None}})
+    console.log("valid", {"step": 8, "set": "a", "metrics": {"wer": float("nan")}})
+    console.log("end", {"status": "preempted"})
+    console.log("unknown", {})
+    assert capsys.readouterr().out.splitlines() == [
+        "start    continued after step 7",
+        "step          8  loss      nan  ppl -",
+        "valid    8  a  wer nan %",
+        "end      preempted",
+    ]
+
+
+def test_transcripts_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"id": "a", "reference": "a\x1b[31m\nb", "hypothesis": "\r\x9b2Jc"}
+    Console().log("examples", {"step": 1, "set": "a", "rows": [row]})
+    out = capsys.readouterr().out
+    assert out.splitlines() == ["         ref  a [31m b", "         hyp    2Jc"]
+
+
+def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:
+    code = (
+        "from speechtrain.tracking.console import Console\n"
+        "row = {'reference': 'jeść', 'hypothesis': 'x'}\n"
+        "Console().log('examples', {'step': 1, 'set': 'a', 'rows': [row]})"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+    assert b"je\\u015b\\u0107" in done.stdout
+
+
+def test_an_unknown_mode_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.console\.mode: 'lively' is none of auto, live, plain"):
+        Console(mode="lively")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("wer", 0.5, "wer 50.00 %"),
+        ("test/cer", 0.001, "test/cer 0.10 %"),
+        ("best_wer", 0.0, "best_wer 0.00 %"),
+        ("loss", 123456.0, "loss 1.235e+05"),
+        ("answer", 0.5, "answer 0.5"),
+    ],
+)
+def test_metric(name: str, value: float, shown: str) -> None:
+    assert metric(name, value) == shown
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.6, 3661, 90000)] == ["0:00:00", "0:01:00", "1:01:01", "1 d 01:00:00"]
+
+
+_LIVE = """
+import sys
+from speechtrain.tracking.console import Console
+console = Console()
+console.log("start", {"step": 0, "steps": 200, "parameters": 10})
+console.log("train", {"step": 100, "loss": 1.5, "eta_s": 30.0})
+console.log("warning", {"message": "slow [disk]"})
+console.log("valid", {"step": 100, "set": "test", "metrics": {"wer": 0.5}})
+console.log("checkpoint", {"step": 100, "path": "x"})
+console.log("end", {"status": "finished", "step": 200})
+console.close()
+"""
+
+
+def _on_a_terminal(code: str, **environment: str) -> str:
+    """What ``code`` writes to a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    chunks: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while chunk := os.read(ours, 65536):
+                chunks.append(chunk)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "CI")}
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=theirs,
+        stderr=theirs,
+        stdin=theirs,
+        check=True,
+        env={**kept, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", **environment},
+    )
+    os.close(theirs)
+    reader.join(timeout=10)
+    os.close(ours)
+    return b"".join(chunks).decode()
+
+
+def test_live_display() -> None:
+    screen = _on_a_terminal(_LIVE)
+    assert "step 100/200" in screen
+    assert "0:00:30 to go" in screen
+    assert "slow [disk]" in screen
+    assert "saved    100" in screen
+    assert screen.index("end      finished") > screen.rindex("step 100/200")
+    assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    screen = _on_a_terminal(_LIVE, TERM="dumb")
+    assert "\x1b" not in screen
+    assert "step     100/200" in screen
+
+
+def test_rich_is_imported_only_for_a_live_display() -> None:
+    code = _LIVE + "sys.exit('rich' in sys.modules or 'torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)

@@ -1,0 +1,162 @@
+"""The JSON-lines record: valid JSON always, whole lines always, and what a resume makes void."""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speechtrain.tracking.jsonl import Jsonl, read_metrics
+
+
+def _log(folder: Path, *events: tuple[str, dict[str, Any]]) -> Path:
+    tracker = Jsonl(str(folder))
+    for event, values in events:
+        tracker.log(event, values)
+    tracker.close()
+    return tracker.path
+
+
+def _train(step: int, **values: Any) -> tuple[str, dict[str, Any]]:
+    return "train", {"step": step, **values}
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+    tracker = Jsonl(str(tmp_path / "new" / "run"))
+    for step in (1, 2):
+        tracker.log("train", {"step": step, "loss": 0.5})
+        assert tracker.path.read_text().count("\n") == step
+    first = json.loads(tracker.path.read_text().splitlines()[0])
+    assert first.pop("time") > 1.7e9
+    assert first == {"event": "train", "step": 1, "loss": 0.5}
+
+
+def test_every_value_becomes_strict_json(tmp_path: Path) -> None:
+    @dataclass
+    class Row:
+        id: str
+        score: float
+
+    path = _log(
+        tmp_path,
+        (
+            "train",
+            {
+                "nan": float("nan"),
+                "inf": [float("inf"), -float("inf")],
+                "tensor": torch.tensor(2.5),
+                "bad": torch.tensor(float("nan")),
+                "array": np.float32(1.5),
+                "count": np.int64(7),
+                "row": Row("a", float("nan")),
+                "path": Path("a/b"),
+                "text": "zażółć\n\udc80",
+                3: True,
+            },
+        ),
+    )
+    (line,) = path.read_bytes().splitlines()
+    record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    record.pop("time")
+    assert record == {
+        "event": "train",
+        "nan": None,
+        "inf": [None, None],
+        "tensor": 2.5,
+        "bad": None,
+        "array": 1.5,
+        "count": 7,
+        "row": {"id": "a", "score": None},
+        "path": "a/b",
+        "text": "zażółć\n\udc80",
+        "3": True,
+    }
+
+
+def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
+    _log(
+        tmp_path,
+        ("start", {"step": 0}),
+        *[_train(step, attempt=1) for step in (1, 2, 3, 4)],
+        ("valid", {"step": 4, "set": "a", "attempt": 1}),
+        ("valid", {"step": 4, "set": "b", "attempt": 1}),
+        ("warning", {"message": "kept"}),
+        ("warning", {"message": "void", "step": 3}),
+        ("end", {"status": "preempted", "step": 4}),
+    )
+    path = _log(
+        tmp_path,
+        ("start", {"step": 2}),
+        _train(2, attempt=2),
+        _train(3, attempt=2),
+        ("valid", {"step": 3, "set": "a", "attempt": 2}),
+        ("valid", {"step": 3, "set": "b", "attempt": 2}),
+    )
+    events = read_metrics(path)
+    assert [(e["event"], e.get("step"), e.get("attempt")) for e in events] == [
+        ("start", 0, None),
+        ("train", 1, 1),
+        ("warning", None, None),
+        ("end", 4, None),
+        ("start", 2, None),
+        ("train", 2, 2),
+        ("train", 3, 2),
+        ("valid", 3, 2),
+        ("valid", 3, 2),
+    ]
+    assert [e["set"] for e in events if e["event"] == "valid"] == ["a", "b"]
+
+
+def test_several_warnings_at_one_step_all_stand(tmp_path: Path) -> None:
+    path = _log(tmp_path, *[("warning", {"message": m, "step": 5}) for m in ("one", "two")])
+    assert [e["message"] for e in read_metrics(path)] == ["one", "two"]
+
+
+def test_starting_over_voids_everything(tmp_path: Path) -> None:
+    path = _log(tmp_path, ("start", {"step": 0}), _train(9), ("start", {"step": 0}), _train(1))
+    assert [(e["event"], e["step"]) for e in read_metrics(path)] == [("start", 0), ("train", 1)]
+
+
+def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_is_continued(tmp_path: Path) -> None:
+    whole = _log(tmp_path, *[_train(step, note="é") for step in (1, 2, 3)]).read_bytes()
+    for size in range(len(whole)):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_bytes(whole[:size])
+        ended = whole[: size + 1].count(b"\n")  # a line that lacks only its line feed is whole
+        path = folder / "metrics.jsonl"
+        assert [e["step"] for e in read_metrics(path)] == list(range(1, ended + 1))
+        _log(folder, _train(10))
+        assert [e["step"] for e in read_metrics(path)] == [*range(1, ended + 1), 10]
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\xfe\n[1]\n{"step": 1}\n{"event": 3}\nnull\n\n{"event": "train", "step": 1}\n')
+    assert read_metrics(path) == [{"event": "train", "step": 1}]
+
+
+def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_line_torn_by_a_full_disk_does_not_spoil_the_next(tmp_path: Path) -> None:
+    tracker = Jsonl(str(tmp_path))
+    tracker.log("train", {"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (tracker.path.stat().st_size + 9, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tracker.log("train", {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    tracker.log("train", {"step": 3})
+    tracker.close()
+    assert len(tracker.path.read_bytes().splitlines()) == 3
+    assert [e["step"] for e in read_metrics(tracker.path)] == [1, 3]

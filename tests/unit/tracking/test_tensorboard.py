@@ -1,0 +1,75 @@
+"""TensorBoard files, read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from speechtrain.tracking.group import Trackers
+from speechtrain.tracking.tensorboard import TensorBoard
+
+
+def _read(run_dir: Path) -> EventAccumulator:
+    return EventAccumulator(str(run_dir / "tensorboard")).Reload()
+
+
+def _steps(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(e.step, e.value) for e in accumulator.Scalars(tag)]
+
+
+def test_scalars_and_texts(tmp_path: Path) -> None:
+    tracker = TensorBoard(str(tmp_path), examples=1)
+    tracker.log("start", {"step": 0, "parameters": 12})
+    tracker.log("train", {"step": 1, "epoch": 0, "loss": 2.5, "lr": None, "metrics": {"accuracy": 0.5}})
+    tracker.log("train", {"step": 2, "epoch": 0, "loss": float("nan")})
+    tracker.log("valid", {"step": 2, "set": "test", "metrics": {"wer": 0.25}, "seconds": 1.0})
+    rows = [{"id": str(i), "reference": "a|b", "hypothesis": "a"} for i in range(3)]
+    tracker.log("examples", {"step": 2, "set": "test", "rows": rows})
+    tracker.log("warning", {"message": "slow"})
+    tracker.log("unknown", {})
+    tracker.log("end", {"status": "finished", "step": 2})
+    tracker.close()
+    read = _read(tmp_path)
+    assert _steps(read, "valid/test/wer") == [(2, 0.25)]
+    assert _steps(read, "train/accuracy") == [(1, 0.5)]
+    (first, second) = _steps(read, "train/loss")
+    assert first == (1, 2.5)
+    assert math.isnan(second[1])
+    assert set(read.Tags()["scalars"]) == {"train/epoch", "train/loss", "train/accuracy", "valid/test/wer"}
+    texts = {tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
+    assert texts["examples/test/text_summary"].count("\n") == 2
+    assert r"| a\|b | a |" in texts["examples/test/text_summary"]
+    assert texts["warnings/text_summary"] == "slow"
+
+
+def test_resume_purges_the_steps_beyond_the_resumed_one(tmp_path: Path) -> None:
+    for start, losses in ((0, {1: 9.0, 2: 8.0, 3: 7.0}), (2, {3: 1.0, 4: 0.5})):
+        tracker = TensorBoard(str(tmp_path))
+        tracker.log("start", {"step": start})
+        for step, loss in losses.items():
+            tracker.log("train", {"step": step, "loss": loss})
+        tracker.close()
+    assert _steps(_read(tmp_path), "train/loss") == [(1, 9.0), (2, 8.0), (3, 1.0), (4, 0.5)]
+
+
+def test_it_writes_again_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    group = Trackers(tensorboard=TensorBoard(str(tmp_path)))
+    group.log("start", {"step": 0})
+    group.log("train", {"step": 1, "loss": 1.0})
+    (tmp_path / "tensorboard").unlink()
+    group.log("train", {"step": 2, "loss": 2.0})
+    group.close()
+    assert _steps(_read(tmp_path), "train/loss") == [(2, 2.0)]
+    assert capsys.readouterr().err.count("tracker tensorboard failed") == 1
+
+
+def test_the_class_is_importable_without_the_package() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, speechtrain.tracking.tensorboard; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
