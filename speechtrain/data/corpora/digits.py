@@ -1,0 +1,179 @@
+"""The embedded corpus: spoken digits in 72 synthetic voices, joined into connected utterances.
+
+It shows that training works and says nothing about real speech: the voices are espeak-ng's. The
+clips lie in ``digits_audio/`` beside this file (57 training and 15 validation voices, one take of
+each word); ``tools/make_digits.py`` made them, and makes folders of other words and more voices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from speechtrain.data.corpora.connected import (
+    GAP_SECONDS,
+    SAMPLE_RATE,
+    Clips,
+    Joined,
+    Samples,
+    check_choice,
+    check_sizes,
+    fingerprint,
+    gap_samples,
+    joined_cuts,
+)
+from speechtrain.data.source import Source
+from speechtrain.errors import ConfigError, DataError
+from speechtrain.randomness import key_of, uniform_at
+
+if TYPE_CHECKING:
+    from lhotse.cut import Cut
+
+EMBEDDED = Path(__file__).parent / "digits_audio"
+_SIZE, _WORD, _GAP = 0, 1, 2  # last part of a draw's address
+
+
+class Digits(Source):
+    """Connected utterances of one voice each, drawn from isolated words.
+
+    Utterance i is spoken by voice i modulo the number of voices; its number of words, the words
+    (with repetition) and the silences between them are draws addressed by (seed, split, i). The
+    training and validation voices share no speaker variant.
+
+    ``split`` is ``train`` or ``valid``; ``gap_seconds`` are the shortest and the longest silence;
+    ``root`` is a folder written by ``tools/make_digits.py --out``, empty for the embedded words.
+    Raises ConfigError for arguments that no corpus could satisfy, DataError for a folder that is
+    missing or damaged.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        utterances: int = 2000,
+        min_words: int = 3,
+        max_words: int = 7,
+        gap_seconds: list[float] = GAP_SECONDS,
+        seed: int = 0,
+        root: str = "",
+    ) -> None:
+        check_choice("digits", "split", split, ("train", "valid"))
+        check_sizes("digits", min_words, max_words, gap_seconds)
+        if utterances < 1:
+            raise ConfigError(f"digits: utterances={utterances}; need 1 or more")
+        self.split = split
+        self.utterances = utterances
+        self.min_words = min_words
+        self.max_words = max_words
+        self.gap_seconds = [float(seconds) for seconds in gap_seconds]
+        self.seed = seed
+        self.clips = WordClips(Path(root).expanduser() if root else EMBEDDED, split)
+
+    @property
+    def speakers(self) -> list[str]:
+        """The ids of this split's voices."""
+        return list(self.clips.voices)
+
+    def plan(self) -> list[Joined]:
+        """Which clips make up each utterance."""
+        clips, key = self.clips, key_of(self.split)
+        rows, columns = np.arange(self.utterances)[:, None], np.arange(self.max_words)
+        spread = self.max_words - self.min_words + 1
+        sizes = self.min_words + (uniform_at(self.seed, key, _SIZE, rows[:, 0]) * spread).astype(int)
+        words = (uniform_at(self.seed, key, _WORD, rows, columns) * len(clips.words)).astype(int)
+        gaps = gap_samples(uniform_at(self.seed, key, _GAP, rows, columns), self.gap_seconds)
+        plan = []
+        for i, size in enumerate(sizes.tolist()):
+            voice, chosen = i % len(clips.voices), words[i, :size].tolist()
+            plan.append(
+                Joined(
+                    id=f"digits-{self.split}-{self.seed}-{i:06d}",
+                    speaker=clips.voices[voice],
+                    text=" ".join(clips.words[word] for word in chosen),
+                    clips=tuple(voice * len(clips.words) + word for word in chosen),
+                    gaps=tuple(gaps[i, : size - 1].tolist()),
+                )
+            )
+        return plan
+
+    def cuts(self) -> Iterator[Cut]:
+        """One cut into the cached joined audio for each utterance (see ``connected``)."""
+        return joined_cuts(f"digits-{self.split}-{self.fingerprint()}", self.clips, self.plan())
+
+    def fingerprint(self) -> str:
+        """Of the arguments and of the index with its recorded hashes; nothing is decoded."""
+        return fingerprint(
+            "digits",
+            self.split,
+            self.utterances,
+            self.min_words,
+            self.max_words,
+            self.gap_seconds,
+            self.seed,
+            self.clips.digest,
+        )
+
+
+class WordClips(Clips):
+    """One split of a folder written by ``tools/make_digits.py``: clip (voice × words + word).
+
+    The FLAC file is decoded as a whole at the first read, and its samples are checked then against
+    the hash in ``index.json``. Raises DataError for a folder that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, split: str) -> None:
+        path = folder / "index.json"
+        try:
+            index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            part = index["splits"][split]
+            self.words: tuple[str, ...] = tuple(index["words"])
+            self.voices: tuple[str, ...] = tuple(voice["id"] for voice in part["voices"])
+            self._lengths = [int(samples) for voice in part["voices"] for samples in voice["samples"]]
+            self.path = folder / part["file"]
+            self._pcm_sha256 = str(part["pcm_sha256"])
+            rate = int(index["sample_rate"])
+        except OSError as error:
+            raise DataError(
+                f"{path}: {error.strerror}; give a folder that tools/make_digits.py --out wrote as root"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}: damaged ({type(error).__name__}: {error}); make the folder again with "
+                "tools/make_digits.py"
+            ) from None
+        if (
+            not self._lengths
+            or len(self._lengths) != len(self.words) * len(self.voices)
+            or rate != SAMPLE_RATE
+        ):
+            raise DataError(f"{path}: damaged (its counts do not agree); make the folder again")
+        self._ends = np.cumsum(self._lengths)
+        self.digest = fingerprint(self.words, part)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Samples of each clip."""
+        return self._lengths
+
+    def read(self, clip: int) -> Samples:
+        """One word of one voice, a view into the decoded split."""
+        end = int(self._ends[clip])
+        return self._decoded[end - self.lengths[clip] : end]
+
+    @cached_property
+    def _decoded(self) -> Samples:
+        import soundfile
+
+        try:
+            samples: Samples
+            samples, _ = soundfile.read(self.path, dtype="int16")
+        except (OSError, soundfile.LibsndfileError) as error:
+            raise DataError(f"{self.path}: cannot be decoded ({error}); install or make it again") from None
+        if hashlib.sha256(samples.astype("<i2", copy=False).tobytes()).hexdigest() != self._pcm_sha256:
+            raise DataError(f"{self.path}: does not hold the audio that index.json records; install it again")
+        return samples
