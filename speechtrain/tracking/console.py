@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import ConfigError
-from speechtrain.tracking.base import Tracker
+from speechtrain.tracking.base import Tracker, metrics_of
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -27,7 +27,7 @@ class Console(Tracker):
 
     A plain run prints one line per ``train`` and ``valid`` event, so whoever logs decides how many:
 
-        step     1200/5000  epoch   3  loss 12.35  lr 1.00e-03  grad  3.21    512 utt/s    812 audio-s/s ...
+        step     1200/5000  epoch   3.25  loss 12.35  lr 1.00e-03  grad  3.21    512 utt/s    812 audio-s/s
         valid    1200  test  wer 3.21 %  loss 4.56  3.2 s
     """
 
@@ -41,17 +41,17 @@ class Console(Tracker):
         self.examples = examples
         self.enabled = enabled
         self._display: _Display | None = None
-        self._steps: int | None = None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Print or show one event."""
         if event == "start":
-            self._steps = values.get("steps")
             if self._is_live():
                 self._display = self._display or _Display(forced=self.mode == "live")
             self._say(start_line(values))
+        elif event == "resume":
+            self._say(f"resume   after step {values['step']}")
         elif event == "train" and self._display is None:
-            self._say(train_line(values, self._steps))
+            self._say(train_line(values))
         elif event == "valid":
             self._say(valid_line(values))
         elif event == "examples":
@@ -111,8 +111,8 @@ class _Display:
 
     def show(self, event: str, values: Mapping[str, Any]) -> None:
         """Take over what one event changes."""
-        if event == "start":
-            self._start = values
+        if event in ("start", "resume"):
+            self._start = {**self._start, **values}
         elif event == "train":
             self._train, self._heard = values, time.monotonic()
         elif event == "valid":
@@ -138,7 +138,7 @@ class _Display:
 
         now = time.monotonic()
         values, steps = self._train, self._start.get("steps")
-        step = values.get("step", self._start.get("step") or 0)
+        step = values.get("step", self._start.get("step", 0))
         clocks = f"{duration(now - self._started)} elapsed"
         if _known(values.get("eta_s")):
             clocks += f", {duration(max(0.0, values['eta_s'] - (now - self._heard)))} to go"
@@ -161,25 +161,18 @@ class _Display:
 
 
 def start_line(values: Mapping[str, Any]) -> str:
-    """``start    480,029 parameters, 2,400 utterances an epoch, cpu fp32, 3000 steps``."""
+    """``start    480,029 parameters, 3,000 steps``."""
     facts = []
     if values.get("parameters") is not None:
         facts.append(f"{values['parameters']:,} parameters")
-    if values.get("utterances") is not None:
-        facts.append(f"{values['utterances']:,} utterances an epoch")
-    if values.get("device"):
-        facts.append(f"{values['device']} {values.get('precision', '')}".strip())
-    if (values.get("world_size") or 1) > 1:
-        facts.append(f"{values['world_size']} processes")
     if values.get("steps"):
-        facts.append(f"{values['steps']} steps")
-    if values.get("step"):
-        facts.append(f"continued after step {values['step']}")
+        facts.append(f"{values['steps']:,} steps")
     return f"start    {', '.join(facts)}".rstrip()
 
 
-def train_line(values: Mapping[str, Any], steps: int | None) -> str:
+def train_line(values: Mapping[str, Any]) -> str:
     """One ``train`` event on one line, columns aligned from line to line."""
+    steps = values.get("steps")
     width = len(str(steps)) if steps else 6
     step = f"step     {values.get('step', 0):>{width}}" + (f"/{steps}" if steps else "")
     eta = [f"eta {duration(values['eta_s'])}"] if _known(values.get("eta_s")) else []
@@ -189,7 +182,7 @@ def train_line(values: Mapping[str, Any], steps: int | None) -> str:
 def figures(values: Mapping[str, Any]) -> list[str]:
     """The figures of a ``train`` event, each with its name or unit; those left out are left out."""
     columns = (
-        ("epoch", "epoch {:>3}"),
+        ("epoch", "epoch {:>6.2f}"),
         ("loss", "loss {:>8.4g}"),
         ("lr", "lr {:.2e}"),
         ("grad_norm", "grad {:>8.3g}"),
@@ -199,24 +192,27 @@ def figures(values: Mapping[str, Any]) -> list[str]:
         ("memory_mib", "mem {:>6,.0f} MiB"),
     )
     shown = [form.format(values[name]) for name, form in columns if values.get(name) is not None]
-    return shown + [metric(name, value) for name, value in (values.get("metrics") or {}).items()]
+    return shown + [metric(name, value) for name, value in metrics_of(values).items()]
 
 
 def valid_line(values: Mapping[str, Any]) -> str:
     """``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
-    shown = [metric(name, value) for name, value in values.get("metrics", {}).items()]
+    shown = [metric(name, value) for name, value in metrics_of(values).items()]
     took = [f"{values['seconds']:.1f} s"] if _known(values.get("seconds")) else []
     return "  ".join([f"valid    {values.get('step', '')}", str(values.get("set", "")), *shown, *took])
 
 
 def end_line(values: Mapping[str, Any]) -> str:
-    """``end      finished after 5000 steps, 0:12:34  wer 3.21 %``."""
+    """``end      finished after 5000 steps, 0:12:34  test/wer 3.21 %``."""
     line = f"end      {values.get('status', '')}"
-    if values.get("step") is not None:
-        line += f" after {values['step']} steps"
+    if values.get("steps") is not None:
+        line += f" after {values['steps']} steps"
     if _known(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    return "  ".join([line, *(metric(name, value) for name, value in (values.get("metrics") or {}).items())])
+    found = values.get("metrics") or {}
+    # the first set's metrics stand there twice, once without its name
+    of_sets = {name: value for name, value in found.items() if "/" in name}
+    return "  ".join([line, *(metric(name, value) for name, value in (of_sets or found).items())])
 
 
 def metric(name: str, value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 from speechtrain.tracking.base import Tracker
@@ -19,12 +19,12 @@ class Trackers(Tracker):
     the rest of the run. The events that it missed are counted and reported on close.
     """
 
-    def __init__(self, trackers: Sequence[Tracker] = (), **named: Tracker | None) -> None:
-        """``named`` gives each member the name that reports use; None stands for no tracker."""
-        members = {type(tracker).__name__.lower(): tracker for tracker in trackers}
-        if len(members) < len(trackers):
-            members = {f"{type(t).__name__.lower()} {i}": t for i, t in enumerate(trackers, 1)}
-        members |= {name: tracker for name, tracker in named.items() if tracker is not None}
+    def __init__(self, trackers: dict[str, Tracker | None] | list[Tracker] | None = None) -> None:
+        """``trackers``: by the name that reports use (None stands for no tracker), or a plain list."""
+        if isinstance(trackers, Mapping):
+            members = {name: tracker for name, tracker in trackers.items() if tracker is not None}
+        else:
+            members = {f"{i} ({type(t).__name__})": t for i, t in enumerate(trackers or [], 1)}
         self._members = [_Guarded(name, tracker) for name, tracker in members.items() if tracker.enabled]
         self.visible = any(member.tracker.visible for member in self._members)
 

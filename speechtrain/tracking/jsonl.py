@@ -15,6 +15,7 @@ from typing import Any, final
 from speechtrain.tracking.base import Tracker
 
 NAME = "metrics.jsonl"
+_ONE_PER_STEP = ("train", "valid", "examples", "checkpoint")
 
 
 @final
@@ -61,40 +62,37 @@ class Jsonl(Tracker):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a ``metrics.jsonl`` in order, without what a resume made void.
+    """The events of a ``metrics.jsonl`` in order, without what a later attempt made void.
 
-    Of ``train``, ``valid``, ``examples`` and ``checkpoint`` events that share a step (and set), the
-    last one counts. A ``start`` at step s voids the later steps of earlier attempts, and at step 0
-    everything before it. Lines that are no JSON objects (torn by a kill) are passed over; a missing
-    file has no events.
+    The last record of each step (and set) counts. Wherever the step goes back, by a ``resume`` or
+    because an attempt began again, what earlier attempts said of later steps is void; their
+    ``start`` and ``end`` stay. Lines that are no JSON objects (torn by a kill) are passed over; a
+    missing file has no events.
 
-    >>> read_metrics(path)  # written: train 1, train 2, train 3, start at 2, train 3 again
-    [{'event': 'train', 'step': 1, ...}, {... 'step': 2}, {'event': 'start', ...}, {... 'step': 3}]
+    >>> read_metrics(path)  # written: train 1, 2, 3, resume at 1, train 2
+    [{'event': 'train', 'step': 1, ...}, {'event': 'resume', ...}, {'event': 'train', 'step': 2, ...}]
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    events: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for number, line in enumerate(lines):
-        record = _parse(line)
-        if record is None:
-            continue
-        event, step = record["event"], record.get("step")
-        if event == "start" and isinstance(step, int):
-            events = {key: kept for key, kept in events.items() if _stands(kept, step)}
-        repeatable = event in ("train", "valid", "examples", "checkpoint") and step is not None
-        key = (event, record.get("set"), step) if repeatable else (event, number)
-        events.pop(key, None)  # the last word also takes the last place
-        events[key] = record
-    return list(events.values())
+    events: list[dict[str, Any]] = []
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    reached = 0
+    for record in filter(None, map(_parse, lines)):
+        step = record.get("step")
+        if isinstance(step, int):
+            if step < reached:
+                events = [e for e in events if not isinstance(e.get("step"), int) or e["step"] <= step]
+            reached = step
+            if record["event"] in _ONE_PER_STEP:
+                latest[_address(record)] = record
+        events.append(record)
+    return [e for e in events if e["event"] not in _ONE_PER_STEP or latest.get(_address(e), e) is e]
 
 
-def _stands(record: Mapping[str, Any], resumed: int) -> bool:
-    if resumed == 0:
-        return False
-    step = record.get("step")
-    return record["event"] in ("start", "end") or not isinstance(step, int) or step <= resumed
+def _address(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record["event"], record.get("set"), record.get("step")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from speechtrain.tracking.base import Tracker
+from speechtrain.tracking.base import PROGRESS, Tracker, metrics_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-_NOT_CURVES = frozenset({"step", "metrics", "set"})
 
 
 @final
@@ -30,6 +28,7 @@ class TensorBoard(Tracker):
         self.examples = examples
         self.enabled = enabled
         self._purge_step: int | None = None
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # events before the first that has a place
         self._writer: SummaryWriter | None = None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
@@ -37,16 +36,23 @@ class TensorBoard(Tracker):
 
         Raises ``OSError`` where files cannot be written, ``ImportError`` where the package is missing.
         """
-        if event == "start":
+        if event == "start":  # whether the run goes on from a checkpoint is known at the next event
             self.close()
-            self._purge_step = int(values.get("step") or 0) + 1
+            self._purge_step = 1
+        elif event == "resume":
+            self._purge_step = values["step"] + 1
+        if self._writer is None and event in ("start", "resume", "warning"):
+            self._waiting.append((event, dict(values)))
+            return
         try:
+            for earlier, its_values in self._waiting:
+                self._write(self._open(), earlier, its_values)
+            self._waiting = []
             self._write(self._open(), event, values)
         except Exception:
             # the writer's own thread is dead after an error: only a new writer, with a new file, helps
             with contextlib.suppress(Exception):
                 self.close()
-            self._writer = None
             raise
 
     def _open(self) -> SummaryWriter:
@@ -62,14 +68,10 @@ class TensorBoard(Tracker):
     def _write(self, writer: Any, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("step")
         if event == "train":
-            figures = {name: value for name, value in values.items() if name not in _NOT_CURVES}
-            for name, value in {**figures, **values.get("metrics", {})}.items():
-                if value is not None:
-                    writer.add_scalar(f"train/{name}", value, step)
+            figures = {name: values.get(name) for name in PROGRESS if name not in ("step", "steps")}
+            self._write_scalars(writer, "train", {**figures, **metrics_of(values)}, step)
         elif event == "valid":
-            for name, value in values.get("metrics", {}).items():
-                if value is not None:
-                    writer.add_scalar(f"valid/{values['set']}/{name}", value, step)
+            self._write_scalars(writer, f"valid/{values['set']}", metrics_of(values), step)
             writer.flush()
         elif event == "examples":
             rows = [
@@ -87,6 +89,12 @@ class TensorBoard(Tracker):
             facts = [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
             writer.add_text(event, "\n".join(["| | |", "|---|---|", *facts]), step)
             writer.flush()
+
+    @staticmethod
+    def _write_scalars(writer: Any, folder: str, figures: Mapping[str, Any], step: Any) -> None:
+        for name, value in figures.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(f"{folder}/{name}", value, step)
 
     def close(self) -> None:
         """Flush and close the file; a later event opens another."""

@@ -6,24 +6,25 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
+from speechtrain.config import build
 from speechtrain.tracking.base import Tracker
 
 CONF = Path(__file__).parents[3] / "conf" / "tracking"
 EVENTS = [
-    ("start", {"step": 0}),
+    ("start", {"steps": 1, "parameters": 3}),
     ("train", {"step": 1, "loss": 1.0}),
-    ("valid", {"step": 1, "set": "a", "metrics": {"wer": 0.5}, "seconds": 1.0}),
+    ("valid", {"step": 1, "set": "a", "wer": 0.5, "seconds": 1.0}),
     ("examples", {"step": 1, "set": "a", "rows": [{"id": "x", "reference": "a", "hypothesis": "b"}]}),
-    ("end", {"status": "finished", "step": 1}),
+    ("end", {"status": "finished", "steps": 1}),
 ]
 
 
 def _build(choice: str, run_dir: Path, *overrides: str) -> Tracker:
     with initialize_config_dir(str(CONF.parent), version_base="1.3"):
         config = compose(overrides=[f"+tracking={choice}", f"+run_dir={run_dir}", *overrides])
-    tracker = instantiate(config.tracking)
+    tracker = build(OmegaConf.create({"run_dir": str(run_dir), "tracking": config.tracking}), "tracking")
     assert isinstance(tracker, Tracker)
     return tracker
 
@@ -48,10 +49,10 @@ def test_every_choice_takes_every_event(
         ("none", (), set(), False),
         ("jsonl", (), {"metrics.jsonl"}, False),
         ("default", (), {"metrics.jsonl", "tensorboard"}, True),
-        ("default", ("tracking.tensorboard.enabled=false",), {"metrics.jsonl"}, True),
+        ("default", ("tracking.trackers.tensorboard.enabled=false",), {"metrics.jsonl"}, True),
         (
             "default",
-            ("tracking.tensorboard=null", "tracking.console.enabled=false"),
+            ("tracking.trackers.tensorboard=null", "tracking.trackers.console.enabled=false"),
             {"metrics.jsonl"},
             False,
         ),

@@ -13,17 +13,11 @@ import pytest
 from speechtrain.errors import ConfigError
 from speechtrain.tracking.console import Console, duration, metric
 
-START = {
-    "step": 0,
-    "steps": 5000,
-    "parameters": 480029,
-    "utterances": 2400,
-    "device": "cpu",
-    "precision": "fp32",
-}
+START = {"steps": 5000, "parameters": 480029}
 TRAIN = {
     "step": 50,
-    "epoch": 3,
+    "steps": 5000,
+    "epoch": 3.25,
     "loss": 12.3456,
     "lr": 1e-3,
     "grad_norm": 3.2101,
@@ -33,7 +27,7 @@ TRAIN = {
     "memory_mib": 1812.4,
     "eta_s": 754.0,
 }
-VALID = {"step": 50, "set": "test", "metrics": {"wer": 0.0321, "loss": 4.56}, "seconds": 3.21}
+VALID = {"step": 50, "set": "test", "wer": 0.0321, "loss": 4.56, "seconds": 3.21}
 ROWS = [{"id": str(i), "reference": f"ref {i}", "hypothesis": f"hyp {i}"} for i in range(5)]
 
 
@@ -46,13 +40,19 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console.log("checkpoint", {"step": 50, "path": "checkpoints/50"})
     console.log("warning", {"message": "slow [bold]disk[/]"})
     console.log(
-        "end", {"status": "finished", "step": 5000, "metrics": {"test/wer": 0.01234}, "wall_s": 90061}
+        "end",
+        {
+            "status": "finished",
+            "steps": 5000,
+            "metrics": {"wer": 0.01234, "test/wer": 0.01234},
+            "wall_s": 90061,
+        },
     )
     console.close()
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "start    480,029 parameters, 2,400 utterances an epoch, cpu fp32, 5000 steps",
-        "step       50/5000  epoch   3  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"
+        "start    480,029 parameters, 5,000 steps",
+        "step       50/5000  epoch   3.25  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"
         "  1024.0 audio-s/s  wait   3%  mem  1,812 MiB  eta 0:12:34",
         "valid    50  test  wer 3.21 %  loss 4.56  3.2 s",
         "         ref  ref 0",
@@ -79,13 +79,15 @@ def test_plain_lines_keep_their_columns(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_missing_and_non_finite_values_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
-    console.log("start", {"step": 7})
-    console.log("train", {"step": 8, "loss": float("nan"), "eta_s": float("inf"), "metrics": {"ppl": None}})
-    console.log("valid", {"step": 8, "set": "a", "metrics": {"wer": float("nan")}})
+    console.log("start", {})
+    console.log("resume", {"step": 7})
+    console.log("train", {"step": 8, "loss": float("nan"), "eta_s": float("inf"), "ppl": None})
+    console.log("valid", {"step": 8, "set": "a", "wer": float("nan")})
     console.log("end", {"status": "preempted"})
     console.log("unknown", {})
     assert capsys.readouterr().out.splitlines() == [
-        "start    continued after step 7",
+        "start",
+        "resume   after step 7",
         "step          8  loss      nan  ppl -",
         "valid    8  a  wer nan %",
         "end      preempted",
@@ -137,12 +139,12 @@ _LIVE = """
 import sys
 from speechtrain.tracking.console import Console
 console = Console()
-console.log("start", {"step": 0, "steps": 200, "parameters": 10})
-console.log("train", {"step": 100, "loss": 1.5, "eta_s": 30.0})
+console.log("start", {"steps": 200, "parameters": 10})
+console.log("train", {"step": 100, "steps": 200, "loss": 1.5, "eta_s": 30.0})
 console.log("warning", {"message": "slow [disk]"})
-console.log("valid", {"step": 100, "set": "test", "metrics": {"wer": 0.5}})
+console.log("valid", {"step": 100, "set": "test", "wer": 0.5})
 console.log("checkpoint", {"step": 100, "path": "x"})
-console.log("end", {"status": "finished", "step": 200})
+console.log("end", {"status": "finished", "steps": 200})
 console.close()
 """
 

@@ -41,7 +41,7 @@ def _run(group: Trackers, steps: int = 4) -> None:
 
 def test_every_member_is_told_and_closed() -> None:
     first, second = Recorder(), Recorder()
-    _run(Trackers([first], other=second, absent=None))
+    _run(Trackers({"first": first, "second": second, "absent": None}))
     assert first.told == second.told == [1, 2, 3, 4]
     assert first.closed == second.closed == 1
 
@@ -60,13 +60,14 @@ def test_a_member_that_is_not_enabled_is_not_touched() -> None:
 
 def test_no_members_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     _run(Trackers([]))
+    _run(Trackers())
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_full_disk_is_reported_once_and_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     full = OSError(28, "No space left on device")
     sick, well = Recorder({2: full, 3: full}), Recorder()
-    _run(Trackers(sick=sick, well=well))
+    _run(Trackers({"sick": sick, "well": well}))
     assert (sick.told, well.told) == ([1, 4], [1, 2, 3, 4])
     out, err = capsys.readouterr()
     assert out == ""
@@ -79,7 +80,7 @@ def test_a_full_disk_is_reported_once_and_tried_again(capsys: pytest.CaptureFixt
 
 def test_a_defect_leaves_the_member_out(capsys: pytest.CaptureFixture[str]) -> None:
     sick, well = Recorder({2: ZeroDivisionError("two\nlines")}), Recorder()
-    _run(Trackers(sick=sick, well=well))
+    _run(Trackers({"sick": sick, "well": well}))
     assert (sick.told, well.told) == ([1], [1, 2, 3, 4])
     assert sick.closed == 1
     assert capsys.readouterr().err.splitlines() == [
@@ -91,7 +92,7 @@ def test_a_defect_leaves_the_member_out(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_failing_close_is_reported_and_the_others_are_closed(capsys: pytest.CaptureFixture[str]) -> None:
     sick, well = Recorder({-1: OSError("gone")}), Recorder()
-    _run(Trackers(sick=sick, well=well))
+    _run(Trackers({"sick": sick, "well": well}))
     assert well.closed == 1
     assert "tracker sick failed (OSError: gone); training goes on, its last" in capsys.readouterr().err
 
@@ -119,7 +120,7 @@ def test_a_real_record_survives_a_disk_without_room(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    group = Trackers(jsonl=Jsonl(str(tmp_path)))
+    group = Trackers({"jsonl": Jsonl(str(tmp_path))})
     group.log("train", {"step": 1})
     group.log("train", {"step": 2})
     path.unlink()

@@ -82,33 +82,38 @@ def test_every_value_becomes_strict_json(tmp_path: Path) -> None:
 def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
     _log(
         tmp_path,
-        ("start", {"step": 0}),
+        ("start", {"steps": 9}),
         *[_train(step, attempt=1) for step in (1, 2, 3, 4)],
         ("valid", {"step": 4, "set": "a", "attempt": 1}),
         ("valid", {"step": 4, "set": "b", "attempt": 1}),
         ("warning", {"message": "kept"}),
         ("warning", {"message": "void", "step": 3}),
-        ("end", {"status": "preempted", "step": 4}),
+        ("end", {"status": "preempted", "steps": 4}),
     )
     path = _log(
         tmp_path,
-        ("start", {"step": 2}),
+        ("start", {"steps": 9}),
+        ("warning", {"message": "fell back"}),
+        ("resume", {"step": 2}),
         _train(2, attempt=2),
         _train(3, attempt=2),
         ("valid", {"step": 3, "set": "a", "attempt": 2}),
         ("valid", {"step": 3, "set": "b", "attempt": 2}),
+        ("valid", {"step": 3, "set": "b", "attempt": 3}),
     )
     events = read_metrics(path)
     assert [(e["event"], e.get("step"), e.get("attempt")) for e in events] == [
-        ("start", 0, None),
+        ("start", None, None),
         ("train", 1, 1),
         ("warning", None, None),
-        ("end", 4, None),
-        ("start", 2, None),
+        ("end", None, None),
+        ("start", None, None),
+        ("warning", None, None),
+        ("resume", 2, None),
         ("train", 2, 2),
         ("train", 3, 2),
         ("valid", 3, 2),
-        ("valid", 3, 2),
+        ("valid", 3, 3),
     ]
     assert [e["set"] for e in events if e["event"] == "valid"] == ["a", "b"]
 
@@ -118,9 +123,15 @@ def test_several_warnings_at_one_step_all_stand(tmp_path: Path) -> None:
     assert [e["message"] for e in read_metrics(path)] == ["one", "two"]
 
 
-def test_starting_over_voids_everything(tmp_path: Path) -> None:
-    path = _log(tmp_path, ("start", {"step": 0}), _train(9), ("start", {"step": 0}), _train(1))
-    assert [(e["event"], e["step"]) for e in read_metrics(path)] == [("start", 0), ("train", 1)]
+def test_an_attempt_that_began_again_voids_what_it_has_not_reached(tmp_path: Path) -> None:
+    first = [("start", {}), _train(10, attempt=1), _train(20, attempt=1), ("valid", {"step": 20, "set": "a"})]
+    path = _log(tmp_path, *first, ("start", {}), _train(10, attempt=2))
+    events = read_metrics(path)
+    assert [(e["event"], e.get("step"), e.get("attempt")) for e in events] == [
+        ("start", None, None),
+        ("start", None, None),
+        ("train", 10, 2),
+    ]
 
 
 def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_is_continued(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ def _steps(accumulator: EventAccumulator, tag: str) -> list[tuple[int, float]]:
 
 def test_scalars_and_texts(tmp_path: Path) -> None:
     tracker = TensorBoard(str(tmp_path), examples=1)
-    tracker.log("start", {"step": 0, "parameters": 12})
-    tracker.log("train", {"step": 1, "epoch": 0, "loss": 2.5, "lr": None, "metrics": {"accuracy": 0.5}})
+    tracker.log("start", {"parameters": 12})
+    tracker.log("train", {"step": 1, "epoch": 0, "loss": 2.5, "lr": None, "accuracy": 0.5})
     tracker.log("train", {"step": 2, "epoch": 0, "loss": float("nan")})
-    tracker.log("valid", {"step": 2, "set": "test", "metrics": {"wer": 0.25}, "seconds": 1.0})
+    tracker.log("valid", {"step": 2, "set": "test", "wer": 0.25, "seconds": 1.0})
     rows = [{"id": str(i), "reference": "a|b", "hypothesis": "a"} for i in range(3)]
     tracker.log("examples", {"step": 2, "set": "test", "rows": rows})
     tracker.log("warning", {"message": "slow"})
@@ -45,20 +45,33 @@ def test_scalars_and_texts(tmp_path: Path) -> None:
     assert texts["warnings/text_summary"] == "slow"
 
 
+def _attempt(run_dir: Path, resumed: int | None, losses: dict[int, float]) -> None:
+    tracker = TensorBoard(str(run_dir))
+    tracker.log("start", {"steps": 9})
+    tracker.log("warning", {"message": "before anything has a step"})
+    if resumed is not None:
+        tracker.log("resume", {"step": resumed})
+    for step, loss in losses.items():
+        tracker.log("train", {"step": step, "loss": loss})
+    tracker.close()
+
+
 def test_resume_purges_the_steps_beyond_the_resumed_one(tmp_path: Path) -> None:
-    for start, losses in ((0, {1: 9.0, 2: 8.0, 3: 7.0}), (2, {3: 1.0, 4: 0.5})):
-        tracker = TensorBoard(str(tmp_path))
-        tracker.log("start", {"step": start})
-        for step, loss in losses.items():
-            tracker.log("train", {"step": step, "loss": loss})
-        tracker.close()
+    _attempt(tmp_path, None, {1: 9.0, 2: 8.0, 3: 7.0})
+    _attempt(tmp_path, 2, {3: 1.0, 4: 0.5})
     assert _steps(_read(tmp_path), "train/loss") == [(1, 9.0), (2, 8.0), (3, 1.0), (4, 0.5)]
+
+
+def test_a_run_that_began_again_purges_everything(tmp_path: Path) -> None:
+    _attempt(tmp_path, None, {1: 9.0, 2: 8.0})
+    _attempt(tmp_path, None, {1: 7.0})
+    assert _steps(_read(tmp_path), "train/loss") == [(1, 7.0)]
 
 
 def test_it_writes_again_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    group = Trackers(tensorboard=TensorBoard(str(tmp_path)))
-    group.log("start", {"step": 0})
+    group = Trackers({"tensorboard": TensorBoard(str(tmp_path))})
+    group.log("start", {"steps": 3})
     group.log("train", {"step": 1, "loss": 1.0})
     (tmp_path / "tensorboard").unlink()
     group.log("train", {"step": 2, "loss": 2.0})
