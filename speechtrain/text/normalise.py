@@ -1,0 +1,186 @@
+"""Transcript normalisers: functions from text to text, chosen by name.
+
+``lower`` and ``english`` write every transcript in one alphabet. ``common_voice``, ``tedlium`` and
+``switchboard`` remove what one corpus annotates beside the words; they keep case and punctuation,
+match in either case, and are joined to others by ``+``: ``switchboard+english``.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from functools import reduce
+
+from speechtrain.errors import ConfigError, nearest
+from speechtrain.text.numbers import expand_numbers
+
+Normaliser = Callable[[str], str]
+
+
+def _squeeze(text: str) -> str:
+    return " ".join(text.split())
+
+
+def none(text: str) -> str:
+    """The text as it is."""
+    return text
+
+
+def lower(text: str) -> str:
+    """Lower case, single spaces, none at the ends."""
+    return _squeeze(text.lower())
+
+
+# Letters and signs that NFKD leaves whole; the rest of Latin folds by losing its marks.
+_FOLD = str.maketrans(
+    {
+        **dict.fromkeys("‘’‛′ʼʻ`´", "'"),
+        **dict.fromkeys("“”„‟″«»", '"'),
+        **dict.fromkeys("‐‑‒–—―−⁄", "-"),
+        "Æ": "AE", "æ": "ae", "Œ": "OE", "œ": "oe", "ß": "ss", "ẞ": "SS",
+        "Ø": "O", "ø": "o", "Đ": "D", "đ": "d", "Ð": "D", "ð": "d", "Þ": "Th", "þ": "th",
+        "Ł": "L", "ł": "l", "Ħ": "H", "ħ": "h", "ı": "i", "ĸ": "k", "Ŋ": "N", "ŋ": "n", "ſ": "s",
+    }
+)  # fmt: skip
+
+_ABBREVIATIONS = {
+    "capt": "captain",
+    "co": "company",
+    "col": "colonel",
+    "dr": "doctor",
+    "drs": "doctors",
+    "esq": "esquire",
+    "ft": "fort",
+    "gen": "general",
+    "hon": "honorable",
+    "jr": "junior",
+    "lt": "lieutenant",
+    "ltd": "limited",
+    "maj": "major",
+    "mr": "mister",
+    "mrs": "missus",
+    "rev": "reverend",
+    "sgt": "sergeant",
+    "st": "saint",
+}
+_ABBREVIATION = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.", re.ASCII)
+_SPOKEN_SIGNS = str.maketrans({"&": " and ", "+": " plus "})
+_PUNCTUATION = re.compile(r"[!-&(-/:-@\[-`{-~]")  # ASCII punctuation but the apostrophe
+_FOREIGN = re.compile(r"[^ a-z']")
+_QUOTES = re.compile(r"''+|(?<!\S)'(?!\S)")  # apostrophes that belong to no word
+_CURRENCY = "£€"  # read as words, so they outlive the folding
+
+
+def _fold(text: str) -> str:
+    """``text`` in ASCII where a letter has an ASCII base: ``"Øé"`` becomes ``"Oe"``."""
+    # twice: the decomposition brings forth some of the signs that the table knows
+    text = unicodedata.normalize("NFKD", text.translate(_FOLD)).translate(_FOLD)
+    return "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
+
+
+def english(text: str) -> str:
+    """English in 28 symbols: space, a to z and the apostrophe.
+
+    In order, after the reference's English cleaners (reference graph of MLPerf's RNN-T): fold to
+    ASCII, lower case, numbers and amounts to words, abbreviations that end in a full stop, ``&`` to
+    "and" and ``+`` to "plus", other punctuation to spaces, single spaces; what is still outside the
+    28 symbols is dropped, and so are apostrophes that belong to no word. Unlike there, decimals are
+    read digit by digit, "%" is "percent" and "mrs." is "missus".
+    """
+    text = expand_numbers(_squeeze(_fold(text)).lower())
+    text = _ABBREVIATION.sub(lambda match: _ABBREVIATIONS[match[1]], text)
+    text = _PUNCTUATION.sub(" ", text.translate(_SPOKEN_SIGNS))
+    return _squeeze(_QUOTES.sub(" ", _FOREIGN.sub("", text)))
+
+
+def common_voice(text: str) -> str:
+    """Common Voice: undo the CSV quoting of transcripts.
+
+    One pair of enclosing double quotes is stripped where it is one pair, that is, where all quotes
+    within are doubled; doubled quotes become single ones.
+    """
+    text = _squeeze(text)
+    if len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1].replace('""', ""):
+        text = text[1:-1]
+    return _squeeze(text.replace('""', '"'))
+
+
+_CONTRACTION = r"'(?:s|t|re|ve|m|ll|d|clock|all)\b"
+_UNKNOWN_WORD = re.compile(rf"<unk>(?:\s*{_CONTRACTION})?", re.IGNORECASE)
+_SPACED_CONTRACTION = re.compile(rf"(?<=\w)\s+(?={_CONTRACTION})", re.IGNORECASE)
+
+
+def tedlium(text: str) -> str:
+    """TED-LIUM 3: ``<unk>`` goes, with a contraction that hangs on it; "it 's" becomes "it's".
+
+    A segment that the corpus excludes from scoring becomes empty.
+    """
+    if text.strip().lower() == "ignore_time_segment_in_scoring":
+        return ""
+    return _squeeze(_SPACED_CONTRACTION.sub("", _UNKNOWN_WORD.sub(" ", text)))
+
+
+_TAG = re.compile(r"<[^<>]*>")
+_NOISE = re.compile(
+    r"\[(?:noise|laughter|silence|vocalized-noise|laugh|sigh|cough|mn|breath|lipsmack|sneeze|skip|pause)\]"
+    r"|\(%hesitation\)",
+    re.IGNORECASE,
+)
+_LAUGHED_WORD = re.compile(r"\[laughter-", re.IGNORECASE)
+_VARIANT = re.compile(r"_1\b")
+_ABANDONED = re.compile(r"-/[^\[\]]*\]")
+_ANOMALOUS = re.compile(r"\[[^\[\]/]*/([^\[\]/]*)\]")
+_WHOLE_BRACKET = re.compile(r"(?<!\S)\[([^\[\]]+)\](?!\S)")
+_UNSPOKEN = re.compile(r"-?\[[^\[\]]*\]-?")
+_BRACKETS = re.compile(r"[\[\](){}]")
+_FILLER = re.compile(r"(?<![\w'-])(?:uh|uhm|um|hmm|mm|mhm|mmm)(?![\w'-])", re.IGNORECASE)
+_LONE_HYPHEN = re.compile(r"(?<!\S)-+(?!\S)")
+
+
+def switchboard(text: str) -> str:
+    """Switchboard: the words that were said, without the transcriber's marks.
+
+    Tags, noises and fillers go; ``[laughter-yes]`` is "yes"; ``f_.b_.i_.`` is "f b i"; of an
+    anomalous ``[said/meant]`` the meant form stays, of an abandoned ``[wh-/what]`` the spoken part;
+    the unspoken part of a word, ``th[at]-``, becomes a hyphen. A slash outside brackets separates
+    words that were both said, and becomes a space.
+    """
+    text = _NOISE.sub(" ", _TAG.sub(" ", text))
+    text = _VARIANT.sub("", _LAUGHED_WORD.sub("", text))
+    text = text.replace("_.", " ").replace(".", "")
+    text = _ANOMALOUS.sub(r"\1", _ABANDONED.sub("-", text))
+    text = _UNSPOKEN.sub("-", _WHOLE_BRACKET.sub(r"\1", text))
+    text = _FILLER.sub(" ", _BRACKETS.sub("", text).replace("/", " "))
+    return _squeeze(_LONE_HYPHEN.sub(" ", text))
+
+
+NORMALISERS: Mapping[str, Normaliser] = {
+    f.__name__: f for f in (none, lower, english, common_voice, tedlium, switchboard)
+}
+
+
+def normaliser(name: str) -> Normaliser:
+    """The normaliser of that name, or several joined by ``+`` and applied from left to right.
+
+    Raises ConfigError naming the nearest known name.
+    """
+    steps = []
+    for part in name.split("+"):
+        if part.strip() not in NORMALISERS:
+            raise ConfigError(
+                f"tokenizer.normaliser: no normaliser {part.strip()!r}{nearest(part.strip(), NORMALISERS)}; "
+                f"known are {', '.join(NORMALISERS)}, joined by '+'"
+            )
+        steps.append(NORMALISERS[part.strip()])
+    return steps[0] if len(steps) == 1 else _Joined(steps)
+
+
+class _Joined:
+    """Normalisers in a row; a class, so that it can be pickled to data workers."""
+
+    def __init__(self, steps: list[Normaliser]) -> None:
+        self.steps = steps
+
+    def __call__(self, text: str) -> str:
+        return reduce(lambda said, step: step(said), self.steps, text)

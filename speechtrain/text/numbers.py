@@ -1,0 +1,152 @@
+"""English numerals as words: what a reader of "1984", "3rd" or "$2.50" says."""
+
+from __future__ import annotations
+
+import re
+
+# fmt: off
+_SMALL = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
+    "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen",
+)
+_TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+# fmt: on
+_SCALES = ("", "thousand", "million", "billion", "trillion", "quadrillion")
+_LONGEST = 3 * len(_SCALES)  # digits of the largest number that has a name here
+
+_ORDINALS = {
+    "one": "first",
+    "two": "second",
+    "three": "third",
+    "five": "fifth",
+    "eight": "eighth",
+    "nine": "ninth",
+    "twelve": "twelfth",
+}
+
+
+def _below_thousand(number: int) -> list[str]:
+    words = [_SMALL[number // 100], "hundred"] if number >= 100 else []
+    number %= 100
+    if number >= 20:
+        words.append(_TENS[number // 10])
+        number %= 10
+    if number:
+        words.append(_SMALL[number])
+    return words
+
+
+def spell_digits(digits: str) -> str:
+    """Each digit by its name: ``"007"`` is ``"zero zero seven"``."""
+    return " ".join(_SMALL[int(digit)] for digit in digits)
+
+
+def cardinal(number: int) -> str:
+    """``121`` is ``"one hundred twenty one"``: no "and", no hyphens; digit by digit from 10^18 on."""
+    if number < 0:
+        raise ValueError(f"{number} is negative")
+    if number >= 10**_LONGEST:
+        return spell_digits(str(number))
+    if number == 0:
+        return _SMALL[0]
+    words: list[str] = []
+    for power in reversed(range(len(_SCALES))):
+        group = number // 1000**power % 1000
+        if group:
+            words += _below_thousand(group)
+            if power:
+                words.append(_SCALES[power])
+    return " ".join(words)
+
+
+def ordinal(number: int) -> str:
+    """``21`` is ``"twenty first"``."""
+    *head, last = cardinal(number).split()
+    if last in _ORDINALS:
+        last = _ORDINALS[last]
+    elif last.endswith("y"):
+        last = last[:-1] + "ieth"
+    else:
+        last += "th"
+    return " ".join([*head, last])
+
+
+def year(number: int) -> str:
+    """A number of four digits as years are read: ``1905`` is ``"nineteen oh five"``.
+
+    Outside 1001 to 2999, and within the first decade of a millennium, it is the cardinal.
+    """
+    century, rest = divmod(number, 100)
+    if not 1000 < number < 3000 or (century % 10 == 0 and rest < 10):
+        return cardinal(number)
+    if rest == 0:
+        return f"{cardinal(century)} hundred"
+    return f"{cardinal(century)} {f'oh {_SMALL[rest]}' if rest < 10 else cardinal(rest)}"
+
+
+def _amount(digits: str) -> str:
+    # Python refuses int() of more than 4300 digits
+    return cardinal(int(digits)) if len(digits) <= _LONGEST else spell_digits(digits)
+
+
+def _plain(digits: str) -> str:
+    """Digits without separators: a leading zero means a code, four digits a year."""
+    if len(digits) > 1 and digits[0] == "0":
+        return spell_digits(digits)
+    return year(int(digits)) if len(digits) == 4 else _amount(digits)
+
+
+def _decade(digits: str) -> str:
+    words = _plain(digits)
+    return words[:-1] + "ies" if words.endswith("y") else words + "s"
+
+
+def _position(digits: str) -> str:
+    return ordinal(int(digits)) if len(digits) <= _LONGEST else spell_digits(digits)
+
+
+_MONEY = {"$": ("dollar", "cent"), "£": ("pound", "penny"), "€": ("euro", "cent")}
+
+
+def _money(match: re.Match[str]) -> str:
+    sign, whole, fraction, scale = match.group("sign", "whole", "fraction", "scale")
+    unit, part = _MONEY[sign]
+    whole = whole.replace(",", "")
+    if scale or len(fraction or "00") != 2:  # "$2.5 million", "$1.125": an amount, not coins
+        amount = _amount(whole) + (f" point {spell_digits(fraction)}" if fraction else "")
+        return f" {amount} {scale + ' ' if scale else ''}{unit}s "
+    units, parts = whole.lstrip("0"), int(fraction or 0)
+    coins = "pence" if part == "penny" and parts != 1 else part + ("s" if parts != 1 else "")
+    said = [f"{_amount(units or '0')} {unit}{'' if units == '1' else 's'}"] if units or not parts else []
+    said += [f"{cardinal(parts)} {coins}"] if parts else []
+    return f" {' '.join(said)} "
+
+
+_AMOUNT = re.compile(
+    r"(?P<sign>[$£€])\s?(?P<whole>\d{1,3}(?:,\d{3})+|\d+)(?:\.(?P<fraction>\d+))?"
+    r"(?:\s(?P<scale>thousand|million|billion|trillion)\b)?",
+    re.ASCII,
+)
+_GROUPED = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,]*\d)", re.ASCII)
+_PERCENT = re.compile(r"(?<=\d)\s?%", re.ASCII)
+_DECIMAL = re.compile(r"(?<!\d)(\d+)\.(\d+)", re.ASCII)
+_ORDINAL = re.compile(r"(?<!\d)(\d+)(?:st|nd|rd|th)\b", re.ASCII)
+_DECADE = re.compile(r"(?<!\d)(\d*0)'?s\b", re.ASCII)
+_DIGITS = re.compile(r"\d+", re.ASCII)
+
+
+def expand_numbers(text: str) -> str:
+    """Lower-case ``text`` with every numeral in words, set off by spaces.
+
+    Amounts of $, £ and €, grouped thousands, decimals (read digit by digit behind the point),
+    ordinals, decades, per cent, and years where four digits stand alone. What remains of other
+    scripts' digits is left as it is.
+    """
+    text = _AMOUNT.sub(_money, text)
+    text = _PERCENT.sub(" percent ", text)
+    text = _GROUPED.sub(lambda m: f" {_amount(m[0].replace(',', ''))} ", text)
+    text = _DECIMAL.sub(lambda m: f" {_amount(m[1])} point {spell_digits(m[2])} ", text)
+    text = _ORDINAL.sub(lambda m: f" {_position(m[1])} ", text)
+    text = _DECADE.sub(lambda m: f" {_decade(m[1])} ", text)
+    return _DIGITS.sub(lambda m: f" {_plain(m[0])} ", text)

@@ -1,0 +1,247 @@
+"""Vocabularies: transcripts to label ids and back. The blank is always the last id."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.text.normalise import normaliser as normaliser_of
+
+
+class Tokenizer(ABC):
+    """Text to label ids and back, with the normaliser that comes before."""
+
+    labels: list[str]
+    """The symbol of each id; the blank, which has none, comes behind them."""
+
+    @property
+    def size(self) -> int:
+        """Number of classes, blank included."""
+        return len(self.labels) + 1
+
+    @property
+    def blank(self) -> int:
+        """The last id."""
+        return len(self.labels)
+
+    @abstractmethod
+    def normalise(self, text: str) -> str:
+        """A raw transcript as ``encode``, the loss and the error rates see it."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Label ids of a normalised text. Raises ValueError listing the symbols that have none."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of label ids. Raises ValueError for the blank and for ids out of range."""
+
+    @abstractmethod
+    def unknown(self, text: str) -> set[str]:
+        """Symbols of a normalised text that the vocabulary cannot spell."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What two tokenizers must share to be one, as plain JSON."""
+
+    def save(self, run_dir: str) -> None:  # noqa: B027 - nothing is a sensible default
+        """Store with the run whatever the constructor would read from elsewhere."""
+
+    @classmethod
+    def saved(cls, run_dir: str) -> dict[str, str]:
+        """Constructor arguments that read the tokenizer from the run it was saved with, if it was."""
+        return {}
+
+
+def _cannot_spell(symbols: set[str]) -> ValueError:
+    return ValueError(f"unknown symbols {' '.join(repr(symbol) for symbol in sorted(symbols))}")
+
+
+def _check_ids(ids: Sequence[int], blank: int) -> None:
+    if any(not 0 <= label < blank for label in ids):
+        raise ValueError(f"label ids must be 0 to {blank - 1}, got {min(ids)} to {max(ids)}")
+
+
+class Characters(Tokenizer):
+    """One label for each character of an alphabet, in its order.
+
+    The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T).
+    """
+
+    def __init__(self, alphabet: str = " abcdefghijklmnopqrstuvwxyz'", normaliser: str = "lower") -> None:
+        twice = sorted({symbol for symbol in alphabet if alphabet.count(symbol) > 1})
+        if twice or not alphabet:
+            raise ConfigError(
+                f"tokenizer.alphabet: {'repeats ' + repr(''.join(twice)) if twice else 'is empty'}; "
+                "it lists each character once"
+            )
+        self.labels = list(alphabet)
+        self._ids = {symbol: label for label, symbol in enumerate(alphabet)}
+        self._normaliser = normaliser
+        self._normalise = normaliser_of(normaliser)
+
+    def normalise(self, text: str) -> str:
+        return self._normalise(text)
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [self._ids[symbol] for symbol in text]
+        except KeyError:
+            raise _cannot_spell(self.unknown(text)) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _check_ids(ids, self.blank)
+        return "".join([self.labels[label] for label in ids])
+
+    def unknown(self, text: str) -> set[str]:
+        return set(text) - self._ids.keys()
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "characters", "normaliser": self._normaliser, "labels": "".join(self.labels)}
+
+
+_SAVED_MODEL = "tokenizer.model"
+
+
+class SentencePiece(Tokenizer):
+    """Subwords of a trained SentencePiece model (unigram or BPE), read from the file ``model``.
+
+    The model's pieces keep their ids; the unknown piece is among them and is never encoded.
+    Raises DataError where the file is missing or no such model.
+    """
+
+    def __init__(self, model: str, normaliser: str = "lower") -> None:
+        try:
+            self._model = Path(model).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"tokenizer.model: {model}: {error.strerror}; "
+                "train one with speechtrain-prepare, or name its path"
+            ) from None
+        try:
+            if not self._model:
+                raise RuntimeError
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except RuntimeError:
+            raise DataError(f"tokenizer.model: {model} is no SentencePiece model; train it again") from None
+        self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
+        self._unknown_id = self._pieces.unk_id()
+        self._normaliser = normaliser
+        self._normalise = normaliser_of(normaliser)
+
+    def normalise(self, text: str) -> str:
+        return self._normalise(text)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._pieces.EncodeAsIds(text)
+        if self._unknown_id in ids:
+            raise _cannot_spell(self.unknown(text))
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _check_ids(ids, self.blank)
+        text: str = self._pieces.DecodeIds([int(label) for label in ids])
+        return text
+
+    def unknown(self, text: str) -> set[str]:
+        pieces = self._pieces.EncodeAsPieces(text)
+        return set().union(*(p for p in pieces if self._pieces.PieceToId(p) == self._unknown_id))
+
+    def state(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self._model).hexdigest()
+        return {"kind": "sentencepiece", "normaliser": self._normaliser, "size": self.size, "sha256": digest}
+
+    def save(self, run_dir: str) -> None:
+        """Copy the model into the run. Raises RunError where the run holds another one."""
+        path = Path(run_dir) / _SAVED_MODEL
+        if not path.exists():
+            _write(path, self._model)
+        elif path.read_bytes() != self._model:
+            raise RunError(f"{path} is another tokenizer than tokenizer.model; use a new run_dir")
+
+    @classmethod
+    def saved(cls, run_dir: str) -> dict[str, str]:
+        path = Path(run_dir) / _SAVED_MODEL
+        return {"model": str(path)} if path.exists() else {}
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write to a temporary name, then rename: a reader sees all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+_TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
+_TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    path: str | Path,
+    kind: str = "unigram",
+    size: int = 1023,
+    character_coverage: float = 1.0,
+) -> None:
+    """Train a SentencePiece model on normalised transcripts and write it to ``path``.
+
+    ``kind`` is ``unigram`` (MLPerf's RNN-T: 1023 pieces and the blank) or ``bpe``; ``size`` counts
+    the pieces, the unknown one (id 0) among them and the blank not. The same texts give the same
+    file. Raises ConfigError for a bad ``kind``, DataError where the texts do not allow ``size``.
+    """
+    if kind not in ("unigram", "bpe"):
+        raise ConfigError(f"tokenizer: no SentencePiece model of kind {kind!r}; it is unigram or bpe")
+    lines = [text for text in texts if text.strip()]
+    if not lines:
+        raise DataError("tokenizer: no transcript to train on; every one is empty")
+    buffer = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=iter(lines),
+            model_writer=buffer,
+            model_type=kind,
+            vocab_size=size,
+            character_coverage=character_coverage,
+            bos_id=-1,
+            eos_id=-1,
+            unk_id=0,
+            # longer lines would be left out without a word
+            max_sentence_length=max(len(line.encode()) for line in lines) + 1,
+            num_threads=1,  # threads add expected counts in the order in which they finish
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _training_error(str(error), size, len(lines)) from None
+    _write(Path(path), buffer.getvalue())
+
+
+def _training_error(message: str, size: int, lines: int) -> DataError:
+    if found := _TOO_LARGE.search(message):
+        return DataError(
+            f"tokenizer: {size} pieces are more than these {lines} transcripts give; "
+            f"the largest possible size is {found[1]}"
+        )
+    if found := _TOO_SMALL.search(message):
+        return DataError(
+            f"tokenizer: {size} pieces are fewer than the characters of these {lines} transcripts; "
+            f"the smallest possible size is {found[1]}, or lower the character coverage"
+        )
+    return DataError(f"tokenizer: SentencePiece cannot train on these {lines} transcripts: {message.strip()}")

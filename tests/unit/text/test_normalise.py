@@ -1,0 +1,167 @@
+"""Normalisers: each rule of each corpus, and what holds for any text."""
+
+from __future__ import annotations
+
+import pickle
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speechtrain.errors import ConfigError
+from speechtrain.text.normalise import (
+    NORMALISERS,
+    common_voice,
+    english,
+    lower,
+    none,
+    normaliser,
+    switchboard,
+    tedlium,
+)
+
+ALPHABET = set(" '" + string.ascii_lowercase)
+
+
+def test_none_changes_nothing() -> None:
+    assert none("  A\tb ") == "  A\tb "
+
+
+def test_lower_collapses_spaces() -> None:
+    assert lower("  Hello\t\n WORLD ") == "hello world"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Hello, World!", "hello world"),
+        ("Øre and naïve Café, Straße", "ore and naive cafe strasse"),
+        ("it’s the ‘90s", "it's the nineties"),
+        ("salt & pepper, 1+1", "salt and pepper one plus one"),
+        (
+            "Mr. and Mrs. Smith saw Dr. Jones of St. Ives",
+            "mister and missus smith saw doctor jones of saint ives",
+        ),
+        ("the mr of it", "the mr of it"),  # an abbreviation ends in a full stop
+        ("Alist. Best. first.", "alist best first"),  # and is a whole word
+        ("well-known—or not…", "well known or not"),
+        ("“quoted”, ``quoted''", "quoted quoted"),
+        ("rock ' n ' roll", "rock n roll"),
+        ("o'clock dogs'", "o'clock dogs'"),
+        ("a_b/c\\d", "a b c d"),
+        ("½ cup", "one two cup"),
+        ("ﬁve x²", "five x two"),
+        ("tea 茶 time", "tea time"),
+        ("non\u00a0breaking\u2003spaces", "non breaking spaces"),
+        ("£5 or € 6", "five pounds or six euros"),
+        ("the £ sign", "the sign"),
+        ("", ""),
+    ],
+)
+def test_english(text: str, said: str) -> None:
+    assert english(text) == said
+
+
+@given(st.text())
+def test_english_stays_in_28_symbols_and_is_stable(text: str) -> None:
+    said = english(text)
+    assert set(said) <= ALPHABET
+    assert said == " ".join(said.split())
+    assert english(said) == said
+
+
+@given(st.text(alphabet=sorted(ALPHABET)))
+def test_english_keeps_the_words_of_a_clean_transcript(text: str) -> None:
+    words = [w for w in text.split() if "''" not in w and w != "'"]
+    assert english(" ".join(words)).split() == words
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"Hello there."', "Hello there."),
+        ('"He said ""hi"" to me."', 'He said "hi" to me.'),
+        ('"""Hi,"" he said."', '"Hi," he said.'),
+        ('"Hello," she said, "bye"', '"Hello," she said, "bye"'),  # two pairs enclose nothing
+        ('He said ""hi""', 'He said "hi"'),
+        ("  plain   text ", "plain text"),
+        ('"', '"'),
+        ("", ""),
+    ],
+)
+def test_common_voice(text: str, said: str) -> None:
+    assert common_voice(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("it 's what they 've said", "it's what they've said"),
+        ("don 't we 're he 'll i 'm he 'd", "don't we're he'll i'm he'd"),
+        ("five o 'clock y 'all", "five o'clock y'all"),
+        ("IT 'S", "IT'S"),
+        ("the 'tall 'dog", "the 'tall 'dog"),  # words that begin like a contraction
+        ("a <unk> word <UNK>", "a word"),
+        ("the <unk> 's house", "the house"),  # not "the's house"
+        ("'s end", "'s end"),  # nothing to join to
+        ("ignore_time_segment_in_scoring", ""),
+    ],
+)
+def test_tedlium(text: str, said: str) -> None:
+    assert tedlium(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("yes <b_aside> no <e_aside> <contraction e_form=x> so", "yes no so"),
+        ("[noise] a [LAUGHTER] b [vocalized-noise] c [silence] (%hesitation) d (%HESITATION)", "a b c d"),
+        ("[laughter-yes] [laughter-oh] well", "yes oh well"),
+        ("about_1 them_1", "about them"),
+        ("f_.b_.i_. agent u.s.", "f b i agent us"),
+        ("[said/meant] it", "meant it"),
+        ("i [two words/other form] it", "i other form it"),
+        ("the [tha-/that] way", "the tha- way"),
+        ("th[at]- was -[th]at sh[ould] go", "th- was -at sh- go"),
+        ("[laughter-th[at]-] it", "th- it"),
+        ("[foo bar] baz", "foo bar baz"),
+        ("{brr} (( maybe )) so", "brr maybe so"),
+        ("uh um yes hmm mm mhm mmm uhm no", "yes no"),
+        ("uh-huh umbrella mm's", "uh-huh umbrella mm's"),
+        ("Uh WELL", "WELL"),
+        ("well - [at]- yes", "well yes"),
+        ("[noise] [laughter]", ""),
+    ],
+)
+def test_switchboard(text: str, said: str) -> None:
+    assert switchboard(text) == said
+
+
+def test_a_slash_outside_brackets_deletes_no_word() -> None:
+    """The reference deletes the last word before each slash, an alternative or not."""
+    assert switchboard("this and/or that, twenty four/seven") == "this and or that, twenty four seven"
+
+
+@given(st.text(alphabet="ab []{}()/-<>_.1'\" ", max_size=40), st.sampled_from(sorted(NORMALISERS)))
+def test_any_text_comes_out_squeezed(text: str, name: str) -> None:
+    said = normaliser(name)(text)
+    assert name == "none" or said == " ".join(said.split())
+
+
+def test_switchboard_leaves_no_bracket() -> None:
+    assert switchboard("a [b [c/d] e] f] [g ((h) i} [/] [-/") == "a b d e f g h i"
+
+
+def test_normalisers_join_from_left_to_right() -> None:
+    joined = normaliser("switchboard + english")
+    assert joined("[noise] Uh, THE [laughter-F_.B_.I_.] 3rd") == "the f b i third"
+    assert normaliser("english+switchboard")("[noise]") == "noise"
+    assert pickle.loads(pickle.dumps(joined))("[noise] A") == "a"
+
+
+def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.normaliser: no normaliser 'englsh'; did you mean 'english'"
+    ):
+        normaliser("lower+englsh")
