@@ -13,7 +13,9 @@ from speechtrain.errors import ConfigError
 from speechtrain.nn.specaugment import SpecAugment
 
 
-def _range(name: str, given: list[float] | None, nothing: float, positive: bool = False) -> tuple[float, float]:
+def _range(
+    name: str, given: list[float] | None, nothing: float, positive: bool = False
+) -> tuple[float, float]:
     values = [nothing, nothing] if given is None else [float(value) for value in given]
     if len(values) != 2 or values[0] > values[1]:
         raise ConfigError(f"Augment.{name} is {values}; it takes two rising numbers, or null for none")

@@ -23,6 +23,7 @@ Legend: B rows, S samples, T frames, K frequency bins, M mel bins, F features of
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,7 @@ def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[A
     return contextlib.nullcontext()
 
 
+@functools.cache
 def _dither_table() -> Tensor:
     """Standard normal samples (P,), the same on every machine: Box-Muller in float64 on the host."""
     index = np.arange(_DITHER_PERIOD)
@@ -208,13 +210,13 @@ class LogMel(nn.Module):
         warp: Tensor | None = None,
         mask: Callable[[Tensor, Tensor], Tensor] = _unchanged,
     ) -> tuple[Tensor, Tensor]:
-        """Waveforms (B, S) and samples (B,) -> features (B, T, F), zero beyond each row's end, and frames (B,).
+        """Waveforms (B, S) and samples (B,) -> features (B, T, F) and frames (B,).
 
-        T is ``frames(S)``. In training, dither comes from the global generator; in evaluation from
-        ``keys`` (B,) int64, the utterances' own, and without keys there is none. ``warp`` (B,) holds
-        each row's vocal tract length factor. ``mask`` is called as ``mask(frames, lengths)`` with
-        what SpecAugment is defined on: normalised frames (B, T, M) before splicing, or the
-        spliced ones under ``splice_first``.
+        T is ``frames(S)``, and zeros follow each row's end. In training, dither comes from the global
+        generator; in evaluation from ``keys`` (B,) int64, the utterances' own, and without keys there
+        is none. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called as
+        ``mask(frames, lengths)`` with what SpecAugment is defined on: normalised frames (B, T, M)
+        before splicing, or the spliced ones under ``splice_first``.
         """
         with _full_precision(audio.device):
             audio = audio.float()
@@ -299,9 +301,8 @@ class LogMel(nn.Module):
         counts = (spliced[:, :, 0] > 0).sum(1)
         if self.splice_first:
             # Parts beyond the row's last frame stay out of the statistics, and are 0.
-            x = stack_time(x, self.splice).unflatten(2, (self.splice, self.mels))
-            x = self._normalised(x, spliced[..., None]).flatten(2)
-            x = mask(x, counts)
+            x = stack_time(x, self.splice).view(*spliced.shape, self.mels)
+            x = mask(self._normalised(x, spliced[..., None]).flatten(2), counts)
         else:
             x = mask(self._normalised(x, present), valid.sum(1))
             x = stack_time(x, self.splice)
@@ -344,7 +345,7 @@ class LogMel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
         # Module.to(dtype) would round the constants: take the new device from it, and no dtype.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.window.dtype != torch.float32:
             for name, value in self._constants().items():
                 self._buffers[name] = value.to(self.window.device)
