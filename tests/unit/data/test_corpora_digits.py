@@ -1,0 +1,290 @@
+"""The embedded digits: what is shipped, how it is joined, and the cache that holds the joined audio."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speechtrain.data.corpora import connected
+from speechtrain.data.corpora.digits import EMBEDDED, Digits
+from speechtrain.errors import ConfigError, DataError, MachineError
+
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def index() -> dict:
+    return json.loads((EMBEDDED / "index.json").read_text())
+
+
+def test_the_package_data_is_what_was_recorded() -> None:
+    rows = [line.split("  ") for line in (EMBEDDED / "SHA256SUMS").read_text().splitlines()]
+    assert sorted(name for _, name in rows) == ["index.json", "train.flac", "valid.flac"]
+    for digest, name in rows:
+        assert hashlib.sha256((EMBEDDED / name).read_bytes()).hexdigest() == digest, name
+    assert sum((EMBEDDED / name).stat().st_size for _, name in rows) <= 6e6
+
+
+@pytest.mark.parametrize(("split", "voices"), [("train", 57), ("valid", 15)])
+def test_every_voice_says_every_digit_once(split: str, voices: int) -> None:
+    part = index()["splits"][split]
+    info = soundfile.info(EMBEDDED / part["file"])
+    assert (info.samplerate, info.channels, info.subtype) == (16000, 1, "PCM_16")
+    lengths = [n for voice in part["voices"] for n in voice["samples"]]
+    assert info.frames == sum(lengths)
+    assert len(part["voices"]) == voices
+    assert len(lengths) == 10 * voices
+    assert index()["words"] == WORDS
+    seconds = np.array(lengths) / 16000
+    assert seconds.min() > 0.15
+    assert seconds.max() < 1.5
+
+
+def test_no_validation_voice_is_in_training() -> None:
+    train, valid = ({v["variant"] for v in index()["splits"][s]["voices"]} for s in ("train", "valid"))
+    assert len(train) == 57
+    assert len(valid) == 15
+    assert not train & valid
+    heard = {cut.supervisions[0].speaker for cut in Digits("train", 100).cuts()}
+    unheard = {cut.supervisions[0].speaker for cut in Digits("valid", 100).cuts()}
+    assert len(heard) == 57
+    assert len(unheard) == 15
+    assert not heard & unheard
+
+
+def test_the_audio_is_the_clips_with_silence_between() -> None:
+    source = Digits("valid", 40, seed=3)
+    part = index()["splits"]["valid"]
+    whole, _ = soundfile.read(EMBEDDED / "valid.flac", dtype="float32")
+    lengths = [n for voice in part["voices"] for n in voice["samples"]]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    voices = [voice["id"] for voice in part["voices"]]
+    for cut, row in zip(source.cuts(), source.plan(), strict=True):
+        audio = cut.load_audio()
+        supervision = cut.supervisions[0]
+        words = supervision.text.split()
+        assert audio.shape == (1, cut.num_samples)
+        assert cut.sampling_rate == 16000
+        assert len(cut.supervisions) == 1
+        position = 0
+        for word, gap in zip(words, [*row.gaps, 0], strict=True):
+            clip = 10 * voices.index(supervision.speaker) + WORDS.index(word)
+            spoken = whole[starts[clip] : starts[clip] + lengths[clip]]
+            assert np.array_equal(audio[0, position : position + len(spoken)], spoken)
+            position += len(spoken)
+            assert not audio[0, position : position + gap].any()
+            position += gap
+        assert position == audio.shape[1]
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    utterances=st.integers(1, 60),
+    words=st.tuples(st.integers(1, 6), st.integers(0, 4)),
+    gaps=st.tuples(st.floats(0, 0.2), st.floats(0, 0.3)),
+    seed=st.integers(0, 2**31),
+    split=st.sampled_from(["train", "valid"]),
+)
+def test_plans_keep_their_bounds(
+    utterances: int, words: tuple[int, int], gaps: tuple[float, float], seed: int, split: str
+) -> None:
+    low, high = words[0], words[0] + words[1]
+    shortest, longest = gaps[0], gaps[0] + gaps[1]
+    source = Digits(split, utterances, low, high, [shortest, longest], seed)
+    plan = source.plan()
+    assert len(plan) == len({row.id for row in plan}) == utterances
+    for row in plan:
+        assert low <= len(row.clips) <= high
+        assert len(row.gaps) == len(row.clips) - 1
+        assert all(round(shortest * 16000) <= gap <= round(longest * 16000) for gap in row.gaps)
+        assert [WORDS[clip % 10] for clip in row.clips] == row.text.split()
+        assert {source.speakers[clip // 10] for clip in row.clips} == {row.speaker}
+    assert source.plan() == Digits(split, utterances, low, high, [shortest, longest], seed).plan()
+
+
+def test_words_lengths_and_gaps_are_spread_evenly() -> None:
+    plan = Digits("train").plan()
+    counts = np.bincount([clip % 10 for row in plan for clip in row.clips])
+    assert counts.min() > 0.9 * counts.mean()
+    sizes = np.bincount([len(row.clips) for row in plan])[3:]
+    assert len(sizes) == 5
+    assert sizes.min() > 0.85 * sizes.mean()
+    gaps = np.array([gap for row in plan for gap in row.gaps]) / 16000
+    assert gaps.mean() == pytest.approx(0.07, abs=0.002)
+    assert gaps.min() < 0.022
+    assert gaps.max() > 0.118
+
+
+def test_a_new_process_makes_the_same_cuts(tmp_path: Path) -> None:
+    code = (
+        "from speechtrain.data.corpora.digits import Digits; import hashlib\n"
+        "source = Digits('valid', 20, seed=5)\n"
+        "print(source.fingerprint())\n"
+        "print(hashlib.sha256(b''.join(cut.load_audio().tobytes() for cut in source.cuts())).hexdigest())"
+    )
+    here = Digits("valid", 20, seed=5)
+    audio = hashlib.sha256(b"".join(cut.load_audio().tobytes() for cut in here.cuts())).hexdigest()
+    environment = {**os.environ, "SPEECHTRAIN_CACHE": str(tmp_path / "other"), "PYTHONHASHSEED": "7"}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.split() == [here.fingerprint(), audio]
+
+
+def test_every_argument_and_the_words_change_the_fingerprint(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED, tmp_path / "renamed")
+    text = (tmp_path / "renamed/index.json").read_text()
+    (tmp_path / "renamed/index.json").write_text(text.replace('"nine"', '"niner"'))
+    shutil.copytree(EMBEDDED, tmp_path / "copy")
+    sources = [
+        Digits("valid"),
+        Digits("train"),
+        Digits("valid", 1999),
+        Digits("valid", min_words=2),
+        Digits("valid", max_words=8),
+        Digits("valid", gap_seconds=[0.02, 0.13]),
+        Digits("valid", seed=1),
+        Digits("valid", root=str(tmp_path / "renamed")),
+    ]
+    assert len({source.fingerprint() for source in sources}) == len(sources)
+    assert Digits("valid", root=str(tmp_path / "copy")).fingerprint() == Digits("valid").fingerprint()
+
+
+def test_processes_that_build_at_once_agree_and_leave_one_file(cache: Path) -> None:
+    code = (
+        "import hashlib, lhotse, sys\n"
+        "from speechtrain.data.corpora.digits import Digits\n"
+        "source = Digits('valid', 200)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print(hashlib.sha256(b''.join(cut.load_audio().tobytes() for cut in source.cuts())).hexdigest())"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    digests = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(digests[0]) == 65
+    assert len(set(digests)) == 1
+    assert [p.suffix for p in (cache / "connected").iterdir()] == [".wav"]
+
+
+def test_the_cache_is_used_again_and_a_cut_short_file_is_written_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = next(Digits("valid", 30).cuts()).load_audio()
+    (path,) = (cache / "connected").iterdir()
+    whole = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(connected, "_write_wav", None)  # a second source may not write
+        assert np.array_equal(next(Digits("valid", 30).cuts()).load_audio(), first)
+    path.write_bytes(whole[: len(whole) // 2])
+    next(Digits("valid", 30).cuts())
+    assert path.read_bytes() == whole
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "own"))
+    assert connected.cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("SPEECHTRAIN_CACHE")
+    assert connected.cache_folder() == tmp_path / "xdg/speechtrain"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert connected.cache_folder() == tmp_path / "home/.cache/speechtrain"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(MachineError, match=r"Not a directory.*SPEECHTRAIN_CACHE") as caught:
+        next(Digits("valid", 10).cuts())
+    assert "\n" not in str(caught.value)
+
+
+def test_too_little_room_is_said_before_writing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(cache.parent)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(MachineError, match=r"0 MB free.*SPEECHTRAIN_CACHE"):
+        next(Digits("valid", 10).cuts())
+
+
+def test_a_disk_that_fills_while_writing_is_one_line_and_leaves_nothing(cache: Path) -> None:
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "from speechtrain.data.corpora.digits import Digits\n"
+        "from speechtrain.errors import MachineError\n"
+        "try:\n    next(Digits('valid', 50).cuts())\n"
+        "except MachineError as error:\n    print(error)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "File too large" in out.stdout
+    assert out.stdout.count("\n") == 1
+    assert list((cache / "connected").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"split": "dev"}, "split='dev'.*train, valid"),
+        ({"split": "train", "min_words": 8}, "min_words=8 and max_words=7"),
+        ({"split": "train", "min_words": 0}, "min_words=0"),
+        ({"split": "train", "gap_seconds": [0.2, 0.1]}, "gap_seconds"),
+        ({"split": "train", "gap_seconds": [0.2]}, "gap_seconds"),
+        ({"split": "train", "utterances": 0}, "utterances=0"),
+    ],
+)
+def test_impossible_arguments_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Digits(**arguments)
+
+
+def test_damaged_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere/index.json: No such file.*make_digits"):
+        Digits("valid", root=str(tmp_path / "nowhere"))
+    (tmp_path / "index.json").write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        Digits("valid", root=str(tmp_path))
+    shutil.copy(EMBEDDED / "index.json", tmp_path)
+    with pytest.raises(DataError, match=r"valid.flac: cannot be decoded"):
+        next(Digits("valid", root=str(tmp_path)).cuts())
+    samples, rate = soundfile.read(EMBEDDED / "valid.flac", dtype="int16")
+    samples[1000] += 1
+    soundfile.write(tmp_path / "valid.flac", samples, rate)
+    with pytest.raises(DataError, match="does not hold the audio"):
+        next(Digits("valid", root=str(tmp_path)).cuts())
+
+
+def test_a_source_is_made_without_importing_lhotse_or_torch() -> None:
+    code = (
+        "import sys; from speechtrain.data.corpora.digits import Digits; Digits('train').fingerprint()\n"
+        "assert 'lhotse' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
