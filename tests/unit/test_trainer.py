@@ -1,0 +1,270 @@
+"""The loop on a task small enough to check by hand: sums and weights, resume, stops, bad updates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from speechtrain.batch import Batch
+from speechtrain.checkpoint import Checkpointer
+from speechtrain.data.base import DataModule
+from speechtrain.devices.cpu import CPU
+from speechtrain.distributed import Solo
+from speechtrain.errors import Diverged, MachineError
+from speechtrain.limits import Limits
+from speechtrain.optim.ema import EMA, NoEMA
+from speechtrain.optim.schedules import Constant
+from speechtrain.precision import FP32
+from speechtrain.task import Evaluation, Loss, Task
+from speechtrain.tracking.base import Tracker
+from speechtrain.trainer import Trainer, planned_steps
+
+MICRO_BATCHES = 7  # of an epoch; a number that no accumulation divides
+
+
+class Line(Task):
+    """Sum of squared errors of a linear map of the audio, with dropout, weighted by its valid rows."""
+
+    metric = "loss"
+
+    def __init__(self, poison: set[int] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.2)
+        self.poison = poison or set()
+        self.advanced: list[int] = []
+
+    def forward(self, batch: Batch) -> Loss:
+        error = self.linear(self.dropout(batch.audio))[:, 0] - batch.audio.sum(1)
+        total = (error.square() * batch.weight).sum()
+        if batch.epoch * MICRO_BATCHES + batch.index in self.poison:
+            total = total * torch.tensor(float("nan"))
+        return Loss(total, batch.weight.sum())
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        loss = self(batch)
+        return Evaluation({"loss": (loss.total, loss.weight)})
+
+    def advance(self, step: int) -> None:
+        self.advanced.append(step)
+
+
+class Counted(DataModule):
+    """Micro-batches whose content is a function of their address; row counts are ragged."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return MICRO_BATCHES
+
+    def at(self, number: int) -> Batch:
+        rows = 2 + number % 3
+        audio = torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
+        weight = torch.ones(rows)
+        weight[-1] = float(number % 2)
+        zeros = torch.zeros(rows, dtype=torch.int64)
+        ids = tuple(f"{number}-{row}" for row in range(rows))
+        return Batch(
+            audio, zeros + 4, zeros[:, None], zeros, weight, zeros, ids, ids,
+            epoch=number // MICRO_BATCHES, index=number % MICRO_BATCHES, seconds=1.0,
+        )  # fmt: skip
+
+    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
+        while True:
+            first = self.next
+            for micro in range(accumulate):
+                if micro == accumulate - 1:
+                    self.next = first + world_size * accumulate
+                yield self.at(first + micro * world_size + rank)
+
+    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
+        return {"dev": [self.at(1000), self.at(1001)]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Recorder(Tracker):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def log(self, event: str, values: Any) -> None:
+        self.events.append((event, dict(values)))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [values for name, values in self.events if name == event]
+
+
+class Rig:
+    """One process's worth of parts."""
+
+    def __init__(self, run_dir: Path, stop_at: int | None = None, poison: set[int] | None = None, **limits: Any) -> None:
+        self.task = Line(poison)
+        self.data = Counted()
+        self.recorder = Recorder()
+        settings = replace(Limits(log_every=1, validate_every=1000, ema=0.9), **limits)
+        warn = lambda message: self.recorder.log("warning", {"message": message})  # noqa: E731
+        self.trainer = Trainer(
+            settings, CPU(), FP32(), Solo(), Checkpointer(run_dir, 3, warn), self.recorder, 1, run_dir,
+            lambda: stop_at is not None and self.trainer.progress.step + 1 >= stop_at,
+        )  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
+        average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
+        self.status = self.trainer.fit(self.task, self.data, self.optimizer, Constant(peak=0.05), average)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["loss"] for row in self.recorder.of("train")}
+
+
+def test_a_run_ends_at_its_limit_and_learns(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=80)
+    assert rig.status == "finished"
+    assert rig.trainer.progress.step == 80
+    first, last = list(rig.losses.values())[:8], list(rig.losses.values())[-8:]
+    assert sum(last) < 0.5 * sum(first)
+    assert rig.task.advanced == list(range(80))
+
+
+@pytest.mark.parametrize("kill_at", [1, 5, 6, 13])
+def test_resume_is_bit_equal(tmp_path: Path, kill_at: int) -> None:
+    whole = Rig(tmp_path / "a", max_steps=20, save_every=3, accumulate=2)
+    Rig(tmp_path / "b", stop_at=kill_at, max_steps=20, save_every=3, accumulate=2)
+    continued = Rig(tmp_path / "b", max_steps=20, save_every=3, accumulate=2)
+    assert continued.recorder.of("resume") == [{"step": kill_at}]
+    assert continued.losses == {s: v for s, v in whole.losses.items() if s > kill_at}
+    for a, b in zip(whole.task.parameters(), continued.task.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_update_is_the_mean_over_everything_it_covers(tmp_path: Path) -> None:
+    """Ragged micro-batches: the gradient is of Σ loss / Σ weight, not of a mean of means."""
+    rig = Rig(tmp_path, max_steps=1, accumulate=5, clip=0.0, ema=0.0)
+    task = Line()
+    task.dropout.p = 0.0
+    total, weight = torch.zeros(()), torch.zeros(())
+    for number in range(5):
+        loss = task(rig.data.at(number))
+        total, weight = total + loss.total, weight + loss.weight
+    (total / weight).backward()
+    reference = torch.cat([p.grad.flatten() for p in task.parameters() if p.grad is not None])
+    captured: list[torch.Tensor] = []
+
+    class Capture(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            captured.append(torch.cat([p.grad.flatten() for p in task.parameters() if p.grad is not None]))
+
+    task.zero_grad()
+    trainer = Trainer(
+        Limits(max_steps=1, accumulate=5, clip=0.0, ema=0.0), CPU(), FP32(), Solo(),
+        Checkpointer(tmp_path / "c"), Recorder(), 1, tmp_path,
+    )  # fmt: skip
+    trainer.fit(task, Counted(), Capture(task.parameters(), lr=1.0), Constant(peak=1.0), NoEMA())
+    torch.testing.assert_close(captured[0], reference, rtol=1e-6, atol=0)
+
+
+def test_clipping_bounds_the_global_norm(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=1, clip=1e-3, ema=0.0)
+    assert rig.recorder.of("train")[0]["grad_norm"] > 1e-3  # the norm before clipping is what is logged
+    before = Line()
+    moved = [(a - b).abs().max() for a, b in zip(rig.task.parameters(), before.parameters(), strict=True)]
+    assert max(moved) > 0
+
+
+def test_a_non_finite_micro_batch_skips_the_update_and_counts_as_a_step(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=6, poison={3})
+    clean = Rig(tmp_path / "clean", max_steps=3)
+    assert rig.status == "finished"
+    assert rig.trainer.progress.skipped_updates == 1
+    assert len(rig.recorder.of("warning")) == 1
+    assert "update 4" in rig.recorder.of("warning")[0]["message"]
+    assert math.isnan(rig.losses[4])
+    assert rig.losses[3] == clean.losses[3]
+    assert all(math.isfinite(rig.losses[s]) for s in (5, 6))
+
+
+def test_many_in_a_row_stop_the_run_with_a_replay_bundle(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="4 non-finite updates in a row up to step 6"):
+        Rig(tmp_path, max_steps=50, poison={2, 3, 4, 5}, max_bad_updates=4)
+    bundle = torch.load(tmp_path / "replay.pt", weights_only=True)
+    assert bundle["step"] == 6
+    assert bundle["batches"][0]["ids"][0].startswith("5-")
+
+
+def test_target_stops_at_the_validation_that_reaches_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
+    assert rig.status == "target"
+    assert rig.trainer.progress.step % 10 == 0
+    assert rig.trainer.progress.metrics["loss"] <= 0.5
+    assert rig.trainer.progress.metrics["dev/loss"] == rig.trainer.progress.metrics["loss"]
+
+
+def test_a_stop_request_saves_and_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stop_at=4, max_steps=50)
+    assert rig.status == "preempted"
+    assert [p.name for p in Checkpointer(tmp_path).folders()] == ["step-00000004"]
+    assert rig.recorder.of("valid") == []  # leaving must not wait for a validation
+
+
+def test_a_finished_run_does_not_train_again(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=5)
+    again = Rig(tmp_path, max_steps=5)
+    assert again.status == "finished"
+    assert again.recorder.of("train") == []
+    assert Rig(tmp_path, max_steps=7).losses.keys() == {6, 7}
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    whole = Rig(tmp_path / "a", max_steps=12)
+    Rig(tmp_path / "b", max_steps=8, save_every=4)
+    (tmp_path / "b" / "checkpoints" / "step-00000008" / "state.pt").write_bytes(b"torn")
+    continued = Rig(tmp_path / "b", max_steps=12, save_every=4)
+    assert continued.recorder.of("resume") == [{"step": 4}]
+    assert "step-00000008" in continued.recorder.of("warning")[0]["message"]
+    assert continued.losses == {s: v for s, v in whole.losses.items() if s > 4}
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    rig = Rig(tmp_path, max_steps=4, save_every=2)
+    assert rig.status == "finished"
+    assert any("on_save_error=continue" in w["message"] for w in rig.recorder.of("warning"))
+    with pytest.raises(MachineError, match="last good checkpoint is intact"):
+        Rig(tmp_path, max_steps=4, save_every=2, on_save_error="stop")
+
+
+def test_profile_writes_the_steps_asked_for(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=4, profile="2:3")
+    trace = json.loads((tmp_path / "profile-2-3.json").read_text())
+    assert trace["traceEvents"]
+    Rig(tmp_path / "b", max_steps=2, profile="2:9")  # the run ends first: the trace is written all the same
+    assert (tmp_path / "b" / "profile-2-9.json").exists()
+    with pytest.raises(ValueError, match="A:B"):
+        Rig(tmp_path / "c", max_steps=2, profile="3")
+
+
+def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_path: Path) -> None:
+    with_validation = Rig(tmp_path / "a", max_steps=12, validate_every=3)
+    without = Rig(tmp_path / "b", max_steps=12)
+    assert with_validation.losses == without.losses
+    assert len(with_validation.recorder.of("valid")) == 4
+
+
+def test_planned_steps() -> None:
+    assert planned_steps(Limits(max_steps=10, max_epochs=2.0), 7.0) == 10
+    assert planned_steps(Limits(max_steps=100, max_epochs=2.0), 3.5) == 7
+    assert planned_steps(Limits(), 3.5) is None
