@@ -1,0 +1,107 @@
+"""Error rates as sums and counts, and metrics that are divided once, after all reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from rapidfuzz.distance import Levenshtein
+from torch import Tensor
+
+Operation = tuple[str, str, str]
+"""``(op, reference word, hypothesis word)``; op is equal, substitute, delete or insert."""
+
+
+def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
+    """Levenshtein distance in words, and the words of the reference; words are split at white space."""
+    words = reference.split()
+    return Levenshtein.distance(words, hypothesis.split()), len(words)
+
+
+def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
+    """Levenshtein distance in characters, and the characters of the reference.
+
+    A single space between words counts as a character; other white space does not.
+    """
+    characters = " ".join(reference.split())
+    return Levenshtein.distance(characters, " ".join(hypothesis.split())), len(characters)
+
+
+def align(reference: str, hypothesis: str) -> list[Operation]:
+    """One operation for each word said or heard, in order, with the fewest errors.
+
+    ``align("the cat sat", "cat sits")`` is ``[("delete", "the", ""), ("equal", "cat", "cat"),
+    ("substitute", "sat", "sits")]``; an insertion has an empty reference word.
+    """
+    said, heard = reference.split(), hypothesis.split()
+    operations: list[Operation] = []
+    for op in Levenshtein.opcodes(said, heard):
+        old = said[op.src_start : op.src_end]
+        new = heard[op.dest_start : op.dest_end]
+        if op.tag == "delete":
+            operations += [("delete", word, "") for word in old]
+        elif op.tag == "insert":
+            operations += [("insert", "", word) for word in new]
+        else:
+            name = "equal" if op.tag == "equal" else "substitute"
+            operations += [(name, *pair) for pair in zip(old, new, strict=True)]
+    return operations
+
+
+_PENDING = 4096  # scalars of one metric kept on the device before they are read
+
+
+class MetricSums:
+    """Named sums and counts over batches, then over ranks; exact in float64.
+
+    Scalars stay on their device, unread, until ``reduce``, ``totals`` or ``means`` asks for them:
+    one copy to the host for each metric (and one for every 4096 batches, to bound memory).
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._totals: dict[str, Tensor] = {}
+
+    def add(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Add one batch's ``name: (sum, count)``, scalars of any real dtype on any device."""
+        for name, (total, count) in sums.items():
+            waiting = self._pending.setdefault(name, [])
+            waiting.append((total.detach(), count.detach()))
+            if len(waiting) >= _PENDING:
+                self._read(name)
+
+    def _read(self, name: str) -> None:
+        """Move what waits under ``name`` into the totals, (2,) float64 on the host."""
+        waiting = self._pending.pop(name, [])
+        read = [
+            torch.stack([scalar.reshape(()) for scalar in column]).cpu().double().sum()
+            for column in zip(*waiting, strict=True)
+        ]
+        zero = torch.zeros(2, dtype=torch.float64)
+        self._totals[name] = self._totals.get(name, zero) + (torch.stack(read) if read else zero)
+
+    def _read_all(self) -> dict[str, Tensor]:
+        for name in list(self._pending):
+            self._read(name)
+        return self._totals
+
+    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Replace the sums by those over all ranks.
+
+        One call of ``sum_over_ranks``, with a float64 vector on the host of twice as many values as
+        there are metrics, in the order of their names; every rank must have met the same names.
+        """
+        totals = self._read_all()
+        names = sorted(totals)
+        if names:
+            reduced = sum_over_ranks(torch.cat([totals[name] for name in names])).cpu()
+            self._totals = dict(zip(names, reduced.reshape(-1, 2), strict=True))
+
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """``name: (sum, count)`` so far."""
+        return {name: (float(pair[0]), float(pair[1])) for name, pair in self._read_all().items()}
+
+    def means(self) -> dict[str, float]:
+        """Each sum by its count; infinite where the count is 0, as a WER over no words is."""
+        return {name: total / count if count else math.inf for name, (total, count) in self.totals().items()}

@@ -1,0 +1,179 @@
+"""Error counts against jiwer and a plain recursion; sums that are exact, whoever adds them."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import jiwer
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from speechtrain.metrics import MetricSums, align, character_errors, word_errors
+
+texts = st.lists(st.sampled_from(["a", "b", "ab", "the", "cat", "é"]), max_size=8).map(" ".join)
+
+
+def distance(a: list[str], b: list[str]) -> int:
+    """Levenshtein's definition."""
+
+    @cache
+    def between(i: int, j: int) -> int:
+        if not i or not j:
+            return i + j
+        return min(
+            between(i - 1, j) + 1, between(i, j - 1) + 1, between(i - 1, j - 1) + (a[i - 1] != b[j - 1])
+        )
+
+    return between(len(a), len(b))
+
+
+@pytest.mark.parametrize(
+    ("reference", "hypothesis", "words", "characters"),
+    [
+        ("the cat sat", "the cat sat", (0, 3), (0, 11)),
+        ("the cat sat", "the cat sits on", (2, 3), (5, 11)),
+        ("the cat sat", "", (3, 3), (11, 11)),
+        ("", "uh", (1, 0), (2, 0)),
+        ("", "", (0, 0), (0, 0)),
+        (" a\t b\n", "a b ", (0, 2), (0, 3)),
+        ("ab", "a b", (2, 1), (1, 2)),
+    ],
+)
+def test_counts(reference: str, hypothesis: str, words: tuple[int, int], characters: tuple[int, int]) -> None:
+    assert word_errors(reference, hypothesis) == words
+    assert character_errors(reference, hypothesis) == characters
+
+
+@given(texts, texts)
+def test_counts_agree_with_the_definition_and_with_jiwer(reference: str, hypothesis: str) -> None:
+    errors, count = word_errors(reference, hypothesis)
+    assert errors == distance(reference.split(), hypothesis.split())
+    said = jiwer.process_words(reference, hypothesis)
+    assert errors == said.substitutions + said.deletions + said.insertions
+    assert count == said.hits + said.substitutions + said.deletions
+    errors, count = character_errors(reference, hypothesis)
+    assert (errors, count) == (distance(list(reference), list(hypothesis)), len(reference))
+    spelt = jiwer.process_characters(reference, hypothesis)
+    assert errors == spelt.substitutions + spelt.deletions + spelt.insertions
+
+
+def test_an_alignment() -> None:
+    assert align("the cat sat", "cat sits") == [
+        ("delete", "the", ""),
+        ("equal", "cat", "cat"),
+        ("substitute", "sat", "sits"),
+    ]
+    assert align("", "") == []
+    assert align("", "a b") == [("insert", "", "a"), ("insert", "", "b")]
+
+
+@given(texts, texts)
+def test_an_alignment_spells_both_sides_and_counts_the_errors(reference: str, hypothesis: str) -> None:
+    operations = align(reference, hypothesis)
+    assert [said for _, said, _ in operations if said] == reference.split()
+    assert [heard for _, _, heard in operations if heard] == hypothesis.split()
+    assert sum(op != "equal" for op, _, _ in operations) == word_errors(reference, hypothesis)[0]
+    for op, said, heard in operations:
+        expected = "delete" if not heard else "insert" if not said else "substitute"
+        assert op == ("equal" if said == heard else expected)
+
+
+def scalars(total: float, count: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.tensor(total, dtype=dtype), torch.tensor(count, dtype=dtype)
+
+
+def test_means_divide_corpus_sums() -> None:
+    sums = MetricSums()
+    sums.add({"wer": scalars(1, 2), "loss": scalars(6.5, 2)})
+    sums.add({"wer": scalars(0, 8)})
+    assert sums.totals() == {"wer": (1.0, 10.0), "loss": (6.5, 2.0)}
+    assert sums.means() == {"wer": 0.1, "loss": 3.25}
+    sums.add({"wer": scalars(9, 0)})  # asking has not closed the account
+    assert sums.means()["wer"] == 1.0
+
+
+def test_no_words_is_an_infinite_error_rate() -> None:
+    sums = MetricSums()
+    sums.add({"wer": scalars(0, 0), "cer": scalars(3, 0)})
+    assert sums.means() == {"wer": math.inf, "cer": math.inf}
+    assert MetricSums().means() == {}
+
+
+def test_counts_beyond_float32_are_exact() -> None:
+    sums = MetricSums()
+    for _ in range(3):
+        sums.add({"words": scalars(2**24, 1)})
+        sums.add({"words": scalars(1, 0)})
+    assert sums.totals()["words"] == (3 * 2.0**24 + 3, 3.0)
+    sums.add({"large": scalars(2**53 - 1, 1, torch.int64)})
+    assert sums.totals()["large"][0] == 2.0**53 - 1
+
+
+def test_long_evaluations_are_read_in_between() -> None:
+    sums = MetricSums()
+    for i in range(10_000):
+        sums.add({"n": scalars(i, 1)})
+    assert sums.totals() == {"n": (10_000 * 9_999 / 2, 10_000.0)}
+    assert sum(len(waiting) for waiting in sums._pending.values()) == 0
+
+
+def test_graphs_and_shapes_are_dropped() -> None:
+    sums = MetricSums()
+    weight = torch.ones(1, requires_grad=True)
+    sums.add({"loss": (2 * weight, torch.ones(1, 1))})
+    (kept,) = sums._pending["loss"]
+    assert not kept[0].requires_grad
+    assert sums.means() == {"loss": 2.0}
+
+
+def test_ranks_are_summed_in_one_call_in_the_order_of_names() -> None:
+    ranks = []
+    for rank in range(3):
+        sums = MetricSums()
+        names = ["wer", "cer", "loss"] if rank else ["loss", "wer", "cer"]  # met in any order
+        sums.add({name: scalars(len(name) + rank, 2) for name in names})
+        ranks.append(sums)
+    sent: list[Tensor] = []
+    for sums in ranks:
+        sums.reduce(lambda vector: sent.append(vector) or vector)  # type: ignore[func-returns-value]
+    assert len(sent) == 3
+    assert all(vector.dtype == torch.float64 and vector.shape == (6,) for vector in sent)
+    calls = []
+
+    def over_ranks(vector: Tensor) -> Tensor:
+        calls.append(vector)
+        return torch.stack(sent).sum(0)
+
+    ranks[0].reduce(over_ranks)
+    assert len(calls) == 1
+    assert ranks[0].totals() == {"cer": (12.0, 6.0), "loss": (15.0, 6.0), "wer": (12.0, 6.0)}
+    ranks[0].add({"cer": scalars(1, 1)})
+    assert ranks[0].totals()["cer"] == (13.0, 7.0)
+
+
+def test_nothing_to_reduce_is_no_call() -> None:
+    sums = MetricSums()
+    sums.reduce(lambda _: pytest.fail("an empty collective"))
+    assert sums.means() == {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 2**20)), min_size=1), st.data())
+def test_any_division_of_the_batches_gives_the_same_means(
+    pairs: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    whole = MetricSums()
+    parts = [MetricSums() for _ in range(3)]
+    for part in parts:
+        part.add({"m": scalars(0, 0)})
+    for total, count in pairs:
+        whole.add({"m": scalars(total, count)})
+        parts[data.draw(st.integers(0, 2))].add({"m": scalars(total, count)})
+    sent: list[Tensor] = []
+    for part in parts:
+        part.reduce(lambda vector: sent.append(vector) or vector)  # type: ignore[func-returns-value]
+    parts[0].reduce(lambda _: torch.stack(sent).sum(0))
+    assert parts[0].means() == whole.means()
