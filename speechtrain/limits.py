@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 
 @dataclass
 class Limits:
     """Settings of the shared trainer. A step is one optimizer update."""
 
-    max_steps: Optional[int] = None  # noqa: UP007, UP045 - OmegaConf reads these annotations on Python 3.10
-    max_epochs: Optional[float] = None  # noqa: UP007, UP045
-    max_hours: Optional[float] = None  # noqa: UP007, UP045 - wall time, earlier parts of a resumed run included
-    target: Optional[float] = None  # noqa: UP007, UP045 - stop once the task's metric (WER as a fraction) is this low
+    max_steps: int | None = None  # optimizer updates
+    max_epochs: float | None = None
+    max_hours: float | None = None  # wall time, earlier parts of a resumed run included
+    target: float | None = None  # stop once the task's metric (WER as a fraction) is this low
     accumulate: int = 1  # micro-batches per rank and step
-    simulate_world: Optional[int] = None  # noqa: UP007, UP045 - world_size × accumulate; accumulate is then derived
+    simulate_world: int | None = None  # world_size × accumulate; accumulate is then derived
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     ema: float = 0.999  # decay of the weight average that is evaluated and exported; 0 turns it off
     log_every: int = 10  # steps
-    validate_every: Optional[int] = None  # noqa: UP007, UP045 - steps; null: after each epoch
-    save_every: Optional[int] = None  # noqa: UP007, UP045 - steps; null: after each validation
+    validate_every: int | None = None  # steps; null: after each epoch
+    save_every: int | None = None  # steps; null: after each validation
     keep: int = 2  # newest checkpoints kept, beside the best
     on_save_error: str = "continue"  # continue | stop, when a checkpoint cannot be written
     max_bad_updates: int = 10  # non-finite updates in a row that end the run

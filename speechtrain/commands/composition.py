@@ -154,13 +154,14 @@ def _known_keys(argv: list[str]) -> set[str]:
             choices.append(argument)
     for attempt in (choices, []):
         try:
-            return _flat_keys(_compose(attempt, folder))
+            return _flat_keys(compose(attempt, folder))
         except (HydraException, OmegaConfBaseException):
             continue
     return set()
 
 
-def _compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
+def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
+    """One job's config from the package's groups and those of ``config_dir``. Raises what Hydra raises."""
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):

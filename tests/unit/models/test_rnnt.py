@@ -1,0 +1,160 @@
+"""The RNN-T of every size: golden parameter counts, initialisation, padding, and its greedy decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from speechtrain.batch import Batch
+from speechtrain.commands.composition import compose
+from speechtrain.config import build
+from speechtrain.models.rnnt import RNNT
+from speechtrain.text.vocabulary import Characters, Tokenizer
+
+
+class Pieces(Tokenizer):
+    """1023 subwords without a SentencePiece model, to count parameters."""
+
+    labels = [f"<{index}>" for index in range(1023)]  # noqa: RUF012
+
+    size = 1024
+    blank = 1023
+
+    def normalise(self, text: str) -> str:
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def unknown(self, text: str) -> set[str]:
+        return set()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def built(*overrides: str, tokenizer: Tokenizer | None = None) -> RNNT:
+    config = compose(list(overrides))
+    tokenizer = tokenizer or Characters()
+    torch.manual_seed(1)
+    encoder = build(config, "encoder", augment=build(config, "augment"))
+    model: RNNT = build(config, "model", tokenizer=tokenizer, encoder=encoder)
+    return model
+
+
+def count(model: RNNT) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokenizer", "parameters"),
+    [
+        (["model=rnnt"], Pieces(), 49_006_080),
+        (["model=rnnt_intel"], Characters(), 47_985_693),
+        (["model=rnnt_aidk"], Pieces(), 21_001_216),
+        # AIDK's logged run: 256 features, StackTime 8, 2+2 layers of 1024, no norms
+        (["model=rnnt", "encoder.features.pad_features_to=32", "encoder.stack_time=8", "encoder.post_layers=2"], Pieces(), 65_840_640),
+        (["model=rnnt_aidk", "encoder.feature_norm=false", "encoder.layer_norm=false", "model.prediction_norm=false"], Pieces(), 20_997_632),
+    ],
+)  # fmt: skip
+def test_golden_parameter_counts(overrides: list[str], tokenizer: Tokenizer, parameters: int) -> None:
+    assert count(built(*overrides, tokenizer=tokenizer)) == parameters
+
+
+def test_initialisation_of_the_forget_gates() -> None:
+    model = built("model=rnnt", "encoder.hidden=16")
+    for layer in range(2):
+        lstm = model.encoder.pre_rnn.lstm  # type: ignore[union-attr]
+        assert torch.equal(getattr(lstm, f"bias_ih_l{layer}")[16:32], torch.full((16,), 0.5))
+        assert torch.equal(getattr(lstm, f"bias_hh_l{layer}")[16:32], torch.zeros(16))
+        bound = 0.5 / 4  # uniform(±1/sqrt(16)) times the initial scale
+        assert 0.9 * bound < getattr(lstm, f"weight_hh_l{layer}").abs().max() <= bound
+
+
+def a_batch(seconds: Sequence[float], labels: Sequence[Sequence[int]], weight: Sequence[float] | None = None) -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([int(s * 16000) for s in seconds])
+    rows, width = len(seconds), max(1, *(len(row) for row in labels))
+    audio = torch.zeros(rows, int(lengths.max()))
+    padded = torch.zeros(rows, width, dtype=torch.int64)
+    for row, (length, text) in enumerate(zip(lengths.tolist(), labels, strict=True)):
+        audio[row, :length] = 0.1 * torch.randn(length, generator=generator)
+        padded[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+    return Batch(
+        audio, lengths, padded, torch.tensor([len(row) for row in labels]),
+        torch.tensor(weight or [1.0] * rows), torch.arange(rows), tuple(f"cut{i}" for i in range(rows)),
+        tuple("text" for _ in range(rows)),
+    )  # fmt: skip
+
+
+def test_a_rows_loss_does_not_depend_on_its_batch() -> None:
+    model = built("model=rnnt_small").eval()
+    both = a_batch([1.0, 0.6], [[1, 2, 3, 4], [5, 6]])
+    alone = a_batch([0.6], [[5, 6]])
+    alone = Batch(**{**vars(alone), "audio": both.audio[1:, :9600], "keys": both.keys[1:]})
+    second = Batch(**{**vars(both), "weight": torch.tensor([0.0, 1.0])})
+    with torch.no_grad():
+        torch.testing.assert_close(model(second).total, model(alone).total, rtol=1e-4, atol=1e-4)
+
+
+def test_filler_rows_neither_count_nor_poison() -> None:
+    model = built("model=rnnt_small").train()
+    batch = a_batch([0.8, 0.8], [[1, 2], []], weight=[1.0, 0.0])
+    batch.audio[1] = 0.0
+    loss = model(batch)
+    loss.total.backward()
+    assert float(loss.weight) == 1.0
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def one_at_a_time(model: RNNT, encoded: Tensor, length: int) -> list[int]:
+    """The reference decoder of MLPerf, written again: one utterance, plain loops."""
+    labels: list[int] = []
+    output, state = model.prediction.start(1)
+    for t in range(length):
+        for _ in range(model.max_symbols_per_step):
+            logits = model.joint_net(torch.relu(model.joint_enc(encoded[t]) + model.joint_pred(output[0])))
+            label = int(logits.argmax())
+            if label == model.blank:
+                break
+            labels.append(label)
+            if len(labels) >= model.max_symbols:
+                return labels
+            output, state = model.prediction.step(torch.tensor([label]), state)
+    return labels
+
+
+@pytest.mark.parametrize("limits", [(30, 300), (2, 300), (30, 5), (1, 3)])
+def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int]) -> None:
+    model = built("model=rnnt_small", tokenizer=Pieces()).eval()
+    model.max_symbols_per_step, model.max_symbols = limits
+    with torch.no_grad():
+        model.joint_net.weight *= 6.0  # far from the uniform, so that labels and blanks alternate
+        model.joint_net.bias[model.blank] += 4.5
+        batch = a_batch([1.4, 0.3, 0.9, 0.06], [[], [], [], []])
+        encoded, lengths = model.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        together = model.transcribe(batch)
+        separately = [
+            model.tokenizer.decode(one_at_a_time(model, encoded[row], int(lengths[row]))) for row in range(4)
+        ]
+    assert together == separately
+    assert 0 < sum(len(text.split()) for text in together)
+
+
+def test_evaluation_reports_corpus_sums() -> None:
+    model = built("model=rnnt_small").eval()
+    batch = a_batch([0.5, 0.5], [[1, 2], [3]], weight=[1.0, 0.0])
+    batch = Batch(**{**vars(batch), "ids": ("a", ""), "texts": ("one two", "")})
+    with torch.no_grad():
+        result = model.evaluate(batch)
+    assert [example.id for example in result.examples] == ["a"]
+    assert float(result.metrics["wer"][1]) == 2.0
+    assert float(result.metrics["cer"][1]) == 7.0
+    assert float(result.metrics["loss"][1]) == 1.0
