@@ -1,0 +1,271 @@
+"""LAMB and NovoGrad against their formulas in plain Python floats, and what a resume needs of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from speechtrain.optim.lamb import LAMB
+from speechtrain.optim.novograd import NovoGrad
+
+CONF = Path(__file__).parents[3] / "conf" / "optimizer"
+Vector = list[float]
+
+
+def length(values: Vector) -> float:
+    return math.sqrt(math.fsum(x * x for x in values))
+
+
+def lamb_oracle(
+    p: Vector, gradients: list[Vector], rates: Vector, b1: float, b2: float, eps: float, decay: float
+) -> Vector:
+    m, v = [0.0] * len(p), [0.0] * len(p)
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True), 1):
+        m = [b1 * a + (1 - b1) * x for a, x in zip(m, g, strict=True)]
+        v = [b2 * a + (1 - b2) * x * x for a, x in zip(v, g, strict=True)]
+        u = [
+            (a / (1 - b1**t)) / (math.sqrt(b / (1 - b2**t)) + eps) + decay * w
+            for a, b, w in zip(m, v, p, strict=True)
+        ]
+        ratio = length(p) / length(u) if length(p) > 0 and length(u) > 0 else 1.0
+        p = [w - lr * ratio * x for w, x in zip(p, u, strict=True)]
+    return p
+
+
+def novograd_oracle(
+    p: Vector,
+    gradients: list[Vector],
+    rates: Vector,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    scale: float,
+) -> Vector:
+    m, v = [0.0] * len(p), 0.0
+    for g, lr in zip(gradients, rates, strict=True):
+        square = length(g) ** 2
+        v = square if v == 0 else b2 * v + (1 - b2) * square
+        m = [b1 * a + scale * (x / (math.sqrt(v) + eps) + decay * w) for a, x, w in zip(m, g, p, strict=True)]
+        p = [w - lr * a for w, a in zip(p, m, strict=True)]
+    return p
+
+
+def run(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: list[Vector], rates: Vector
+) -> Vector:
+    for gradient, lr in zip(gradients, rates, strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+        parameter.grad = torch.tensor(gradient, dtype=parameter.dtype)
+        optimizer.step()
+    return parameter.tolist()
+
+
+numbers = st.floats(-4, 4).map(lambda x: round(x, 3))
+vectors = st.lists(numbers, min_size=3, max_size=3)
+problems = st.tuples(
+    vectors,
+    st.lists(vectors, min_size=1, max_size=6),
+    st.sampled_from([(0.9, 0.999), (0.95, 0.25), (0.9, 0.0), (0.0, 0.5)]),
+    st.sampled_from([0.0, 1e-3, 0.1]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems)
+def test_lamb_follows_its_formula(problem: Any) -> None:
+    start, gradients, (b1, b2), decay = problem
+    rates = [1e-2 / (1 + t) for t in range(len(gradients))]
+    parameter = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    optimizer = LAMB([parameter], betas=(b1, b2), eps=1e-6, weight_decay=decay)
+    expected = lamb_oracle(start, gradients, rates, b1, b2, 1e-6, decay)
+    assert run(optimizer, parameter, gradients, rates) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems, st.booleans())
+def test_novograd_follows_its_formula(problem: Any, averaging: bool) -> None:
+    start, gradients, (b1, b2), decay = problem
+    rates = [1e-2 / (1 + t) for t in range(len(gradients))]
+    parameter = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+    optimizer = NovoGrad([parameter], betas=(b1, b2), eps=1e-6, weight_decay=decay, grad_averaging=averaging)
+    scale = 1 - b1 if averaging else 1.0
+    expected = novograd_oracle(start, gradients, rates, b1, b2, 1e-6, decay, scale)
+    assert run(optimizer, parameter, gradients, rates) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_one_step_of_lamb_by_hand() -> None:
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = LAMB([parameter], lr=0.1, weight_decay=0.0)
+    # u is the gradient's signs, of length √2; the parameter's length is 5
+    moved = run(optimizer, parameter, [[2.0, -7.0]], [0.1])
+    assert moved == pytest.approx([3 - 0.5 / math.sqrt(2), 4 + 0.5 / math.sqrt(2)], rel=1e-6)
+
+
+def test_one_step_of_novograd_by_hand() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 1.0]))
+    optimizer = NovoGrad([parameter], lr=0.1, weight_decay=0.5)
+    # the gradient's direction is (0.6, 0.8)
+    assert run(optimizer, parameter, [[3.0, 4.0]], [0.1]) == pytest.approx([0.89, 0.87], rel=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1e-3])
+def test_biases_that_start_at_zero_train_with_lamb(decay: float) -> None:
+    """Without the guard the ratio of a zero tensor is 0, and a norm's bias never moves."""
+    layer = nn.LayerNorm(4)
+    optimizer = LAMB(layer.parameters(), lr=1e-2, weight_decay=decay)
+    layer(torch.randn(8, 4)).square().mul(torch.arange(4.0)).sum().backward()
+    layer.bias.grad = torch.tensor([1.0, -1.0, 2.0, 0.5])
+    optimizer.step()
+    torch.testing.assert_close(layer.bias.data, torch.tensor([-1e-2, 1e-2, -1e-2, -1e-2]))
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_a_zero_gradient_leaves_zero_weights_alone(cls: type[torch.optim.Optimizer]) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = cls([parameter])  # type: ignore[call-arg]
+    for _ in range(3):
+        parameter.grad = torch.zeros(3)
+        optimizer.step()
+    assert torch.equal(parameter.data, torch.zeros(3))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 2))
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_a_resumed_run_is_bit_equal(cls: type[torch.optim.Optimizer]) -> None:
+    whole = network()
+    undisturbed = descend(whole, cls(whole.parameters(), lr=0.01), range(9))  # type: ignore[call-arg]
+
+    first = network()
+    optimizer = cls(first.parameters(), lr=0.01)  # type: ignore[call-arg]
+    losses = descend(first, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+
+    second = network()
+    optimizer = cls(second.parameters(), lr=0.5)  # type: ignore[call-arg]
+    second.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    losses += descend(second, optimizer, range(4, 9))
+    assert all(torch.equal(a, b) for a, b in zip(losses, undisturbed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(second.parameters(), whole.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_it_descends(cls: type[torch.optim.Optimizer]) -> None:
+    model = network()
+    losses = descend(model, cls(model.parameters(), lr=0.01), range(60))  # type: ignore[call-arg]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_groups_have_their_own_rates_and_frozen_parameters_stay(cls: type[torch.optim.Optimizer]) -> None:
+    fast, slow, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    groups = [{"params": [fast, frozen]}, {"params": [slow], "lr": 1e-4, "lr_scale": 0.1}]
+    optimizer = cls(groups, lr=1e-2)  # type: ignore[call-arg]
+    fast.grad = slow.grad = torch.tensor([1.0, 2.0])
+    optimizer.step()
+    assert torch.equal(frozen.data, torch.ones(2))
+    assert frozen not in optimizer.state
+    torch.testing.assert_close((1 - fast.data) / (1 - slow.data), torch.full((2,), 100.0), rtol=1e-2, atol=0)
+    assert optimizer.param_groups[1]["lr_scale"] == 0.1
+    clone = copy.deepcopy(optimizer.state_dict())
+    assert clone["param_groups"][1]["lr_scale"] == 0.1
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_no_value_is_read_by_the_host(cls: type[torch.optim.Optimizer]) -> None:
+    """A step on the meta device, whose tensors hold no values, would fail at the first read."""
+    parameter = nn.Parameter(torch.ones(3, 2, device="meta"))
+    optimizer = cls([parameter])  # type: ignore[call-arg]
+    for _ in range(2):
+        parameter.grad = torch.ones(3, 2, device="meta")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"lr": math.nan},
+        {"eps": -1e-9},
+        {"weight_decay": -0.1},
+        {"betas": (0.9, 1.0)},
+        {"betas": [0.9]},
+    ],
+)
+def test_settings_out_of_range_are_named(cls: type[torch.optim.Optimizer], wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        cls([nn.Parameter(torch.ones(1))], **wrong)
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_sparse_gradients_are_refused(cls: type[torch.optim.Optimizer]) -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        cls(table.parameters()).step()
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_a_closure_is_evaluated_with_gradients(cls: type[torch.optim.Optimizer]) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = cls([parameter])  # type: ignore[call-arg]
+
+    def closure() -> float:
+        loss = parameter.square().sum()
+        loss.backward()
+        return float(loss)
+
+    assert optimizer.step(closure) == 2.0
+    assert not torch.equal(parameter.data, torch.ones(2))
+
+
+def test_no_step_before_a_gradient() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = LAMB([parameter])
+    assert optimizer.step() is None
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "novograd", "sgd"])
+def test_the_configured_choices_build_and_list_what_a_user_may_change(name: str) -> None:
+    node = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    module, _, cls = node.pop("_target_").rpartition(".")
+    model = network()
+    found = getattr(torch.optim, cls, None) or {"LAMB": LAMB, "NovoGrad": NovoGrad}[cls]
+    assert found.__module__.startswith(module)
+    optimizer = found(model.parameters(), **node)
+    losses = descend(model, optimizer, range(30))
+    assert losses[-1] < losses[0]
+    unlisted = set(optimizer.param_groups[0]) - {"params", *node}
+    assert unlisted <= {"maximize", "capturable", "differentiable", "decoupled_weight_decay"}
