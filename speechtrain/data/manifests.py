@@ -1,0 +1,478 @@
+"""Manifests at the door: lhotse, NeMo and MLPerf files become lhotse cuts, line by line.
+
+A million lines pass through here, so entries stay plain dictionaries in lhotse's JSON form (an
+object costs 50 to 150 µs, a dictionary 6); ``cuts()`` makes objects of them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from speechtrain.data.source import Source
+from speechtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from lhotse.cut import Cut
+
+Record = dict[str, Any]
+
+SEGMENT = "speechtrain_segment"
+"""Custom field of a cut that is a part of a longer recording of unknown length."""
+
+ASSUMED_RATE = 16_000  # of recordings whose manifest does not tell; the decoder goes by the file's own
+_CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
+_READABLE = ("file",)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One cut in lhotse's JSON form, and where it stands."""
+
+    cut: Record
+    line: int
+    offset: int  # of the line's first byte, where the manifest is a plain file of JSON lines
+
+
+class Manifest(Source):
+    """A source in one file (or folder) whose entries are converted one at a time."""
+
+    kind: str
+    """A short word for the format; part of the fingerprint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser().absolute()
+        self.name = self.path.stem
+
+    @property
+    def in_place(self) -> bool:
+        """Whether ``path`` itself is plain JSON lines of lhotse cuts, to be read at any offset."""
+        return False
+
+    @abstractmethod
+    def entries(self) -> Iterator[Entry]:
+        """Every cut in order. Raises DataError naming file and line for a malformed one."""
+
+    def cuts(self) -> Iterator[Cut]:
+        """The entries as lhotse objects."""
+        from lhotse.cut.set import deserialize_cut
+
+        for entry in self.entries():
+            try:
+                cut = deserialize_cut(entry.cut)
+            except Exception as error:  # lhotse raises whatever a wrong field leads to
+                raise self.bad(entry.line, f"is no lhotse cut ({type(error).__name__}: {error})") from None
+            yield cut
+
+    def fingerprint(self) -> str:
+        """Of the format, and of the file's path, size and time of change."""
+        return digest(self.kind, self.name, *stamp(self.path))
+
+    def bad(self, line: int, problem: str) -> DataError:
+        """A DataError that names file and line."""
+        return DataError(f"{self.path}:{line}: {problem}")
+
+    def field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
+        """``record[name]``; DataError where it is missing."""
+        if name not in record:
+            raise self.bad(line, f"has no {name!r}")
+        return record[name]
+
+    def number(self, record: Mapping[str, Any], name: str, line: int) -> float:
+        """A numeric field; DataError where it is missing or no number."""
+        value = self.field(record, name, line)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.bad(line, f"{name!r} is {value!r}, not a number")
+        return float(value)
+
+    def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
+        """A text field (null is empty); DataError where it is missing or no text."""
+        value = self.field(record, name, line)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(line, f"{name!r} is {value!r}, not a text")
+        return value or ""
+
+    def rate(self, record: Mapping[str, Any], name: str, line: int) -> int:
+        """A sampling rate in Hz, assumed where it is not given."""
+        rate = self.number(record, name, line) if record.get(name) is not None else ASSUMED_RATE
+        return int(rate) if 0 < rate < 2**31 else ASSUMED_RATE
+
+    def beside(self, name: str) -> str:
+        """A path as written in the manifest: relative ones stand beside it."""
+        return str(self.path.parent / os.path.expanduser(name))
+
+
+class JsonLines(Manifest):
+    """One JSON object a line, plain or gzipped (told by content)."""
+
+    @abstractmethod
+    def cut_of(self, record: Record, line: int) -> Record:
+        """The cut that one line stands for."""
+
+    def entries(self) -> Iterator[Entry]:
+        for line, offset, record in json_lines(self.path):
+            yield Entry(self.cut_of(record, line), line, offset)
+
+
+class LhotseCuts(JsonLines):
+    """A lhotse cut manifest. Recordings given by shell command or URL are refused: neither is bounded."""
+
+    kind = "lhotse"
+
+    @property
+    def in_place(self) -> bool:
+        return not is_gzip(self.path)
+
+    def cut_of(self, record: Record, line: int) -> Record:
+        self._check(record, line)
+        if not isinstance(record.get("id"), str) or not record["id"]:
+            raise self.bad(line, "has no 'id'")
+        return record
+
+    def _check(self, cut: Record, line: int) -> None:
+        kind = cut.get("type")
+        if kind not in _CUT_TYPES:
+            raise self.bad(line, f"'type' is {kind!r}; a lhotse cut is one of {', '.join(_CUT_TYPES)}")
+        if kind == "MixedCut":
+            tracks = self.field(cut, "tracks", line)
+            if not isinstance(tracks, list) or not tracks:
+                raise self.bad(line, "'tracks' is empty or no list")
+            for track in tracks:
+                inner = track.get("cut") if isinstance(track, dict) else None
+                if not isinstance(inner, dict):
+                    raise self.bad(line, "a track has no 'cut'")
+                self._check({"type": track.get("type", inner.get("type")), **inner}, line)
+            return
+        self.number(cut, "duration", line)
+        if kind == "PaddingCut":
+            return
+        self.number(cut, "start", line)
+        recording = cut.get("recording")
+        if not isinstance(recording, dict):
+            raise self.bad(line, "has no 'recording' (cuts of features alone hold no audio)")
+        sources = recording.get("sources")
+        if not isinstance(sources, list) or not sources or not all(isinstance(s, dict) for s in sources):
+            raise self.bad(line, "its recording has no 'sources'")
+        for source in sources:
+            if source.get("type") not in _READABLE:
+                raise self.bad(
+                    line,
+                    f"its audio is of type {source.get('type')!r}; save it as files (lhotse: save_audios)",
+                )
+        supervisions = cut.get("supervisions") or []
+        if not isinstance(supervisions, list) or not all(isinstance(s, dict) for s in supervisions):
+            raise self.bad(line, "'supervisions' is no list of objects")
+        for supervision in supervisions:
+            if not isinstance(supervision.get("text"), (str, type(None))):
+                raise self.bad(line, f"its text is {supervision['text']!r}, not a text")
+
+
+class LhotsePair(Manifest):
+    """A lhotse recording manifest and its supervision manifest: one cut for each supervision."""
+
+    kind = "lhotse-pair"
+
+    def __init__(self, recordings: Path, supervisions: Path) -> None:
+        super().__init__(supervisions)
+        self.recordings = recordings.expanduser().absolute()
+
+    def fingerprint(self) -> str:
+        return digest(self.kind, *stamp(self.recordings), *stamp(self.path))
+
+    def entries(self) -> Iterator[Entry]:
+        recordings: dict[str, Record] = {}
+        for line, _, record in json_lines(self.recordings):
+            name = record.get("id")
+            if not isinstance(name, str) or not isinstance(record.get("sources"), list):
+                raise DataError(f"{self.recordings}:{line}: is no recording (it needs 'id' and 'sources')")
+            if any(not isinstance(s, dict) or s.get("type") not in _READABLE for s in record["sources"]):
+                raise DataError(f"{self.recordings}:{line}: its audio is no file; save it as files first")
+            recordings[name] = record
+        for line, offset, supervision in json_lines(self.path):
+            name, wanted = self.text(supervision, "id", line), self.text(supervision, "recording_id", line)
+            if wanted not in recordings:
+                raise self.bad(line, f"recording {wanted!r} is not in {self.recordings}")
+            start = self.number(supervision, "start", line)
+            duration = self.number(supervision, "duration", line)
+            channel = supervision.get("channel", 0)
+            cut = {
+                "id": name,
+                "start": start,
+                "duration": duration,
+                "channel": channel,
+                "supervisions": [{**supervision, "start": 0.0}],
+                "recording": recordings[wanted],
+                "type": "MultiCut" if isinstance(channel, list) else "MonoCut",
+            }
+            yield Entry(cut, line, offset)
+
+
+class Nemo(JsonLines):
+    """NeMo's JSON lines (reference: nemo/collections/common/parts/preprocessing/manifest.py).
+
+    ``audio_filepath`` (or ``audio_file``, ``audio_filename``), ``duration`` in seconds, and ``text``
+    (or ``normalized_text``, ``text_filepath``); ``offset``, ``speaker``, ``lang`` and
+    ``orig_sample_rate`` where given. Paths are relative to the manifest. A line with ``offset`` is a
+    part of its recording; without it, the whole. The lines bear no ids: an id is made of the
+    manifest's name, the line and the recording's.
+    """
+
+    kind = "nemo"
+    AUDIO = ("audio_filepath", "audio_file", "audio_filename")
+
+    def cut_of(self, record: Record, line: int) -> Record:
+        audio = next((record[key] for key in self.AUDIO if record.get(key)), None)
+        if not isinstance(audio, str):
+            raise self.bad(line, "has no 'audio_filepath'")
+        duration = self.number(record, "duration", line)
+        whole = record.get("offset") is None
+        start = 0.0 if whole else self.number(record, "offset", line)
+        rate = self.rate(record, "orig_sample_rate", line)
+        return simple_cut(
+            f"{self.name}:{line}:{Path(audio).stem}",
+            self.beside(audio),
+            start,
+            duration,
+            self._transcript(record, line),
+            rate=rate,
+            speaker=record.get("speaker"),
+            language=record.get("lang"),
+            segment=not whole,
+        )
+
+    def _transcript(self, record: Record, line: int) -> str:
+        for name in ("text", "normalized_text"):
+            if name in record:
+                return self.text(record, name, line)
+        if "text_filepath" not in record:
+            raise self.bad(line, "has no 'text' (nor 'normalized_text', nor 'text_filepath')")
+        path = Path(self.beside(self.text(record, "text_filepath", line)))
+        try:
+            return " ".join(path.read_text(encoding="utf-8").split())
+        except (OSError, UnicodeDecodeError) as error:
+            raise self.bad(line, f"text_filepath {path} cannot be read ({error})") from None
+
+
+class Mlperf(Manifest):
+    """The JSON of MLPerf's and Intel's RNN-T: one array a file (JSON lines of the same objects, too).
+
+    ``transcript``, ``original_duration`` in seconds and ``files``, of which the one of speed 1 is
+    taken: speed perturbation happens here, not on the disk. File names are relative to the manifest.
+    """
+
+    kind = "mlperf"
+
+    def entries(self) -> Iterator[Entry]:
+        for line, record in json_array(self.path):
+            yield Entry(self._cut_of(record, line), line, -1)
+
+    def _cut_of(self, record: Record, line: int) -> Record:
+        text = self.text(record, "transcript", line)
+        files = self.field(record, "files", line)
+        if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
+            raise self.bad(line, "'files' is empty or no list of objects")
+        file = next((f for f in files if f.get("speed", 1) == 1), files[0])
+        name = self.text(file, "fname", line)
+        source = file if "duration" in file else record
+        duration = self.number(source, "duration" if "duration" in source else "original_duration", line)
+        rate = self.rate(file, "sample_rate", line)
+        cut_id = f"{self.name}:{line}:{Path(name).stem}"
+        return simple_cut(cut_id, self.beside(name), 0.0, duration, text, rate=rate)
+
+
+def simple_cut(
+    name: str,
+    path: str,
+    start: float,
+    duration: float,
+    text: str,
+    *,
+    rate: int = ASSUMED_RATE,
+    speaker: object = None,
+    language: object = None,
+    segment: bool = False,
+) -> Record:
+    """A ``MonoCut`` of one file in lhotse's JSON form; times in seconds."""
+    supervision: Record = {"id": name, "recording_id": name, "start": 0.0, "duration": duration}
+    supervision |= {"channel": 0, "text": text}
+    supervision |= {k: str(v) for k, v in (("speaker", speaker), ("language", language)) if v is not None}
+    end = start + duration
+    samples = round(end * rate) if math.isfinite(end) else 0
+    cut: Record = {
+        "id": name,
+        "start": start,
+        "duration": duration,
+        "channel": 0,
+        "supervisions": [supervision],
+        "recording": {
+            "id": name,
+            "sources": [{"type": "file", "channels": [0], "source": path}],
+            "sampling_rate": rate,
+            "num_samples": samples,
+            "duration": end,
+            "channel_ids": [0],
+        },
+        "type": "MonoCut",
+    }
+    if segment:
+        cut["custom"] = {SEGMENT: True}
+    return cut
+
+
+def seconds_of(cut: Mapping[str, Any]) -> float:
+    """Duration of a cut in lhotse's JSON form; 0 where it is no positive finite number."""
+    if cut.get("type") == "MixedCut":
+        ends = (float(track.get("offset", 0.0)) + seconds_of(track["cut"]) for track in cut["tracks"])
+        seconds = max(ends, default=0.0)
+    else:
+        seconds = float(cut["duration"])
+    return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
+
+
+def text_of(cut: Mapping[str, Any]) -> str:
+    """Transcript of a cut in lhotse's JSON form: its supervisions' texts in order."""
+    if cut.get("type") == "MixedCut":
+        parts = [text_of(track["cut"]) for track in cut["tracks"]]
+    else:
+        parts = [supervision.get("text") or "" for supervision in cut.get("supervisions") or ()]
+    return " ".join(part for part in parts if part)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def is_gzip(path: Path) -> bool:
+    """Told by the first two bytes. Raises DataError where the file cannot be opened."""
+    try:
+        with path.open("rb") as file:
+            return file.read(2) == b"\x1f\x8b"
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """The file for reading, decompressed where it is gzipped."""
+    if is_gzip(path):
+        return gzip.open(path, "rb")
+    return path.open("rb")
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
+    """(line number from 1, byte offset, object) of each line that is not blank.
+
+    Raises DataError naming file and line for what is no JSON object.
+    """
+    offset, line = 0, 0
+    try:
+        with open_bytes(path) as file:
+            for line, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield line, offset, parse(raw, path, line)
+                offset += len(raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
+
+
+def parse(raw: bytes, path: Path, line: int) -> Record:
+    """One JSON object. Raises DataError naming file and line."""
+    try:
+        record = json.loads(raw.decode("utf-8-sig") if line == 1 else raw)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{line}: is not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{line}: bad JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise DataError(f"{path}:{line}: bad JSON (nested too deeply)") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def json_array(path: Path, chunk: int = 1 << 20) -> Iterator[tuple[int, Record]]:
+    """(line number, object) of each element of a JSON array, or of JSON lines, in bounded memory.
+
+    Raises DataError naming file and line.
+    """
+    decode = json.JSONDecoder().raw_decode
+    buffer, at, line, closed, ended = "", 0, 1, False, False
+    try:
+        with open_bytes(path) as raw:
+            text = _Utf8(raw)
+            buffer = text.read(chunk).lstrip("\ufeff")
+            at = len(buffer) - len(buffer.lstrip())
+            line += buffer.count("\n", 0, at)
+            is_array = buffer.startswith("[", at)
+            at += is_array
+            while True:
+                skipped = at
+                while at < len(buffer) and buffer[at] in " \t\r\n,":
+                    at += 1
+                line += buffer.count("\n", skipped, at)
+                if is_array and at < len(buffer) and buffer[at] == "]":
+                    closed = True
+                    break
+                try:
+                    record, end = decode(buffer, at)
+                    if end == len(buffer) and not ended:
+                        raise json.JSONDecodeError("may go on", buffer, end)
+                except json.JSONDecodeError as error:
+                    if not ended:
+                        more = text.read(max(chunk, len(buffer) - at))
+                        ended = not more
+                        buffer, at = buffer[at:] + more, 0
+                        continue
+                    if at == len(buffer):
+                        break
+                    where = line + buffer.count("\n", at, error.pos)
+                    raise DataError(f"{path}:{where}: bad JSON ({error.msg})") from None
+                if not isinstance(record, dict):
+                    raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
+                yield line, record
+                line += buffer.count("\n", at, end)
+                at = end
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: is not UTF-8") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}:{line}: the file is damaged ({error})") from None
+    if is_array and not closed:
+        raise DataError(f"{path}:{line}: the file ends before the array's closing bracket")
+
+
+class _Utf8:
+    """Text of a byte stream in chunks that never split a character."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        import codecs
+
+        self._raw = raw
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def read(self, size: int) -> str:
+        while True:
+            data = self._raw.read(size)
+            text = self._decoder.decode(data, final=not data)
+            if text or not data:
+                return text
+
+
+def stamp(path: Path) -> tuple[str, int, int]:
+    """Absolute path, size and time of change. Raises DataError where there is no such file."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+    return str(path), found.st_size, found.st_mtime_ns
+
+
+def digest(*parts: object) -> str:
+    """16 hexadecimal digits over JSON-like parts."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,164 @@
+"""Opening what a user names: manifests of several formats, folders, and unions of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speechtrain.data.folder import Folder
+from speechtrain.data.manifests import (
+    LhotseCuts,
+    LhotsePair,
+    Manifest,
+    Mlperf,
+    Nemo,
+    Record,
+    digest,
+    json_array,
+    open_bytes,
+    parse,
+)
+from speechtrain.data.source import Source
+from speechtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from lhotse.cut import Cut
+
+__all__ = ["Folder", "LhotseCuts", "LhotsePair", "Mlperf", "Nemo", "Union", "open_source", "parts_of"]
+
+
+class Union(Source):
+    """Several sources, one after the other."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self.parts = list(parts)
+
+    def cuts(self) -> Iterator[Cut]:
+        for part in self.parts:
+            yield from part.cuts()
+
+    def fingerprint(self) -> str:
+        return digest(*(part.fingerprint() for part in self.parts))
+
+
+def parts_of(source: Source) -> list[Source]:
+    """The sources that make up a union, or the source itself."""
+    return source.parts if isinstance(source, Union) else [source]
+
+
+def open_source(spec: Source | str | Sequence[str]) -> Source:
+    """What ``spec`` names, its formats told by content.
+
+    A path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo or MLPerf
+    manifest, plain or gzipped, or of a folder of recordings; a lhotse recording manifest is followed
+    by its supervision manifest. Several are their union in order. A ``Source`` is returned as it is.
+    Raises DataError naming the file (and line) that is missing, empty, of no known format or twice there.
+    """
+    if isinstance(spec, Source):
+        return spec
+    names = _split(spec) if isinstance(spec, str) else list(spec)
+    if not names:
+        raise DataError("no manifest is named; give a file, a folder or a list of them")
+    paths = [Path(name).expanduser().absolute() for name in names]
+    for number, path in enumerate(paths):
+        if not path.exists():
+            raise DataError(f"{path} does not exist; name a manifest or a folder of recordings")
+        if path in paths[:number]:
+            raise DataError(f"{path} is named twice; each cut would be there twice")
+    parts: list[Manifest] = []
+    waiting: Path | None = None  # a recording manifest, until its supervisions follow
+    for path in paths:
+        kind = _sniff(path)
+        if (kind == "supervisions") != (waiting is not None):
+            raise DataError(
+                f"{waiting or path}: a lhotse recording manifest is followed by its supervision manifest; "
+                "name both in this order, or a cut manifest"
+            )
+        if kind == "recordings":
+            waiting = path
+        elif kind == "supervisions":
+            assert waiting is not None
+            parts.append(LhotsePair(waiting, path))
+            waiting = None
+        else:
+            parts.append(_FORMATS[kind](path))
+    if waiting is not None:
+        raise DataError(f"{waiting}: holds recordings only; name its supervision manifest behind it")
+    _tell_apart(parts)
+    return parts[0] if len(parts) == 1 else Union(parts)
+
+
+_FORMATS: dict[str, type[Manifest]] = {"folder": Folder, "lhotse": LhotseCuts, "nemo": Nemo, "mlperf": Mlperf}
+
+
+def _split(spec: str) -> list[str]:
+    """The names in a string: one, or several separated by commas where no file has that name."""
+    if "," in spec and not Path(spec).expanduser().exists():
+        return [part.strip() for part in spec.split(",") if part.strip()]
+    return [spec] if spec.strip() else []
+
+
+def _sniff(path: Path) -> str:
+    """A format's name, from the first line that is not blank."""
+    if path.is_dir():
+        return "folder"
+    if not path.is_file():
+        raise DataError(f"{path} is neither a file nor a folder")
+    line, raw = _first_line(path)
+    start = raw.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"["):
+        record = next((record for _, record in json_array(path)), None)
+        if record is None:
+            raise DataError(f"{path}:{line}: the array is empty")
+        found = "mlperf" if _format_of(record) == "mlperf" else ""
+        wanted = "an array must hold MLPerf's objects ('transcript' and 'files')"
+    elif start.startswith(b"{"):
+        found = _format_of(parse(raw, path, line))
+        wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
+    else:
+        raise DataError(
+            f"{path}:{line}: is no manifest (it starts with {start[:20].decode(errors='replace')!r}); "
+            "known are lhotse cuts, NeMo JSON lines and MLPerf JSON"
+        )
+    if not found:
+        raise DataError(f"{path}:{line}: is of no known format; {wanted}")
+    return found
+
+
+def _first_line(path: Path) -> tuple[int, bytes]:
+    """Number and bytes of the first line that is not blank. Raises DataError for an empty file."""
+    line = 0
+    try:
+        with open_bytes(path) as file:
+            for line, raw in enumerate(file, 1):
+                if raw.strip():
+                    return line, raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
+    raise DataError(f"{path} is empty; it holds no cuts")
+
+
+def _format_of(record: Record) -> str:
+    if "transcript" in record and "files" in record:
+        return "mlperf"
+    if any(key in record for key in Nemo.AUDIO):
+        return "nemo"
+    if str(record.get("type", "")).endswith("Cut"):
+        return "lhotse"
+    if "sources" in record and "sampling_rate" in record:
+        return "recordings"
+    if "recording_id" in record and "start" in record:
+        return "supervisions"
+    return ""
+
+
+def _tell_apart(parts: Sequence[Manifest]) -> None:
+    """Lengthen the names of manifests that share one by their folders: ids are made from them."""
+    for depth in range(2, 64):
+        shared = [p for p in parts if sum(p.name == other.name for other in parts) > 1]
+        if not shared:
+            return
+        for part in shared:
+            part.name = "/".join(part.path.with_suffix("").parts[-depth:])
