@@ -269,7 +269,7 @@ class LogMel(nn.Module):
         """Log-mel columns (B, T, M) of the surrounded signal, block by block so that work stays in cache."""
         rows = signal.shape[0]
         frames = signal.unfold(1, self.n_fft, self.hop)[:, :columns]
-        bank = self.bank
+        bank = self.bank.expand(rows, -1, -1)
         if warp is not None:
             warped = warp_frequencies(self.edges, warp, self.sample_rate / 2)
             bank = mel_bank(warped, self.frequencies)
@@ -277,8 +277,8 @@ class LogMel(nn.Module):
         high, wide = max(1, block // max(columns, 1)), min(block, max(columns, 1))
         lines = []
         for r in range(0, rows, high):
-            filters = bank if warp is None else bank[r : r + high]
-            line = [self._block(frames[r : r + high, t : t + wide], filters) for t in range(0, columns, wide)]
+            spans = (frames[r : r + high, t : t + wide] for t in range(0, columns, wide))
+            line = [self._block(span, bank[r : r + high]) for span in spans]
             lines.append(torch.cat(line, dim=1))
         return torch.cat(lines)
 
