@@ -1,0 +1,232 @@
+"""Learning-rate schedules: the rate of each optimizer update.
+
+``rate(step)`` is the rate of update number ``step``, the first being 1. The reference systems
+mostly count the updates *done*, n = step − 1; each class says which of the two its formula means.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+
+class Schedule(ABC):
+    """The learning rate as a function of the update's number."""
+
+    @abstractmethod
+    def rate(self, step: int) -> float:
+        """The rate of update number ``step``, 1 or above."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run must keep: the plan that its first start made."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing is a sensible default
+        """Take over the plan of an earlier start; it wins over the constructor's."""
+
+
+def _not_negative(**settings: float | None) -> None:
+    for name, value in settings.items():
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be 0 or above")
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    """The share of the peak on a straight line that reaches 1 at update ``warmup_steps``."""
+    return min(1.0, step / warmup_steps) if warmup_steps else 1.0
+
+
+class _Plan:
+    """The number of updates that a decay is spread over: fixed at the first start, kept by every resume."""
+
+    def __init__(self, steps: int | None, planned_steps: int | None) -> None:
+        total = planned_steps if steps is None else steps
+        if total is None:
+            raise ValueError("steps is not set, and no limit by steps or epochs gives it; set schedule.steps")
+        if total < 1:
+            raise ValueError(f"steps is {total}; it must be above 0")
+        self.total = total
+
+    def progress(self, done: int, begin: int) -> float:
+        """The share of the way from ``begin`` updates to the plan's end, 0 to 1 and never beyond."""
+        if done >= self.total:
+            return 1.0
+        return max(0.0, (done - begin) / (self.total - begin)) if begin < self.total else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.total = int(state["steps"])
+
+
+class Constant(Schedule):
+    """``peak``, after a linear warm-up from ``peak / warmup_steps``."""
+
+    def __init__(self, peak: float, warmup_steps: int = 0) -> None:
+        _not_negative(peak=peak, warmup_steps=warmup_steps)
+        self.peak = peak
+        self.warmup_steps = warmup_steps
+
+    def rate(self, step: int) -> float:
+        return self.peak * _warmup(step, self.warmup_steps)
+
+
+class WarmupHoldExponential(Schedule):
+    """MLPerf's RNN-T: linear warm-up, a plateau, then a factor ``gamma`` for each epoch.
+
+    With W = warmup_epochs · steps_per_epoch and H likewise: ``peak · (step + 1) / (W + 1)`` before
+    step W, ``peak`` before step W + H, then ``peak · gamma^(epoch − warmup_epochs − hold_epochs)``
+    with epochs counted from 1; never below ``min_lr``. Steps count from 1 there as here.
+    """
+
+    def __init__(
+        self,
+        peak: float,
+        warmup_epochs: int = 6,
+        hold_epochs: int = 40,
+        gamma: float = 0.935,
+        min_lr: float = 1e-5,
+        *,
+        steps_per_epoch: int,
+    ) -> None:
+        _not_negative(peak=peak, warmup_epochs=warmup_epochs, hold_epochs=hold_epochs, min_lr=min_lr)
+        if not 0 < gamma <= 1:
+            raise ValueError(f"gamma is {gamma}; it must be above 0 and at most 1")
+        if steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch is {steps_per_epoch}; it must be above 0")
+        self.peak = peak
+        self.warmup_epochs = warmup_epochs
+        self.hold_epochs = hold_epochs
+        self.gamma = gamma
+        self.min_lr = min_lr
+        self.steps_per_epoch = steps_per_epoch
+
+    def rate(self, step: int) -> float:
+        warmup = self.warmup_epochs * self.steps_per_epoch
+        hold = self.hold_epochs * self.steps_per_epoch
+        if step < warmup:
+            rate = self.peak * (step + 1) / (warmup + 1)
+        elif step < warmup + hold:
+            rate = self.peak
+        else:
+            epoch = (step - 1) // self.steps_per_epoch + 1
+            # an update of epoch warmup + hold itself, its last, still has the peak
+            rate = self.peak * self.gamma ** max(0, epoch - self.warmup_epochs - self.hold_epochs)
+        return max(rate, self.min_lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps_per_epoch": self.steps_per_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps_per_epoch = int(state["steps_per_epoch"])
+
+
+class Polynomial(Schedule):
+    """fairseq's polynomial decay, with which wav2vec 2.0 is trained.
+
+    With n = step − 1 updates done: ``peak · n / warmup_steps`` while n ≤ warmup_steps, then from
+    ``peak`` to ``end`` along ``(1 − progress)^power``, and ``end`` from n = ``steps`` on. The first
+    update takes ``peak / warmup_steps``, as there, so the first two have the same rate.
+    """
+
+    def __init__(
+        self,
+        peak: float,
+        warmup_steps: int = 0,
+        steps: int | None = None,
+        power: float = 1.0,
+        end: float = 0.0,
+        *,
+        planned_steps: int | None = None,
+    ) -> None:
+        _not_negative(peak=peak, warmup_steps=warmup_steps, power=power, end=end)
+        self.peak = peak
+        self.warmup_steps = warmup_steps
+        self.power = power
+        self.end = end
+        self._plan = _Plan(steps, planned_steps)
+
+    def rate(self, step: int) -> float:
+        done = step - 1
+        if done < self.warmup_steps:
+            return self.peak * _warmup(max(1, done), self.warmup_steps)
+        left = 1.0 - self._plan.progress(done, self.warmup_steps)
+        return self.end + (self.peak - self.end) * (left**self.power if left else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._plan.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._plan.load_state_dict(state)
+
+
+class Cosine(Schedule):
+    """Linear warm-up, then half a cosine from ``peak`` to ``end`` (Loshchilov and Hutter, 2017; NeMo).
+
+    With n = step − 1 updates done: ``peak · step / warmup_steps`` up to update ``warmup_steps``,
+    then ``end + (peak − end) · (1 + cos(π · progress)) / 2``. Past the planned steps it stays at
+    ``end``: the cosine itself would rise again.
+    """
+
+    def __init__(
+        self,
+        peak: float,
+        warmup_steps: int = 0,
+        steps: int | None = None,
+        end: float = 0.0,
+        *,
+        planned_steps: int | None = None,
+    ) -> None:
+        _not_negative(peak=peak, warmup_steps=warmup_steps, end=end)
+        self.peak = peak
+        self.warmup_steps = warmup_steps
+        self.end = end
+        self._plan = _Plan(steps, planned_steps)
+
+    def rate(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.peak * _warmup(step, self.warmup_steps)
+        progress = self._plan.progress(step - 1, self.warmup_steps)
+        return self.end + (self.peak - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._plan.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._plan.load_state_dict(state)
+
+
+class IntelQuadratic(Schedule):
+    """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
+
+    With n = step − 1 updates done of N: ``min(1, n / warmup_steps) · max(peak · ((N − n) / N)²,
+    min_lr)``. As there, the first update has rate 0 unless there is no warm-up.
+    """
+
+    def __init__(
+        self,
+        peak: float,
+        warmup_steps: int = 8000,
+        steps: int | None = None,
+        min_lr: float = 1e-5,
+        *,
+        planned_steps: int | None = None,
+    ) -> None:
+        _not_negative(peak=peak, warmup_steps=warmup_steps, min_lr=min_lr)
+        self.peak = peak
+        self.warmup_steps = warmup_steps
+        self.min_lr = min_lr
+        self._plan = _Plan(steps, planned_steps)
+
+    def rate(self, step: int) -> float:
+        left = 1.0 - self._plan.progress(step - 1, 0)
+        return _warmup(step - 1, self.warmup_steps) * max(self.peak * left**2, self.min_lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._plan.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._plan.load_state_dict(state)

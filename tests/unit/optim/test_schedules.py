@@ -1,0 +1,194 @@
+"""Schedules: the reference systems' golden values, continuity, and the plan that a resume keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speechtrain.optim import schedules
+from speechtrain.optim.schedules import (
+    Constant,
+    Cosine,
+    IntelQuadratic,
+    Polynomial,
+    Schedule,
+    WarmupHoldExponential,
+)
+
+CONF = Path(__file__).parents[3] / "conf" / "schedule"
+
+
+def test_mlperf_warm_up_of_ten_epochs() -> None:
+    schedule = WarmupHoldExponential(0.007, warmup_epochs=10, steps_per_epoch=3)
+    printed = [f"{schedule.rate(step):.2e}" for step in (1, 2, 3)]
+    assert printed == ["4.52e-04", "6.77e-04", "9.03e-04"]
+
+
+def test_mlperf_warm_up_of_six_epochs() -> None:
+    schedule = WarmupHoldExponential(0.007, warmup_epochs=6, steps_per_epoch=6)
+    printed = [f"{schedule.rate(step):.2e}" for step in (1, 2, 3, 12)]
+    assert printed == ["3.78e-04", "5.68e-04", "7.57e-04", "2.46e-03"]
+
+
+def test_mlperf_holds_then_decays_by_the_epoch() -> None:
+    schedule = WarmupHoldExponential(1.0, 2, 3, gamma=0.5, min_lr=0.1, steps_per_epoch=4)
+    assert schedule.rate(7) == pytest.approx(8 / 9)
+    assert [schedule.rate(step) for step in range(8, 21)] == [1.0] * 13  # to the end of epoch 5
+    assert [schedule.rate(step) for step in range(21, 25)] == [0.5] * 4
+    assert [schedule.rate(step) for step in range(25, 29)] == [0.25] * 4
+    assert schedule.rate(29) == 0.125
+    assert schedule.rate(33) == schedule.rate(10_000) == 0.1
+    assert WarmupHoldExponential(1e-7, steps_per_epoch=4).rate(1) == 1e-5
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.floats(0.1, 1.0), st.integers(1, 7), st.integers(1, 200))
+def test_mlperf_follows_its_formula(warmup: int, hold: int, gamma: float, per_epoch: int, step: int) -> None:
+    """The reference's loop, which counts steps and epochs from 1."""
+    counted = 0
+    epoch = 0
+    rate = 0.0
+    while counted < step:
+        epoch += 1
+        for _ in range(per_epoch):
+            counted += 1
+            if counted < warmup * per_epoch:
+                rate = 0.004 * (counted + 1) / (warmup * per_epoch + 1)
+            elif counted < (warmup + hold) * per_epoch:
+                rate = 0.004
+            else:
+                rate = 0.004 * gamma ** (epoch - warmup - hold)
+            rate = max(rate, 1e-5)
+            if counted == step:
+                break
+    schedule = WarmupHoldExponential(0.004, warmup, hold, gamma, steps_per_epoch=per_epoch)
+    assert schedule.rate(step) == pytest.approx(rate, rel=1e-12)
+
+
+def test_wav2vec2_base() -> None:
+    schedule = Polynomial(5e-4, 32_000, 400_000)
+    # n updates done is the rate of update n + 1
+    assert schedule.rate(16_001) == pytest.approx(2.5e-4, rel=1e-12)
+    assert schedule.rate(216_001) == pytest.approx(2.5e-4, rel=1e-12)
+    assert schedule.rate(32_001) == 5e-4
+    assert schedule.rate(1) == pytest.approx(5e-4 / 32_000)  # before the first update
+    assert schedule.rate(2) == pytest.approx(5e-4 / 32_000)
+    assert schedule.rate(400_000) > 0
+    assert schedule.rate(400_001) == schedule.rate(10**7) == 0
+
+
+def test_polynomial_power_and_end() -> None:
+    schedule = Polynomial(1.0, 0, 10, power=2.0, end=0.2)
+    assert schedule.rate(1) == 1.0
+    assert schedule.rate(6) == pytest.approx(0.2 + 0.8 * 0.25)
+    assert schedule.rate(11) == 0.2
+    flat = Polynomial(1.0, 0, 10, power=0.0, end=0.2)  # 0⁰ must not keep the peak for ever
+    assert (flat.rate(10), flat.rate(11)) == (1.0, 0.2)
+
+
+def test_cosine() -> None:
+    schedule = Cosine(0.02, warmup_steps=4, steps=14, end=0.01)
+    assert [schedule.rate(step) for step in (1, 2, 3, 4, 5)] == [0.005, 0.01, 0.015, 0.02, 0.02]
+    for done in range(4, 14):
+        expected = 0.01 + 0.5 * (0.02 - 0.01) * (1 + math.cos(math.pi * (done - 4) / (14 - 4)))
+        assert schedule.rate(done + 1) == pytest.approx(expected, rel=1e-12)
+    assert schedule.rate(15) == schedule.rate(24) == 0.01  # where a cosine would be at its peak again
+
+
+def test_intel() -> None:
+    schedule = IntelQuadratic(1e-3, warmup_steps=100, steps=1000)
+    assert schedule.rate(1) == 0
+    assert schedule.rate(51) == pytest.approx(0.5 * 1e-3 * 0.95**2)
+    assert schedule.rate(501) == pytest.approx(1e-3 * 0.25)
+    assert schedule.rate(951) == 1e-5  # 2.5e-6 by the decay alone
+    assert schedule.rate(2000) == 1e-5
+
+
+def test_constant() -> None:
+    assert [Constant(0.1, 4).rate(step) for step in (1, 2, 4, 5, 10**6)] == [0.025, 0.05, 0.1, 0.1, 0.1]
+    assert Constant(0.1).rate(1) == 0.1
+
+
+planned = st.sampled_from([Polynomial, Cosine])
+
+
+@given(planned, st.integers(0, 40), st.integers(1, 60), st.floats(0, 0.1))
+def test_decays_rise_once_and_fall_once(cls: Any, warmup: int, steps: int, end: float) -> None:
+    rates = [cls(0.1, warmup, steps, end=end).rate(step) for step in range(1, steps + 80)]
+    top = rates.index(max(rates))
+    assert all(0 <= rate <= 0.1 + 1e-15 for rate in rates)
+    assert all(a <= b + 1e-15 for a, b in pairwise(rates[: top + 1]))
+    assert all(a >= b - 1e-15 for a, b in pairwise(rates[top:]))
+    assert rates[max(warmup, steps) + 1 :] == [end] * (len(rates) - max(warmup, steps) - 1)
+
+
+@pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
+def test_the_worker_offers_the_plan(cls: Any) -> None:
+    offered, own = cls(0.1, 5, planned_steps=50), cls(0.1, 5, steps=50)
+    assert [offered.rate(s) for s in range(1, 70)] == [own.rate(s) for s in range(1, 70)]
+    assert cls(0.1, 5, steps=50, planned_steps=9).rate(40) == own.rate(40)  # the user's wins
+    with pytest.raises(ValueError, match=r"set schedule\.steps"):
+        cls(0.1, 5)
+    with pytest.raises(ValueError, match="steps is 0"):
+        cls(0.1, 5, steps=0)
+
+
+@pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
+def test_a_resume_keeps_the_first_plan(cls: Any) -> None:
+    """The limits of a run may change; its learning rates may not jump."""
+    first, resumed = cls(0.1, 5, planned_steps=50), cls(0.1, 5, planned_steps=500)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [resumed.rate(s) for s in range(1, 70)] == [first.rate(s) for s in range(1, 70)]
+
+
+def test_a_resume_keeps_the_length_of_an_epoch() -> None:
+    first = WarmupHoldExponential(0.1, 2, 2, 0.5, steps_per_epoch=5)
+    resumed = WarmupHoldExponential(0.1, 2, 2, 0.5, steps_per_epoch=7)
+    resumed.load_state_dict(first.state_dict())
+    assert [resumed.rate(s) for s in range(1, 70)] == [first.rate(s) for s in range(1, 70)]
+
+
+def test_a_schedule_without_a_plan_has_no_state() -> None:
+    schedule = Constant(0.1)
+    assert schedule.state_dict() == {}
+    schedule.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong"),
+    [
+        (Constant, {"peak": -1.0}),
+        (Constant, {"warmup_steps": -1}),
+        (Cosine, {"end": -1.0, "steps": 5}),
+        (Polynomial, {"power": -1.0, "steps": 5}),
+        (IntelQuadratic, {"min_lr": math.nan, "steps": 5}),
+        (WarmupHoldExponential, {"gamma": 1.5, "steps_per_epoch": 5}),
+        (WarmupHoldExponential, {"steps_per_epoch": 0}),
+    ],
+)
+def test_settings_out_of_range_are_named(cls: Any, wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        cls(**({"peak": 0.1} | wrong))
+
+
+OFFERED = {"steps_per_epoch": 20, "planned_steps": 300}
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configured_choices_build_and_list_every_argument(path: Path) -> None:
+    node = yaml.safe_load(path.read_text())
+    assert node.pop("peak") == "${optimizer.lr}"
+    module, _, name = node.pop("_target_").rpartition(".")
+    assert module == schedules.__name__
+    cls = getattr(schedules, name)
+    taken = set(cls.__init__.__annotations__) - {"return"}
+    assert taken - set(OFFERED) == {"peak", *node}
+    schedule: Schedule = cls(peak=0.1, **node, **{k: v for k, v in OFFERED.items() if k in taken})
+    assert all(0 <= schedule.rate(step) <= 0.1 for step in range(1, 2000))
