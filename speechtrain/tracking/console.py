@@ -219,8 +219,12 @@ def metric(name: str, value: Any) -> str:
     """``wer 3.21 %`` for an error rate given as a fraction, ``loss 4.56`` for anything else."""
     if not isinstance(value, int | float):
         return f"{name} {'-' if value is None else value}"
-    is_rate = name.rpartition("/")[2].rpartition("_")[2] in _ERROR_RATES
-    return f"{name} {100 * value:.2f} %" if is_rate else f"{name} {value:.4g}"
+    return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
+
+
+def is_error_rate(name: str) -> bool:
+    """Whether a metric is a word, character or sentence error rate: a fraction, shown in percent."""
+    return name.rpartition("/")[2].rpartition("_")[2] in _ERROR_RATES
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,49 @@
+"""speechtrain-report: one HTML page of a run, or of several side by side. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from speechtrain.commands.common import guarded
+from speechtrain.errors import RunError
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the page and print its path. Raises RunError; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    from speechtrain.report.page import page
+    from speechtrain.report.run import read_run
+
+    runs = [read_run(folder) for folder in arguments.runs]
+    name = "report.html" if len(runs) == 1 else "comparison.html"
+    path = Path(arguments.out) if arguments.out else runs[0].folder / name
+    try:
+        path.write_text(page(runs), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror or error}; name another file with --out FILE") from error
+    print(path)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="speechtrain-report",
+        description="Write one self-contained HTML page: outcome, curves, transcripts with their errors "
+        "marked, skipped recordings, config. Works while a run is in progress, and after it failed.",
+        epilog="exit codes: 0 done, 2 usage, 5 no run in the directory, or the page cannot be written",
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory; several are drawn into the same charts"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="default: RUN/report.html; of several runs comparison.html in the first"
+    )
+    return parser
