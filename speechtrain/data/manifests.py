@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from speechtrain.data.source import Source
 from speechtrain.errors import DataError
@@ -52,6 +52,7 @@ class Manifest(Source):
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
         self.name = self.path.stem
+        self._folder = str(self.path.parent)
 
     @property
     def in_place(self) -> bool:
@@ -108,7 +109,7 @@ class Manifest(Source):
 
     def beside(self, name: str) -> str:
         """A path as written in the manifest: relative ones stand beside it."""
-        return str(self.path.parent / os.path.expanduser(name))
+        return os.path.join(self._folder, os.path.expanduser(name))
 
 
 class JsonLines(Manifest):
@@ -238,7 +239,7 @@ class Nemo(JsonLines):
         start = 0.0 if whole else self.number(record, "offset", line)
         rate = self.rate(record, "orig_sample_rate", line)
         return simple_cut(
-            f"{self.name}:{line}:{Path(audio).stem}",
+            f"{self.name}:{line}:{_stem(audio)}",
             self.beside(audio),
             start,
             duration,
@@ -285,7 +286,7 @@ class Mlperf(Manifest):
         source = file if "duration" in file else record
         duration = self.number(source, "duration" if "duration" in source else "original_duration", line)
         rate = self.rate(file, "sample_rate", line)
-        cut_id = f"{self.name}:{line}:{Path(name).stem}"
+        cut_id = f"{self.name}:{line}:{_stem(name)}"
         return simple_cut(cut_id, self.beside(name), 0.0, duration, text, rate=rate)
 
 
@@ -328,6 +329,11 @@ def simple_cut(
     return cut
 
 
+def _stem(path: str) -> str:
+    # not pathlib: 10 µs, a million times
+    return os.path.splitext(os.path.basename(path))[0]
+
+
 def seconds_of(cut: Mapping[str, Any]) -> float:
     """Duration of a cut in lhotse's JSON form; 0 where it is no positive finite number."""
     if cut.get("type") == "MixedCut":
@@ -362,7 +368,7 @@ def is_gzip(path: Path) -> bool:
 def open_bytes(path: Path) -> IO[bytes]:
     """The file for reading, decompressed where it is gzipped."""
     if is_gzip(path):
-        return gzip.open(path, "rb")
+        return cast("IO[bytes]", gzip.open(path, "rb"))
     return path.open("rb")
 
 
