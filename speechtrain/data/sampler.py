@@ -1,0 +1,359 @@
+"""The order of training: which cuts, at which speed, in which micro-batch. Its state is two integers.
+
+An epoch's plan is a pure function of (seed, epoch), made by vectorised numpy before the first batch
+of the epoch: 0.5 s for a million cuts. So any position is found at once, whatever the number of
+ranks and workers, and nothing has to be replayed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speechtrain.batch import Footprint
+from speechtrain.randomness import addressed, uniform_at
+
+# streams in the addresses drawn here; 1 and 2 are the trainer's and the worker's
+_ORDER, _SPEED, _BATCHES = 3, 4, 5
+
+Seconds = NDArray[np.floating[Any]]
+Counts = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How many utterances make a micro-batch: it is full at the first limit that one more would break.
+
+    ``count`` utterances; ``seconds`` of audio, padding included; ``memory_gib``, predicted by the
+    model's footprint. null is no limit. An utterance beyond a limit by itself is a batch of its own.
+    Utterances are shuffled over the epoch and sorted by length within ``window`` batches, which are
+    shuffled again: 1 is plain shuffling, more saves padding and costs randomness.
+    """
+
+    count: int | None = 8
+    seconds: float | None = None
+    memory_gib: float | None = None
+    window: int = 20
+
+    def __post_init__(self) -> None:
+        limits = {"count": self.count, "seconds": self.seconds, "memory_gib": self.memory_gib}
+        for name, limit in limits.items():
+            if limit is not None and limit <= 0:
+                raise ValueError(f"{name}={limit}: it must be above 0, or null for no limit")
+        if all(limit is None for limit in limits.values()):
+            raise ValueError("count, seconds and memory_gib are all null; set at least one")
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: it must be at least 1 (plain shuffling)")
+
+    def rows(self, seconds: float, labels: float, footprint: Footprint) -> int:
+        """Most rows of one (padded) length and number of labels that a batch takes; at least 1."""
+        limits = [math.inf]
+        if self.count is not None:
+            limits.append(self.count)
+        if seconds > 0:
+            if self.seconds is not None:
+                limits.append(self.seconds / seconds)
+            if self.memory_gib is not None:
+                limits.append(
+                    self.memory_gib * 2**30 / max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
+                )
+        # 16 rows of 1.1 s are 17.6 s, whatever the rounding
+        return max(1, int(min(min(limits), 2.0**31) * (1 + 1e-6)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The fixed size of a micro-batch's tensors."""
+
+    rows: int
+    samples: int
+    labels: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one micro-batch is made of: rows of the index, their speeds, and its place in the epoch."""
+
+    rows: NDArray[np.int32]
+    percents: NDArray[np.int16]  # speed factor × 100
+    shape: Shape | None = None  # None: as large as the longest row
+    epoch: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All micro-batches of an epoch, as flat arrays."""
+
+    epoch: int
+    rows: NDArray[np.int32]
+    percents: NDArray[np.int16]
+    bounds: NDArray[np.int64]  # micro-batch i is rows[bounds[i]:bounds[i + 1]]
+    buckets: NDArray[np.int16]  # into ``shapes``, one for each micro-batch; empty without shapes
+    shapes: Sequence[Shape] = ()
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: int) -> MicroBatch:
+        part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
+        shape = self.shapes[int(self.buckets[index])] if self.shapes else None
+        return MicroBatch(self.rows[part], self.percents[part], shape, self.epoch, index)
+
+
+class Sampler:
+    """Micro-batches of a training set, epoch after epoch.
+
+    ``seconds`` and ``keys`` of the cuts to draw from, ``rows`` their numbers in the index (ascending;
+    all, where None). ``labels`` are their label counts, needed to pack by memory and for shapes.
+    ``speed`` is the lowest and the highest factor; each cut's is drawn from (seed, epoch, cut) on a
+    grid of 0.01. With ``shapes`` above 0, micro-batches have that many fixed shapes at most.
+    """
+
+    def __init__(
+        self,
+        seconds: Seconds,
+        keys: NDArray[np.int64],
+        seed: int,
+        packing: Packing,
+        speed: Sequence[float] = (1.0, 1.0),
+        rows: NDArray[np.int32] | None = None,
+        labels: Counts | None = None,
+        footprint: Footprint | None = None,
+        shapes: int = 0,
+        sample_rate: int = 16_000,
+    ) -> None:
+        if not len(seconds):
+            raise ValueError("there are no cuts to draw from")
+        self.seconds = np.asarray(seconds, np.float32)
+        self.keys = keys
+        self.rows = np.arange(len(seconds), dtype=np.int32) if rows is None else rows
+        self.labels = np.zeros(len(seconds), np.int32) if labels is None else np.maximum(labels, 0)
+        self.seed = seed
+        self.packing = packing
+        self.slowest, self.fastest = speed_grid(speed)
+        self.footprint = check_footprint(packing, footprint)
+        self.sample_rate = sample_rate
+        self.shapes = (
+            shape_table(
+                self.seconds,
+                self.labels,
+                packing,
+                self.footprint,
+                shapes,
+                sample_rate,
+                self.slowest,
+                self.fastest,
+            )
+            if shapes
+            else []
+        )
+        self._plans: dict[int, Plan] = {}
+
+    def plan(self, epoch: int) -> Plan:
+        """The plan of an epoch; the last two are kept, since a global batch may span them."""
+        if epoch not in self._plans:
+            kept = sorted(self._plans)[-1:]
+            self._plans = {number: self._plans[number] for number in kept} | {epoch: self._make(epoch)}
+        return self._plans[epoch]
+
+    def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
+        """The address ``count`` micro-batches after (epoch, position); never the end of an epoch."""
+        position += count
+        while position >= len(self.plan(epoch)):
+            position -= len(self.plan(epoch))
+            epoch += 1
+        return epoch, position
+
+    def micro_batches(self, epoch: int, position: int) -> Iterator[MicroBatch]:
+        """From that address on, over the ends of epochs, without end."""
+        while True:
+            plan = self.plan(epoch)
+            while position < len(plan):
+                yield plan[position]
+                position += 1
+            epoch, position = epoch + 1, 0
+
+    def percents(self, epoch: int) -> NDArray[np.int16]:
+        """Speed factor × 100 of each cut."""
+        choices = self.fastest - self.slowest + 1
+        if choices == 1:
+            return np.full(len(self.keys), self.slowest, np.int16)
+        draws = uniform_at(self.seed, _SPEED, epoch, self.keys)
+        return (self.slowest + (draws * choices).astype(np.int16)).astype(np.int16)
+
+    def _make(self, epoch: int) -> Plan:
+        order = np.argsort(addressed(self.seed, _ORDER, epoch, self.keys), kind="stable")
+        percents = self.percents(epoch)[order]
+        seconds = self.seconds[order] * (100.0 / percents)
+        labels = self.labels[order]
+        if self.shapes:
+            buckets = fit(
+                self.shapes, planned_samples(self.seconds[order], percents, self.sample_rate), labels
+            )
+            again, bounds, bucket_of = _fill_shapes(buckets, self.shapes)
+        else:
+            mean, mean_labels = float(seconds.mean()), float(labels.mean())
+            width = self.packing.window * self.packing.rows(mean, mean_labels, self.footprint)
+            again = np.lexsort((-seconds, np.arange(len(seconds)) // width))
+            bounds = pack(seconds[again], labels[again], self.packing, self.footprint, width)
+            bucket_of = np.zeros(0, np.int16)
+        turn = np.argsort(addressed(self.seed, _BATCHES, epoch, np.arange(len(bounds) - 1)), kind="stable")
+        shuffled, bounds = _reorder(bounds, turn)
+        order, percents = order[again][shuffled], percents[again][shuffled]
+        return Plan(
+            epoch,
+            self.rows[order],
+            percents,
+            bounds,
+            bucket_of[turn] if self.shapes else bucket_of,
+            self.shapes,
+        )
+
+
+def evaluation_plan(
+    seconds: Seconds,
+    labels: Counts | None,
+    packing: Packing,
+    footprint: Footprint | None = None,
+    shapes: int = 0,
+    sample_rate: int = 16_000,
+) -> Plan:
+    """Every cut once, the longest first: little padding, and what does not fit into memory shows at once."""
+    footprint = check_footprint(packing, footprint)
+    labels = np.zeros(len(seconds), np.int32) if labels is None else np.maximum(labels, 0)
+    order = np.argsort(-np.asarray(seconds), kind="stable")
+    percents = np.full(len(seconds), 100, np.int16)
+    if not shapes or not len(seconds):
+        bounds = pack(seconds[order], labels[order], packing, footprint, max(1, len(seconds)))
+        return Plan(0, order.astype(np.int32), percents, bounds, np.zeros(0, np.int16))
+    table = shape_table(seconds, labels, packing, footprint, shapes, sample_rate, 100, 100)
+    buckets = fit(table, planned_samples(seconds[order], percents, sample_rate), labels[order])
+    again, bounds, bucket_of = _fill_shapes(buckets, table)
+    return Plan(0, order[again].astype(np.int32), percents, bounds, bucket_of, table)
+
+
+def speed_grid(speed: Sequence[float]) -> tuple[int, int]:
+    """Lowest and highest speed in hundredths. Raises ValueError for a range that is none."""
+    if len(speed) != 2 or not 0.5 <= speed[0] <= speed[1] <= 2.0:
+        raise ValueError(f"speed={list(speed)}: give lowest and highest factor, between 0.5 and 2")
+    return round(speed[0] * 100), round(speed[1] * 100)
+
+
+def check_footprint(packing: Packing, footprint: Footprint | None) -> Footprint:
+    """The footprint to pack by. Raises ValueError where packing by memory has none."""
+    footprint = footprint or Footprint(0.0)
+    if packing.memory_gib is not None and footprint.per_second <= 0 and footprint.per_second_label <= 0:
+        raise ValueError("memory_gib: this model does not predict its memory; use count or seconds")
+    return footprint
+
+
+def planned_samples(seconds: Seconds, percents: Counts | int, sample_rate: int) -> NDArray[np.int64]:
+    """Length of each cut after the speed change, to within a few samples (float32 durations)."""
+    samples = np.rint(np.asarray(seconds, np.float64) * sample_rate)
+    return np.ceil(samples * 100 / percents).astype(np.int64)
+
+
+def pack(
+    seconds: Seconds, labels: Counts, packing: Packing, footprint: Footprint, width: int
+) -> NDArray[np.int64]:
+    """Bounds of micro-batches over cuts that are sorted, longest first, within windows of ``width``.
+
+    The first row of a batch is its longest, so a batch is closed by one division; only packing by
+    memory looks at the labels of the rows that follow.
+    """
+    total = len(seconds)
+    if packing.seconds is None and packing.memory_gib is None:
+        assert packing.count is not None  # Packing sees to it; windows are whole multiples of it
+        return np.append(np.arange(0, total, packing.count), total)
+    longest = seconds.tolist()
+    cap = packing.memory_gib * 2**30 if packing.memory_gib is not None else math.inf
+    bounds, begin = [0], 0
+    while begin < total:
+        room = min((begin // width + 1) * width, total) - begin
+        # with no labels at all: an upper bound, which the labels can only lower
+        size = min(room, packing.rows(longest[begin], 0, footprint))
+        if footprint.per_second_label > 0 and cap < math.inf:
+            most = np.maximum.accumulate(labels[begin : begin + size])
+            per_row = longest[begin] * (footprint.per_second + most * footprint.per_second_label)
+            size = max(1, int(np.searchsorted(np.arange(1, size + 1) * per_row, cap, side="right")))
+        begin += size
+        bounds.append(begin)
+    return np.array(bounds, np.int64)
+
+
+# --- static shapes ------------------------------------------------------------------------------
+
+_LABEL_QUANTILE = 0.99  # longer transcripts go to a longer shape, so that one of them does not widen all
+_SLACK_SECONDS = 0.01  # of planned lengths, against rounding
+
+
+def shape_table(
+    seconds: Seconds,
+    labels: Counts,
+    packing: Packing,
+    footprint: Footprint,
+    count: int,
+    sample_rate: int,
+    slowest: int,
+    fastest: int,
+) -> list[Shape]:
+    """At most ``count`` shapes that take every cut at every speed; lengths at equal shares of the cuts.
+
+    Lengths are multiples of 0.1 s, label counts of 8.
+    """
+    unit = max(1, sample_rate // 10)
+    edges = np.quantile(seconds, np.arange(1, count) / count) if count > 1 else np.zeros(0)
+    edges = np.append(edges, seconds.max() * (100.0 / slowest)) + _SLACK_SECONDS
+    lengths = np.unique(np.ceil(edges * sample_rate / unit).astype(np.int64) * unit)
+    shapes: list[Shape] = []
+    below, widest = 0.0, 0.0
+    for samples in lengths.tolist():
+        longest = samples / sample_rate
+        here = (seconds * (100.0 / fastest) <= longest) & (seconds * (100.0 / slowest) > below)
+        last = samples == lengths[-1]
+        share = 1.0 if last else _LABEL_QUANTILE
+        chosen = labels if last else labels[here]
+        widest = max(widest, float(np.quantile(chosen, share)) if len(chosen) else 0.0)
+        width = max(8, math.ceil(widest / 8) * 8)
+        shapes.append(Shape(packing.rows(longest, width, footprint), samples, width))
+        below = longest
+    return shapes
+
+
+def fit(shapes: Sequence[Shape], samples: NDArray[np.int64], labels: Counts) -> NDArray[np.int16]:
+    """The first shape that takes each cut, both in length and in labels."""
+    by_length = np.searchsorted([shape.samples for shape in shapes], samples)
+    by_labels = np.searchsorted([shape.labels for shape in shapes], labels)
+    return np.minimum(np.maximum(by_length, by_labels), len(shapes) - 1).astype(np.int16)
+
+
+def _fill_shapes(
+    buckets: NDArray[np.int16], shapes: Sequence[Shape]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int16]]:
+    """Order of the cuts, bounds of micro-batches and the shape of each; a shape's last may be part full."""
+    order = np.argsort(buckets, kind="stable")
+    ends = np.searchsorted(buckets[order], np.arange(len(shapes)), side="right")
+    begin, bounds, bucket_of = 0, [np.zeros(1, np.int64)], []
+    for number, (shape, end) in enumerate(zip(shapes, ends.tolist(), strict=True)):
+        if end > begin:
+            bounds.append(np.append(np.arange(begin + shape.rows, end, shape.rows), end))
+            bucket_of.append(np.full(len(bounds[-1]), number, np.int16))
+        begin = end
+    return order, np.concatenate(bounds), np.concatenate(bucket_of)
+
+
+def _reorder(
+    bounds: NDArray[np.int64], turn: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions of the cuts, and new bounds, when micro-batches are put into the order ``turn``."""
+    sizes = np.diff(bounds)[turn]
+    ends = np.cumsum(sizes)
+    starts = bounds[:-1][turn]
+    positions = np.repeat(starts - (ends - sizes), sizes) + np.arange(int(ends[-1]))
+    return positions, np.append(0, ends)
