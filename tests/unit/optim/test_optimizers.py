@@ -244,7 +244,7 @@ def test_a_closure_is_evaluated_with_gradients(cls: type[torch.optim.Optimizer])
     def closure() -> float:
         loss = parameter.square().sum()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     assert optimizer.step(closure) == 2.0
     assert not torch.equal(parameter.data, torch.ones(2))

@@ -1,0 +1,131 @@
+"""The average of the weights over updates: what is evaluated and exported instead of the last ones."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.errors import RunError
+
+
+class Average(ABC):
+    """An average of a module's state, beside the module."""
+
+    @abstractmethod
+    def update(self, module: nn.Module) -> None:
+        """Take in the module's state after one more update."""
+
+    @abstractmethod
+    def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context in which the module holds the average; afterwards, its own state to the bit."""
+
+    @abstractmethod
+    def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """The module's ``state_dict`` with the average in it, in the module's dtypes, for export.
+
+        It may share memory with the average or the module: write it out before the next update.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers by name, sharing memory with the module."""
+    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+
+
+class NoEMA(Average):
+    """No average: the weights themselves."""
+
+    def update(self, module: nn.Module) -> None:
+        return None
+
+    def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        return _tensors(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return None
+
+
+class EMA(Average):
+    """The exponential moving average ``e = d · e + (1 − d) · p``, in fp32, begun at the module's state.
+
+    Floating-point parameters and buffers are averaged, others (BatchNorm's counters) copied. With
+    ``warmup`` the n-th update, n from 0, takes ``d = min(decay, (1 + n) / (10 + n))``, so that early
+    evaluations are not of the initial weights. ``module`` fixes the names and shapes.
+    """
+
+    def __init__(self, module: nn.Module, decay: float, warmup: bool = True) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"trainer.ema is {decay}; the decay of an average lies between 0 and 1")
+        self.decay = decay
+        self.warmup = warmup
+        self.updates = 0
+        self._average = {
+            name: value.detach().clone().float() if value.is_floating_point() else value.detach().clone()
+            for name, value in _tensors(module).items()
+        }
+
+    @torch.no_grad()
+    def update(self, module: nn.Module) -> None:
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        self.updates += 1
+        tensors = _tensors(module)
+        for name, average in self._average.items():
+            value = tensors[name]
+            if average.is_floating_point():
+                # by the difference, so that what stands still stays to the bit; lerp leaves the lazy graph
+                average.add_(value.float() - average, alpha=1 - decay)
+            else:
+                average.copy_(value)
+
+    @contextmanager
+    def swapped(self, module: nn.Module) -> Iterator[None]:
+        tensors = _tensors(module)
+        kept = {name: value.clone() for name, value in tensors.items()}
+        try:
+            self._fill(tensors, self._average)
+            yield
+        finally:
+            self._fill(tensors, kept)
+
+    @staticmethod
+    @torch.no_grad()
+    def _fill(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])
+
+    def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        return {name: self._average[name].to(value.dtype) for name, value in _tensors(module).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "average": dict(self._average)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises RunError naming a tensor that is missing, unknown or of another shape."""
+        saved: Mapping[str, Tensor] = state["average"]
+        for name in sorted(saved.keys() | self._average.keys()):
+            ours, theirs = self._average.get(name), saved.get(name)
+            if ours is None or theirs is None or ours.shape != theirs.shape:
+                shapes = [None if t is None else tuple(t.shape) for t in (ours, theirs)]
+                raise RunError(
+                    f"the saved weight average does not fit the model at {name!r}: "
+                    f"{shapes[1]} saved, {shapes[0]} in the model; use a new run_dir"
+                )
+        self.updates = int(state["updates"])
+        self._fill(self._average, saved)

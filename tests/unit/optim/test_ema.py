@@ -1,0 +1,255 @@
+"""The average of the weights: its formula, what it leaves alone, and a bit-equal resume."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from speechtrain.errors import RunError
+from speechtrain.optim.ema import EMA, Average, NoEMA
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.linear = nn.Linear(3, 2)
+        self.coarse = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        self.register_buffer("constant", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x)) + self.coarse
+
+
+def network(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    return Network()
+
+
+def disturb(module: nn.Module, step: int) -> None:
+    """One update: weights, running statistics and counter all move."""
+    generator = torch.Generator().manual_seed(step)
+    module.train()
+    module(torch.randn(5, 3, generator=generator))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.sampled_from([0.5, 0.99, 0.9999]), st.booleans()
+)
+def test_the_average_follows_its_formula(values: list[float], decay: float, warmup: bool) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 2.0)
+    average = EMA(module, decay, warmup)
+    expected = 2.0
+    for n, value in enumerate(values):
+        nn.init.constant_(module.weight, value)
+        average.update(module)
+        d = min(decay, (1 + n) / (10 + n)) if warmup else decay
+        expected = d * expected + (1 - d) * float(torch.tensor(value))
+    assert float(average.averaged_state_dict(module)["weight"]) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_warm_up_makes_early_evaluations_mean_something() -> None:
+    """After 12 updates a plain average of decay 0.999 is still the initial weights."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(module.weight, 100.0)
+    averages = EMA(module, 0.999), EMA(module, 0.999, warmup=False)
+    nn.init.constant_(module.weight, 0.0)
+    for average in averages:
+        for _ in range(12):
+            average.update(module)
+    warm, plain = (float(average.averaged_state_dict(module)["weight"]) for average in averages)
+    assert plain > 98
+    assert warm < 1e-2
+
+
+def test_counters_are_copied_statistics_averaged_constants_left_out() -> None:
+    module = network()
+    average = EMA(module, 0.5, warmup=False)
+    before = copied(module)
+    disturb(module, 1)
+    average.update(module)
+    averaged = average.averaged_state_dict(module)
+    assert averaged.keys() == module.state_dict().keys()
+    assert averaged["norm.num_batches_tracked"] == 1
+    assert averaged["norm.num_batches_tracked"].dtype == torch.int64
+    for name in ("norm.running_mean", "norm.running_var", "linear.weight"):
+        torch.testing.assert_close(averaged[name], (before[name] + module.state_dict()[name]) / 2)
+    assert averaged["coarse"].dtype == torch.bfloat16  # as the module holds it
+    assert average.state_dict()["average"]["coarse"].dtype == torch.float32  # but averaged in fp32
+
+
+def test_small_steps_are_not_lost_in_half_precision() -> None:
+    module = network()
+    average = EMA(module, 0.999, warmup=False)
+    with torch.no_grad():
+        module.coarse.fill_(1.0)
+    for _ in range(500):
+        average.update(module)
+    assert average.state_dict()["average"]["coarse"].tolist() == pytest.approx([1 - 0.999**500] * 2, rel=1e-4)
+
+
+def test_what_stands_still_stays_to_the_bit() -> None:
+    module = network()
+    before = copied(module)
+    average = EMA(module, 0.9997)
+    for _ in range(30):
+        average.update(module)
+    assert same(average.averaged_state_dict(module), before)
+
+
+def test_the_average_does_not_share_memory_with_the_module() -> None:
+    module = network()
+    average = EMA(module, 0.9)
+    before = copied(module)
+    disturb(module, 1)
+    assert same(average.averaged_state_dict(module), before)
+
+
+def test_swapped_in_and_back_to_the_bit() -> None:
+    module = network()
+    average = EMA(module, 0.9)
+    for step in range(4):
+        disturb(module, step)
+        average.update(module)
+    own = copied(module)
+    storage = module.linear.weight.data_ptr()
+    averaged = {name: value.clone() for name, value in average.averaged_state_dict(module).items()}
+    assert not same(averaged, own)
+    with average.swapped(module):
+        assert same(copied(module), averaged)
+        assert module.linear.weight.data_ptr() == storage
+    assert same(copied(module), own)
+
+    def failing_evaluation() -> None:
+        with average.swapped(module):
+            disturb(module, 9)  # it may do what it likes
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        failing_evaluation()
+    assert same(copied(module), own)
+    assert same(average.averaged_state_dict(module), averaged)
+
+
+def test_what_is_exported_is_what_was_evaluated() -> None:
+    module = network()
+    average = EMA(module, 0.9)
+    disturb(module, 1)
+    average.update(module)
+    other = network(5)
+    other.load_state_dict(average.averaged_state_dict(module))
+    inputs = torch.randn(4, 3)
+    with average.swapped(module):
+        assert torch.equal(module.eval()(inputs), other.eval()(inputs))
+
+
+def test_training_goes_on_through_a_swap() -> None:
+    outcomes = []
+    for swap in (False, True):
+        module = network()
+        average = EMA(module, 0.9)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        for step in range(5):
+            module.train()
+            loss = module(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.update(module)
+            if swap:
+                with average.swapped(module), torch.no_grad():
+                    module.eval()(torch.randn(5, 3))
+        outcomes.append((copied(module), average.averaged_state_dict(module)))
+    assert same(outcomes[0][0], outcomes[1][0])
+    assert same(outcomes[0][1], outcomes[1][1])
+
+
+def test_a_resume_is_bit_equal() -> None:
+    whole = network()
+    undisturbed = EMA(whole, 0.97)
+    for step in range(8):
+        disturb(whole, step)
+        undisturbed.update(whole)
+
+    first = network()
+    average = EMA(first, 0.97)
+    for step in range(3):
+        disturb(first, step)
+        average.update(first)
+    file = io.BytesIO()
+    torch.save({"module": first.state_dict(), "average": average.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+
+    second = network(seed=7)
+    resumed = EMA(second, 0.97)
+    second.load_state_dict(state["module"])
+    resumed.load_state_dict(state["average"])
+    for step in range(3, 8):
+        disturb(second, step)
+        resumed.update(second)
+    assert resumed.updates == undisturbed.updates == 8
+    assert same(resumed.state_dict()["average"], undisturbed.state_dict()["average"])
+
+
+def test_loading_copies() -> None:
+    module = network()
+    average = EMA(module, 0.9)
+    state = {"updates": 3, "average": {k: v.clone() for k, v in average.state_dict()["average"].items()}}
+    average.load_state_dict(state)
+    state["average"]["linear.weight"].fill_(7)
+    assert same(average.averaged_state_dict(module), copied(module))
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_an_average_of_another_model_is_refused(change: str) -> None:
+    average = EMA(network(), 0.9)
+    saved = dict(average.state_dict()["average"])
+    if change == "unknown":
+        saved["linear.scale"] = torch.ones(1)
+    else:
+        old = saved.pop("linear.weight")
+        if change == "shape":
+            saved["linear.weight"] = old[:1]
+    with pytest.raises(RunError, match=r"does not fit the model at 'linear\.(weight|scale)'") as error:
+        average.load_state_dict({"updates": 1, "average": saved})
+    assert "\n" not in str(error.value)
+    assert average.updates == 0
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, float("nan")])
+def test_a_decay_out_of_range_is_named(decay: float) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.ema"):
+        EMA(network(), decay)
+
+
+def test_no_average_is_the_weights_themselves() -> None:
+    module = network()
+    average: Average = NoEMA()
+    own = copied(module)
+    average.update(module)
+    with average.swapped(module):
+        assert same(copied(module), own)
+    assert same(average.averaged_state_dict(module), own)
+    average.load_state_dict(average.state_dict())
+    assert average.state_dict() == {}
