@@ -97,6 +97,18 @@ def joint_dropout_mask(
     return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
 
 
+def transducer_loss_bytes(
+    batch: int, frames: int, positions: int, hidden: int, vocabulary: int, *, chunk: int = 1024
+) -> int:
+    """Predicted peak bytes of an fp32 forward and backward beyond the inputs (bfloat16 needs less)."""
+    gradients = 4 * (batch * (frames + positions) * hidden + 2 * vocabulary * hidden)
+    weight = 4 * vocabulary * hidden
+    recursion = 176 * batch * frames * positions  # float64, both directions; gone when the gradients come
+    fields = 20 * batch * frames * positions
+    cells = 4 * chunk * (4 * hidden + 2 * vocabulary)
+    return weight + fields + cells + max(recursion, gradients)
+
+
 def _check(
     encoder: Tensor,
     prediction: Tensor,

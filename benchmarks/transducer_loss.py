@@ -1,0 +1,274 @@
+"""Time and peak memory of the transducer loss with its joint, forward and backward, against the full lattice.
+
+    python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/transducer-loss.md
+    python benchmarks/transducer_loss.py --smoke             # a small lattice, seconds
+    python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --repeats 5 --threads 2
+
+The full lattice is the usual way, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor
+of logits, one log-softmax, one gather of blank and label together, and the same recursion as ours as one
+autograd function on top. All utterances have full length, so no contender gains from padding.
+
+Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; figures are
+medians of each round's ratio to the full lattice in fp32 of the same round. Peak memory is the growth of
+the resident set over a forward and backward, each contender in a fresh process, after a small lattice
+has loaded the libraries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speechtrain.nn.transducer_loss import _posteriors_by_rows, transducer_loss, transducer_loss_bytes
+
+MiB = 2**20
+BASELINE = "full lattice, fp32"
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    frames: int
+    labels: int
+    vocabulary: int
+    hidden: int
+
+
+@dataclass
+class Problem:
+    """One batch and one joint. ``spread`` is the standard deviation of the logits."""
+
+    shape: Shape
+    inputs: list[Tensor]
+    labels: Tensor
+    frames: Tensor
+    symbols: Tensor
+
+    @classmethod
+    def draw(cls, shape: Shape, initialisation: str) -> Problem:
+        """Units of variance 1, as after a LayerNorm, under a weight of variance 1/H (``unit``) or 1/3H
+        (``linear``, what torch.nn.Linear draws)."""
+        torch.manual_seed(0)
+        b, t, u, v, h = shape.batch, shape.frames, shape.labels, shape.vocabulary, shape.hidden
+        variance = {"unit": 1.0, "linear": 1 / 3}[initialisation] / h
+        weight = torch.empty(v, h).uniform_(-1, 1) * (3 * variance) ** 0.5
+        inputs = [torch.randn(b, t, h), torch.randn(b, u + 1, h), weight, torch.zeros(v)]
+        lengths = torch.full((b,), t), torch.full((b,), u)
+        labels = torch.randint(0, v - 1, (b, u))
+        return cls(shape, [x.requires_grad_() for x in inputs], labels, *lengths)
+
+    def first(self, dtype: torch.dtype) -> Problem:
+        """The first utterance alone."""
+        inputs = [x.detach()[:1] if x.dim() == 3 else x.detach() for x in self.inputs]
+        copies = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        return Problem(self.shape, copies, self.labels[:1], self.frames[:1], self.symbols[:1])
+
+
+class _Recursion(torch.autograd.Function):
+    """Loss from log-probabilities of blank and label: the recursion of ``transducer_loss``."""
+
+    @staticmethod
+    def forward(ctx: Any, blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
+        loss, occupancy, label_share = _posteriors_by_rows(blank, label, frames, symbols)
+        ctx.save_for_backward(
+            (-occupancy * (1 - label_share)).to(blank.dtype), (-occupancy * label_share).to(label.dtype)
+        )
+        return loss.to(blank.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        blank, label = ctx.saved_tensors
+        return upstream[:, None, None] * blank, upstream[:, None, None] * label, None, None
+
+
+def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
+    """The loss with its whole lattice; autocast as a user would where ``dtype`` is bfloat16."""
+    encoder, prediction, weight, bias = problem.inputs
+    blank = problem.shape.vocabulary - 1
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        hidden = F.dropout(torch.relu_(encoder[:, :, None] + prediction[:, None]), dropout)
+        logits = F.linear(hidden, weight, bias)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    next_label = F.pad(problem.labels, (0, 1), value=blank)
+    both = torch.stack((torch.full_like(next_label, blank), next_label), -1)[:, None]
+    arcs = log_p.gather(-1, both.expand(-1, problem.shape.frames, -1, -1))
+    lengths = problem.frames, problem.symbols
+    loss: Tensor = _Recursion.apply(arcs[..., 0], arcs[..., 1], *lengths)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def chunked(problem: Problem, dropout: float, dtype: torch.dtype, skip_below: float = 1e-6) -> Tensor:
+    encoder, prediction, weight, bias = problem.inputs
+    return transducer_loss(
+        encoder,
+        prediction,
+        weight,
+        bias,
+        problem.labels,
+        problem.frames,
+        problem.symbols,
+        blank=problem.shape.vocabulary - 1,
+        dropout=dropout,
+        compute_dtype=dtype,
+        skip_below=skip_below,
+    )
+
+
+@dataclass(frozen=True)
+class Contender:
+    loss: Callable[..., Tensor]
+    arguments: dict[str, Any]
+    matmul: str = "highest"
+    dropout: float = 0.0
+
+    def run(self, problem: Problem) -> None:
+        """One forward and backward; gradients are dropped first, as an optimizer does."""
+        torch.set_float32_matmul_precision(self.matmul)
+        for tensor in problem.inputs:
+            tensor.grad = None
+        torch.autograd.backward(self.loss(problem, self.dropout, **self.arguments).sum())
+
+
+def contenders() -> dict[str, Contender]:
+    """By name; the first is what the others are measured against."""
+    fp32, bf16 = {"dtype": torch.float32}, {"dtype": torch.bfloat16}
+    plain = {
+        BASELINE: Contender(full_lattice, fp32),
+        "full lattice, fp32 oneDNN": Contender(full_lattice, fp32, "medium"),
+        "full lattice, bf16": Contender(full_lattice, bf16),
+        "chunked, fp32, every cell": Contender(chunked, fp32 | {"skip_below": 0.0}),
+        "chunked, fp32": Contender(chunked, fp32),
+        "chunked, fp32 oneDNN": Contender(chunked, fp32, "medium"),
+        "chunked, bf16": Contender(chunked, bf16),
+    }
+    dropping = {
+        f"{name}, dropout 0.3": Contender(c.loss, c.arguments, c.matmul, 0.3)
+        for name, c in plain.items()
+        if "every" not in name
+    }
+    return plain | dropping
+
+
+def seconds(names: list[str], problem: Problem, repeats: int) -> dict[str, list[float]]:
+    """Wall time of each contender's runs, in turn; the first round warms up and is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    known = contenders()
+    for round_ in range(repeats + 1):
+        for name in names:
+            start = time.perf_counter()
+            known[name].run(problem)
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def peak_bytes(name: str, shape: Shape, initialisation: str) -> int:
+    """Growth of the resident set over one run, in this process; call it in a fresh one."""
+    contender = contenders()[name]
+    contender.run(Problem.draw(Shape(2, 20, 6, 64, 32), initialisation))
+    problem = Problem.draw(shape, initialisation)
+    for tensor in problem.inputs:
+        tensor.data.add_(0)  # touch every page of the inputs
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+    before = _status("VmRSS")
+    contender.run(problem)
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def peak_bytes_apart(name: str, arguments: argparse.Namespace) -> int:
+    """``peak_bytes`` in a process of its own."""
+    shape = [str(n) for n in arguments.shape]
+    command = [sys.executable, __file__, "--memory-of", name, "--shape", *shape]
+    command += ["--initialisation", arguments.initialisation, "--threads", str(arguments.threads)]
+    return int(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+
+
+def error(problem: Problem, contender: Contender) -> float:
+    """Largest relative error, in norm, of a gradient against the full lattice in float64: one utterance."""
+    exact, given = problem.first(torch.float64), problem.first(torch.float32)
+    torch.autograd.backward(full_lattice(exact, 0.0, torch.float64).sum())
+    contender.run(given)
+    pairs = zip(given.inputs, exact.inputs, strict=True)
+    gradients = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
+    return max(float((ours - true).norm() / true.norm()) for ours, true in gradients)
+
+
+def report(names: list[str], arguments: argparse.Namespace) -> None:
+    """Print the table, in Markdown."""
+    shape = Shape(*arguments.shape)
+    problem = Problem.draw(shape, arguments.initialisation)
+    times = seconds(names, problem, arguments.repeats)
+    memory = {name: peak_bytes_apart(name, arguments) for name in names}
+    print("| contender | time, s | of full fp32 | peak MiB | of full fp32 | gradient error |")
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        ratios = [own / base for own, base in zip(times[name], times[BASELINE], strict=True)]
+        wrong = "" if "dropout" in name else f"{error(problem, contenders()[name]):.1e}"
+        print(
+            f"| {name} | {statistics.median(times[name]):.2f} | {statistics.median(ratios):.2f} "
+            f"| {memory[name] / MiB:.0f} | {memory[name] / memory[BASELINE]:.3f} | {wrong} |",
+            flush=True,
+        )
+    wide = transducer_loss_bytes(shape.batch, shape.frames, shape.labels + 1, shape.hidden, shape.vocabulary)
+    print(f"\npredicted by transducer_loss_bytes, fp32: {wide / MiB:.0f} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", type=int, nargs=5, default=[8, 200, 60, 1024, 512], metavar=tuple("BTUVH"))
+    parser.add_argument("--initialisation", choices=["unit", "linear"], default="unit")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="contenders beside the first")
+    parser.add_argument("--smoke", action="store_true", help="a small lattice, one round")
+    parser.add_argument("--memory-of", metavar="NAME", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.smoke:
+        arguments.shape, arguments.repeats = [4, 40, 12, 128, 64], 1
+    if arguments.memory_of:
+        shape = Shape(*arguments.shape)
+        print(json.dumps(peak_bytes(arguments.memory_of, shape, arguments.initialisation)))
+        return
+
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    print(f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    print(f"bfloat16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")
+    print(f"B T U V H = {arguments.shape}, {arguments.initialisation} initialisation, ", end="")
+    print(f"{arguments.threads} threads, {arguments.repeats} rounds\n")
+    names = [name for name in contenders() if has_bf16 or "bf16" not in name]
+    report([BASELINE, *(n for n in names[1:] if n in arguments.only or not arguments.only)], arguments)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(models)} × {models[0]}" if models else platform.processor()
+
+
+if __name__ == "__main__":
+    main()
