@@ -18,7 +18,7 @@ from rapidfuzz.distance import Levenshtein
 from speechtrain import __version__
 from speechtrain.report.assets import SCRIPT, STYLE
 from speechtrain.report.chart import Chart, Line, draw, short, smoothed, swatch
-from speechtrain.report.run import SKIPPED, Curve, Run, differing, names_of, number
+from speechtrain.report.run import SKIPPED, Curve, Run, differing, listing, mapping, names_of, number
 from speechtrain.tracking.console import duration, is_error_rate
 
 _STATUS = {  # of result.json, and of a run without one: what a reader is told, and its colour
@@ -367,17 +367,19 @@ def _skipped(run: Run) -> str:
 
 def _origin(run: Run) -> str:
     about = run.about
-    argv = [str(word) for word in about.get("argv") or []]
-    git = about.get("git") or {}
+    argv = [str(word) for word in listing(about.get("argv"))]
+    git = mapping(about.get("git"))
     commit = str(git.get("commit", "")) + (" with uncommitted changes" if git.get("dirty") else "")
     seed = about.get("seed", run.config.get("seed"))
     facts = {
         "command": f"<code>{escape(shlex.join(argv))}</code>" if argv else "",
-        "overrides": " ".join(f"<code>{escape(str(text))}</code>" for text in about.get("overrides") or []),
+        "overrides": " ".join(
+            f"<code>{escape(str(text))}</code>" for text in listing(about.get("overrides"))
+        ),
         "seed": escape("" if seed is None else str(seed)),
         "commit": f"<code>{escape(commit)}</code>" if commit else "",
         "versions": escape(
-            ", ".join(f"{name} {version}" for name, version in (about.get("versions") or {}).items())
+            ", ".join(f"{name} {version}" for name, version in mapping(about.get("versions")).items())
         ),
         "platform": escape(str(about.get("platform") or "")),
         "result": _result(run),
@@ -449,4 +451,7 @@ def _last(run: Run, metric: str, name: str) -> float | None:
 
 
 def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (OverflowError, OSError, ValueError):  # beyond what the C library can count
+        return "at an unknown time"

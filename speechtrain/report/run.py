@@ -101,7 +101,7 @@ class Run:
         """For each set, the step and the rows of its last examples."""
         found = {}
         for values in self.of("examples"):
-            rows = [row for row in values.get("rows") or [] if isinstance(row, dict)]
+            rows = [row for row in listing(values.get("rows")) if isinstance(row, dict)]
             found[str(values.get("set", ""))] = (values.get("step"), rows)
         return found
 
@@ -208,7 +208,7 @@ def read_run(folder: str | Path) -> Run:
         return Run(
             folder=folder,
             events=read_metrics(folder / METRICS),
-            result=read_result(folder) or {},
+            result=mapping(read_result(folder)),
             about=_read_json(folder / ABOUT),
             config_text=_read_text(folder / CONFIG),
             skipped=_read_skipped(folder / SKIPPED),
@@ -248,7 +248,20 @@ def number(value: Any) -> float | None:
     """``value`` if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond what a float holds
+        return None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """``value`` if it is a mapping, else an empty one."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def listing(value: Any) -> list[Any]:
+    """``value`` if it is a list, else an empty one."""
+    return value if isinstance(value, list) else []
 
 
 def _extend(curves: dict[str, Curve], values: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
@@ -275,10 +288,9 @@ def _read_text(path: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(_read_text(path) or "{}")
+        return mapping(json.loads(_read_text(path) or "{}"))
     except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _read_skipped(path: Path) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     events: list[dict[str, Any]] = []
-    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    latest: dict[tuple[str, str, str], dict[str, Any]] = {}
     reached = 0
     for record in filter(None, map(_parse, lines)):
         step = record.get("step")
@@ -91,8 +91,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [e for e in events if e["event"] not in _ONE_PER_STEP or latest.get(_address(e), e) is e]
 
 
-def _address(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    return record["event"], record.get("set"), record.get("step")
+def _address(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    return record["event"], str(record.get("set")), str(record.get("step"))
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
