@@ -165,10 +165,16 @@ class Sampler:
     def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
         """The address ``count`` micro-batches after (epoch, position); never the end of an epoch."""
         position += count
-        while position >= len(self.plan(epoch)):
-            position -= len(self.plan(epoch))
+        while position >= self.length(epoch):
+            position -= self.length(epoch)
             epoch += 1
         return epoch, position
+
+    def length(self, epoch: int) -> int:
+        """Micro-batches of an epoch; only packing by a count alone knows it without the plan."""
+        if self.shapes or self.packing.count is None or self.packing.seconds or self.packing.memory_gib:
+            return len(self.plan(epoch))
+        return -(-len(self.keys) // self.packing.count)
 
     def micro_batches(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """From that address on, over the ends of epochs, without end."""

@@ -1,0 +1,196 @@
+"""Micro-batches: cuts decoded, sped up, labelled and padded into the tensors of a ``Batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speechtrain.batch import Batch, Skip
+from speechtrain.data.audio import Samples, Unusable, change_speed, files_of, one_line, read_cut, read_file
+from speechtrain.data.index import Index
+from speechtrain.data.manifests import Record, seconds_of, text_of
+from speechtrain.data.sampler import MicroBatch, Shape, planned_samples
+from speechtrain.errors import DataError
+from speechtrain.randomness import key_of
+from speechtrain.text.vocabulary import Tokenizer
+
+REASONS = {
+    "missing": "there is no such file",
+    "empty_file": "the file has no bytes",
+    "unreadable": "the file cannot be decoded",
+    "no_samples": "the file has a header and nothing else",
+    "wrong_length": "its length is not what the manifest says",
+    "not_finite": "samples are NaN, infinite or far beyond full scale",
+    "silent": "every sample is zero, and there is a transcript",
+    "too_short": "shorter than data.min_seconds",
+    "too_long": "longer than data.max_seconds",
+    "empty_transcript": "the transcript is empty, and data.allow_empty is false",
+    "unknown_symbol": "the tokenizer cannot spell the transcript",
+    "long_transcript": "more labels a second than data.max_labels_per_second",
+}
+"""Why a recording is not used, by the word that ``Skip.reason`` holds."""
+
+_SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs a frame
+
+
+@dataclass
+class _Row:
+    """One row of a batch before padding."""
+
+    id: str = ""
+    samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
+    labels: list[int] = field(default_factory=list)
+    text: str = ""
+    weight: float = 0.0
+    seconds: float = 0.0  # 0 for a filler row
+
+
+class Decoder:
+    """Turns planned micro-batches of one set into batches; plain data, so that workers can have it.
+
+    In training a cut that cannot be used becomes a filler row and a ``Skip``. In an evaluation set
+    (``is_evaluation``) audio that cannot be read is a DataError naming the file; every other cut
+    stays, and one whose transcript cannot be spelled has no labels and weight 0, so that it counts
+    in error rates and not in the loss.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tokenizer: Tokenizer,
+        sample_rate: int = 16_000,
+        max_labels_per_second: float = 50.0,
+        allow_empty: bool = False,
+        is_evaluation: bool = False,
+    ) -> None:
+        self.index = index
+        self.tokenizer = tokenizer
+        self.sample_rate = sample_rate
+        self.max_labels_per_second = max_labels_per_second
+        self.allow_empty = allow_empty
+        self.is_evaluation = is_evaluation
+
+    def __call__(self, planned: MicroBatch) -> Batch:
+        """Decode one micro-batch. Raises DataError in an evaluation set, or where a manifest has changed."""
+        lengths = planned_samples(self.index.seconds[planned.rows], planned.percents, self.sample_rate)
+        rows, skipped = [], []
+        for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):
+            cut = self.index.cut(int(row))
+            try:
+                rows.append(self._row(cut, int(percent), planned.shape))
+            except Unusable as problem:
+                if self.is_evaluation:
+                    raise DataError(self._refusal(cut, problem)) from None
+                skipped.append(Skip(cut["id"], problem.reason, problem.detail))
+                rows.append(_Row(samples=np.zeros(int(length), np.float32)))
+        shape = planned.shape
+        return collate(rows, self.sample_rate, shape, planned.epoch, planned.index, tuple(skipped))
+
+    def _row(self, cut: Record, percent: int, shape: Shape | None) -> _Row:
+        text = self.tokenizer.normalise(text_of(cut))
+        if self.is_evaluation:
+            samples = read_cut(cut, self.sample_rate)
+            labels, weight = self._labels_or_none(text)
+        else:
+            labels, weight = self._labels(cut, text, shape), 1.0  # before the audio, which costs more
+            samples = read_cut(cut, self.sample_rate)
+            if text and not samples.any():
+                raise Unusable("silent", files_of(cut)[0] if files_of(cut) else cut["id"])
+            samples = change_speed(samples, percent, self.sample_rate)
+        return _Row(cut["id"], samples, labels, text, weight, len(samples) / self.sample_rate)
+
+    def _labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
+        if not text.strip() and not self.allow_empty:
+            raise Unusable("empty_transcript", f"the manifest says {text_of(cut)!r}")
+        try:
+            labels = self.tokenizer.encode(text)
+        except (KeyError, ValueError) as error:
+            raise Unusable("unknown_symbol", one_line(error)) from None
+        most = self.max_labels_per_second * seconds_of(cut)
+        if shape is not None:
+            most = min(most, shape.labels)
+        if len(labels) > most:
+            raise Unusable(
+                "long_transcript", f"{len(labels)} labels for {seconds_of(cut):.2f} s; {most:.0f} at most"
+            )
+        return labels
+
+    def _labels_or_none(self, text: str) -> tuple[list[int], float]:
+        try:
+            return self.tokenizer.encode(text), 1.0
+        except (KeyError, ValueError):
+            return [], 0.0
+
+    def _refusal(self, cut: Record, problem: Unusable) -> str:
+        return (
+            f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation set, "
+            "where nothing is left out silently); repair it or remove it from the manifest"
+        )
+
+
+def collate(
+    rows: Sequence[_Row],
+    sample_rate: int,
+    shape: Shape | None = None,
+    epoch: int = 0,
+    index: int = 0,
+    skipped: tuple[Skip, ...] = (),
+) -> Batch:
+    """Pad rows into a batch: to the longest, or to ``shape``, whose missing rows become filler."""
+    shortest = round(_SHORTEST_SECONDS * sample_rate)
+    lengths = [max(shortest, len(row.samples)) for row in rows]
+    label_lengths = [len(row.labels) for row in rows]
+    size = (len(rows), max(lengths, default=shortest), max(label_lengths, default=0))
+    if shape is not None:
+        size = (shape.rows, shape.samples, shape.labels)
+        lengths = [min(length, shape.samples) for length in lengths]
+    filler = size[0] - len(rows)
+    audio = torch.zeros(size[0], size[1], dtype=torch.float32)
+    labels = torch.zeros(size[0], size[2], dtype=torch.int64)
+    for i, row in enumerate(rows):
+        kept = row.samples[: size[1]]
+        audio[i, : len(kept)] = torch.from_numpy(kept)
+        labels[i, : len(row.labels)] = torch.tensor(row.labels, dtype=torch.int64)
+    return Batch(
+        audio=audio,
+        audio_lengths=_int64([*lengths, *[size[1]] * filler]),
+        labels=labels,
+        label_lengths=_int64([*label_lengths, *[0] * filler]),
+        weight=torch.tensor([*(row.weight for row in rows), *[0.0] * filler], dtype=torch.float32),
+        keys=_int64([*(key_of(row.id) for row in rows), *[key_of("")] * filler]),
+        ids=(*(row.id for row in rows), *[""] * filler),
+        texts=(*(row.text for row in rows), *[""] * filler),
+        epoch=epoch,
+        index=index,
+        seconds=sum(row.seconds for row in rows),
+        skipped=skipped,
+    )
+
+
+def filler_batch(shape: Shape, sample_rate: int) -> Batch:
+    """A batch of filler rows alone, for a rank that has run out of an evaluation set."""
+    return collate([], sample_rate, shape)
+
+
+def audio_batch(files: Sequence[str], sample_rate: int) -> Batch:
+    """Whole audio files as a batch without transcripts; ids are the paths.
+
+    Raises DataError naming the first file that cannot be read.
+    """
+    rows = []
+    for path in files:
+        try:
+            samples = read_file(path, sample_rate)
+        except Unusable as problem:
+            raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
+        rows.append(_Row(path, samples, weight=1.0, seconds=len(samples) / sample_rate))
+    return collate(rows, sample_rate)
+
+
+def _int64(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,361 @@
+"""SpeechData: the data module of speech tasks, from manifests to batches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speechtrain.batch import Batch, Footprint
+from speechtrain.data.audio import files_of
+from speechtrain.data.base import DataModule
+from speechtrain.data.batches import Decoder, filler_batch
+from speechtrain.data.index import Index, open_index
+from speechtrain.data.manifests import text_of
+from speechtrain.data.sampler import Packing, Plan, Sampler, Shape, evaluation_plan, speed_grid
+from speechtrain.data.skips import SkipLog
+from speechtrain.data.source import Source
+from speechtrain.data.sources import open_source
+from speechtrain.data.workers import InProcess, Processes, Workers
+from speechtrain.errors import DataError
+from speechtrain.randomness import uniform_at
+from speechtrain.text.vocabulary import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_SAMPLED_RECORDINGS = 1_000  # whose existence is checked before training
+_ALL_TRANSCRIPTS = 100_000  # are looked at (2 s), but of a larger set only the following number
+_SAMPLED_TRANSCRIPTS = 10_000
+_SMALL_SECONDS = 600  # of an evaluation set's share: decoded here in less time than workers take to start
+_CHECKS = 6  # stream number in the address of the check's sample
+
+
+class SpeechData(DataModule):
+    """Training cuts without end and named evaluation sets, from manifests, folders or corpora.
+
+    ``train`` and each of ``valid`` are a ``Source``, a path or a list of paths (see ``open_source``);
+    they are opened at first use, so evaluating needs no training data. ``batch`` packs training,
+    ``valid_batch`` evaluation. ``speed`` is the lowest and highest factor, null for none.
+    ``min_seconds`` and ``max_seconds`` bound training recordings, before the speed change;
+    evaluation sets are never filtered. A transcript of more than ``max_labels_per_second`` belongs
+    to another recording (people speak 15 to 25 characters a second; RNN-T itself has no limit).
+    ``shapes`` above 0 gives at most so many fixed tensor shapes. ``workers`` decode ahead: -1 is one
+    fewer than the cores of this rank, at most 8; 0 decodes in this process. Bad recordings become
+    filler rows, are listed in ``run_dir``, and above ``max_bad`` *and* ``max_bad_share`` end the run.
+
+    Raises ValueError for arguments that fit no data, DataError for data that cannot be used.
+    """
+
+    def __init__(
+        self,
+        train: Source | str | list[str],
+        valid: dict[str, Source | str | list[str]],
+        tokenizer: Tokenizer,
+        seed: int = 1,
+        batch: Packing | None = None,
+        valid_batch: Packing | None = None,
+        speed: list[float] | None = None,
+        sample_rate: int = 16_000,
+        min_seconds: float = 0.1,
+        max_seconds: float = 20.0,
+        max_labels_per_second: float = 50.0,
+        allow_empty: bool = False,
+        shapes: int = 0,
+        workers: int = -1,
+        timeout_seconds: float = 600.0,
+        cache: str | None = None,
+        max_bad: int = 10,
+        max_bad_share: float = 0.001,
+        run_dir: str | None = None,
+        footprint: Footprint | None = None,
+    ) -> None:
+        if not 0 <= min_seconds < max_seconds:
+            raise ValueError(f"min_seconds={min_seconds}, max_seconds={max_seconds}: need 0 <= min < max")
+        for name, value in {"sample_rate": sample_rate, "timeout_seconds": timeout_seconds}.items():
+            if value <= 0:
+                raise ValueError(f"{name}={value}: it must be above 0")
+        if workers < -1 or shapes < 0:
+            raise ValueError(
+                f"workers={workers}, shapes={shapes}: workers is -1 (automatic) or more, shapes 0 or more"
+            )
+        speed_grid(speed or (1.0, 1.0))
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.batch = batch or Packing()
+        self.valid_batch = valid_batch or Packing(count=16)
+        self.speed = speed or [1.0, 1.0]
+        self.sample_rate = sample_rate
+        self.limits = (min_seconds, max_seconds)
+        self.max_labels_per_second = max_labels_per_second
+        self.allow_empty = allow_empty
+        self.static_shapes = shapes
+        self.cache = cache or ""
+        self.run_dir = run_dir or ""
+        self.footprint = footprint
+        self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
+        count = automatic_workers() if workers < 0 else workers
+        self.workers: Workers = Processes(count, timeout_seconds) if count else InProcess()
+        self._train = train
+        self._valid = valid
+        self._sets: dict[str, EvaluationSet] = {}
+        self._position = (0, 0)
+
+    # --- training -------------------------------------------------------------------------------
+
+    @cached_property
+    def index(self) -> Index:
+        """The training cuts."""
+        return open_index(open_source(self._train), self.cache)
+
+    @cached_property
+    def _kept(self) -> NDArray[np.int32]:
+        """Rows of the index within the duration limits. Raises DataError where there are none."""
+        low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
+        kept = np.flatnonzero((self.index.seconds >= low) & (self.index.seconds <= high))
+        if not len(kept):
+            raise DataError(
+                f"data.train: none of {len(self.index)} recordings is between {low:g} and {high:g} s long; "
+                "change data.min_seconds or data.max_seconds, or look at the manifest's durations"
+            )
+        return kept.astype(np.int32)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The order of training."""
+        seconds = self.index.seconds[self._kept]
+        labels = None
+        if self.static_shapes or self.batch.memory_gib is not None:
+            labels = self.index.labels(self.tokenizer)[self._kept]
+            # these will be filler rows: they must not widen a shape for all
+            labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
+        return Sampler(
+            seconds,
+            self.index.keys[self._kept],
+            self.seed,
+            self.batch,
+            self.speed,
+            self._kept,
+            labels,
+            self.footprint,
+            self.static_shapes,
+            self.sample_rate,
+        )
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return self.sampler.length(0)
+
+    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
+        if not 0 <= rank < world_size or accumulate < 1:
+            raise ValueError(f"rank {rank} of {world_size}, accumulate {accumulate}")
+        if rank == 0:
+            self._list_filtered()
+        self.skips.refresh()
+        return self._batches(rank, world_size, accumulate)
+
+    def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
+        planned = self.sampler.micro_batches(*self._position)
+        own = (item for number, item in enumerate(planned) if number % world_size == rank)
+        decoder = Decoder(
+            self.index, self.tokenizer, self.sample_rate, self.max_labels_per_second, self.allow_empty
+        )
+        for number, batch in enumerate(self.workers.map(decoder, own), 1):
+            for skip in batch.skipped:
+                self.skips.add(skip, len(self._kept))
+            if number % accumulate == 0:  # recorded when handed over, not when decoded ahead
+                self._position = self.sampler.advance(*self._position, world_size * accumulate)
+            yield batch
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
+
+    def _list_filtered(self) -> None:
+        """List the recordings outside the duration limits, once in the life of a run."""
+        filtered = len(self.index) - len(self._kept)
+        path = Path(self.run_dir) / "filtered.jsonl"
+        if not filtered or not self.run_dir or path.exists():
+            return
+        outside = np.ones(len(self.index), bool)
+        outside[self._kept] = False
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("w") as file:
+                for row in np.flatnonzero(outside).tolist():
+                    seconds = float(self.index.seconds[row])
+                    reason = "too_short" if seconds < self.limits[0] else "too_long"
+                    entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": f"{seconds:.2f} s"}
+                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            temporary.rename(path)
+        except OSError as error:
+            _log.warning("%s cannot be written (%s); filtered recordings are only counted", path, error)
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
+        return {
+            name: EvaluationBatches(self._set(name), self.workers, rank, world_size) for name in self._valid
+        }
+
+    def _set(self, name: str) -> EvaluationSet:
+        if name not in self._sets:
+            index = open_index(open_source(self._valid[name]), self.cache)
+            labels = None
+            if self.static_shapes or self.valid_batch.memory_gib is not None:
+                labels = index.labels(self.tokenizer)
+            plan = evaluation_plan(
+                index.seconds, labels, self.valid_batch, self.footprint, self.static_shapes, self.sample_rate
+            )
+            decoder = Decoder(index, self.tokenizer, self.sample_rate, is_evaluation=True)
+            self._sets[name] = EvaluationSet(index, plan, decoder)
+        return self._sets[name]
+
+    def evaluation_shapes(self) -> list[tuple[int, int, int]]:
+        """The (batch, samples, labels) shapes of all evaluation sets, where they are fixed; else empty."""
+        found = {(s.rows, s.samples, s.labels) for name in self._valid for s in self._set(name).plan.shapes}
+        return sorted(found)
+
+    # --- before training ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Look at 1,000 recordings of each set and 10,000 transcripts (all of a set up to 100,000).
+
+        Raises DataError where more training recordings are missing, or transcripts cannot be
+        spelled, than the budget of bad recordings allows, or half of them; and for any recording
+        that an evaluation set lacks. An evaluation transcript may hold what cannot be spelled.
+        """
+        self._check_files("train", self.index, self._kept, is_evaluation=False)
+        self._check_transcripts()
+        for name in self._valid:
+            index = self._set(name).index
+            self._check_files(
+                f"valid.{name}", index, np.arange(len(index), dtype=np.int32), is_evaluation=True
+            )
+
+    def _check_files(self, key: str, index: Index, rows: NDArray[np.int32], is_evaluation: bool) -> None:
+        looked = self._sample(rows, _SAMPLED_RECORDINGS)
+        missing = []
+        for row in looked.tolist():
+            missing += [path for path in files_of(index.cut(row))[:1] if not os.path.exists(path)]
+        if missing and (is_evaluation or self._is_too_many(len(missing), len(looked))):
+            raise DataError(
+                f"{missing[0]} does not exist: {len(missing)} of {len(looked)} recordings of data.{key} "
+                "that were looked for are missing; is the folder right, and mounted?"
+            )
+
+    def _check_transcripts(self) -> None:
+        is_small = len(self._kept) <= _ALL_TRANSCRIPTS
+        looked = self._kept if is_small else self._sample(self._kept, _SAMPLED_TRANSCRIPTS)
+        bad, symbols, first = 0, set[str](), ""
+        for row in looked.tolist():
+            cut = self.index.cut(row)
+            text = self.tokenizer.normalise(text_of(cut))
+            try:
+                self.tokenizer.encode(text)
+            except (KeyError, ValueError):
+                bad += 1
+                symbols |= self.tokenizer.unknown(text)
+                first = first or cut["id"]
+        if self._is_too_many(bad, len(looked)):
+            shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10]) + (
+                " …" if len(symbols) > 10 else ""
+            )
+            raise DataError(
+                f"the tokenizer cannot spell {bad} of {len(looked)} transcripts of data.train, "
+                f"{first!r} first: unknown symbols {shown}; change tokenizer.normaliser or the vocabulary"
+            )
+
+    def _is_too_many(self, bad: int, looked: int) -> bool:
+        return bad > 0 and (not self.skips.allows(bad, looked) or 2 * bad >= looked)
+
+    def _sample(self, rows: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+        """``count`` of the rows by the seed, ascending; all, where there are no more."""
+        if len(rows) <= count:
+            return rows
+        draws = uniform_at(self.seed, _CHECKS, np.arange(len(rows)))
+        return np.sort(rows[np.argpartition(draws, count)[:count]])
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, position = self._position
+        return {
+            "epoch": epoch,
+            "position": position,
+            "content": self.index.content,
+            "cuts": len(self.index),
+            "skipped": dict(self.skips.reasons),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the state's address. Raises DataError where the training cuts are others."""
+        if state["content"] != self.index.content:
+            raise DataError(
+                f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(self.index)} "
+                "now); restore it, or train in another run_dir"
+            )
+        self._position = (int(state["epoch"]), int(state["position"]))
+        self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
+
+    def report(self) -> dict[str, int]:
+        low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
+        filtered = {
+            "too_long": int((self.index.seconds > high).sum()),
+            "too_short": int((self.index.seconds < low).sum()),
+        }
+        self.skips.refresh()
+        return {**{reason: count for reason, count in filtered.items() if count}, **self.skips.counts}
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One evaluation set: its cuts, its batches, and who decodes them."""
+
+    index: Index
+    plan: Plan
+    decoder: Decoder
+
+
+class EvaluationBatches(Iterable[Batch]):
+    """A rank's share of an evaluation set; may be iterated again.
+
+    Batch i goes to rank i modulo the number of ranks; ranks that would get one fewer get a batch of
+    filler rows, since all must meet in the same collectives.
+    """
+
+    def __init__(self, chosen: EvaluationSet, workers: Workers, rank: int, world_size: int) -> None:
+        self.chosen = chosen
+        self.rank = rank
+        self.world_size = world_size
+        seconds = float(chosen.index.seconds.sum(dtype=np.float64)) / world_size
+        self.workers = InProcess() if seconds < _SMALL_SECONDS else workers
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.chosen.plan) / self.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        plan, decoder = self.chosen.plan, self.chosen.decoder
+        own = range(self.rank, len(plan), self.world_size)
+        yield from self.workers.map(decoder, (plan[i] for i in own))
+        if len(own) < len(self):
+            last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), 1)
+            yield filler_batch(last, decoder.sample_rate)
+
+
+def automatic_workers() -> int:
+    """One fewer than this rank's share of the usable cores, at most 8; torchrun tells how many share them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(0, min(8, cores // max(1, int(ranks) if ranks.isdigit() else 1) - 1))

@@ -1,0 +1,100 @@
+"""Recordings that could not be used: counted once, listed in a file, and too many end the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+from speechtrain.batch import Skip
+from speechtrain.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+FILE = "skipped.jsonl"
+
+
+class SkipLog:
+    """The training recordings that a run has skipped so far, by id, however often it resumes.
+
+    Each is a line of ``<run_dir>/skipped.jsonl`` (``id``, ``reason``, ``detail``), which all ranks
+    append to and read, so that the count is the run's and not a rank's. An empty ``run_dir`` keeps
+    them in memory only. Above ``max_bad`` recordings *and* ``max_bad_share`` of ``total``, ``add``
+    raises DataError.
+    """
+
+    def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
+        self.path = Path(run_dir) / FILE if run_dir else None
+        self.max_bad = max_bad
+        self.max_bad_share = max_bad_share
+        self.reasons: dict[str, str] = {}
+        """Reason by id."""
+        self._read = 0  # bytes of the file that are known
+        self._is_told = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Recordings by reason."""
+        return dict(sorted(Counter(self.reasons.values()).items()))
+
+    def allows(self, bad: int, total: int) -> bool:
+        """Whether ``bad`` of ``total`` recordings are within the budget."""
+        return bad <= self.max_bad or bad <= self.max_bad_share * total
+
+    def refresh(self) -> None:
+        """Take note of what other ranks, or this run before it resumed, have listed."""
+        if self.path is None:
+            return
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+        except OSError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]  # a line that is being written is read next time
+        self._read += len(whole)
+        for line in whole.splitlines():
+            try:
+                record = json.loads(line)
+                self.reasons.setdefault(str(record["id"]), str(record["reason"]))
+            except (ValueError, KeyError, TypeError):
+                continue  # torn by a kill; the recording is met again
+
+    def add(self, skip: Skip, total: int) -> None:
+        """Count and list one skip, unless it is known. Raises DataError where the budget is spent."""
+        if skip.id in self.reasons:
+            return
+        self.refresh()
+        if skip.id not in self.reasons:
+            if skip.reason not in self.reasons.values():
+                _log.warning("skipped %s: %s (%s)", skip.id, skip.reason, skip.detail)
+            self.reasons[skip.id] = skip.reason
+            self._append(skip)
+        if not self.allows(len(self.reasons), total):
+            listed = f"all are listed in {self.path}" if self.path else "set run_dir to have them listed"
+            raise DataError(
+                f"{len(self.reasons)} of {total} training recordings cannot be used, the latest {skip.id!r} "
+                f"({skip.reason}: {skip.detail}); {listed}; repair or remove them, or raise data.max_bad="
+                f"{self.max_bad} and data.max_bad_share={self.max_bad_share}"
+            )
+
+    def _append(self, skip: Skip) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+") as file:
+                size = file.seek(0, 2)
+                torn = b""
+                if size:
+                    file.seek(size - 1)
+                    torn = b"\n" if file.read(1) != b"\n" else b""
+                # one write at the end of the file: lines of several ranks do not mix
+                file.write(torn + json.dumps(vars(skip), ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            if not self._is_told:
+                _log.warning(
+                    "%s cannot be written (%s); skipped recordings are only counted", self.path, error
+                )
+            self._is_told = True
