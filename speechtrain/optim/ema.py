@@ -90,7 +90,7 @@ class EMA(Average):
             value = tensors[name]
             if average.is_floating_point():
                 # by the difference, so that what stands still stays to the bit; lerp leaves the lazy graph
-                average.add_(value.float() - average, alpha=1 - decay)
+                average.add_(value - average, alpha=1 - decay)
             else:
                 average.copy_(value)
 
