@@ -113,6 +113,7 @@ class Rig:
     """One process's worth of parts."""
 
     def __init__(self, run_dir: Path, stop_at: int | None = None, poison: set[int] | None = None, **limits: Any) -> None:
+        run_dir.mkdir(exist_ok=True)
         self.task = Line(poison)
         self.data = Counted()
         self.recorder = Recorder()
