@@ -34,7 +34,7 @@ _STATUS = {  # of result.json, and of a run without one: what a reader is told, 
 _TRAIN_CHARTS = (  # name, title, unit, scale, from zero, logarithmic where that reads better, smoothed
     ("lr", "Learning rate", "", 1.0, True, False, False),
     ("grad_norm", "Gradient norm", "", 1.0, True, True, True),
-    ("utterances_per_s", "Throughput", "utterances/s", 1.0, True, False, False),
+    ("utterances_per_s", "Throughput", "utt/s", 1.0, True, False, False),
     ("audio_s_per_s", "Throughput", "audio s/s", 1.0, True, False, False),
     ("data_wait", "Waiting for data", "%", 100.0, True, False, False),
     ("memory_mib", "Memory", "MiB", 1.0, True, False, False),

@@ -59,11 +59,21 @@ class TensorBoard(Tracker):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import
 
+            self._probe()
             self._writer = SummaryWriter(
                 str(self.folder), purge_step=self._purge_step, flush_secs=self.flush_s
             )
             self._purge_step = None
         return self._writer
+
+    def _probe(self) -> None:
+        """Raise ``OSError`` where the disk is full: the writer's thread would print a trace at every try."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        probe = self.folder / ".probe"
+        try:
+            probe.write_bytes(bytes(4096))
+        finally:
+            probe.unlink(missing_ok=True)
 
     def _write(self, writer: Any, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("step")

@@ -352,7 +352,7 @@ def test_alignment_has_the_fewest_errors_and_both_texts(reference: str, hypothes
 def test_thinning_keeps_peaks_and_the_newest_point() -> None:
     y: list[float | None] = [0.0] * 10_001
     y[5_003], y[7_777], y[2_000] = 9.0, -9.0, None
-    y[-1] = 0.5
+    y[-3:] = [1.0, -1.0, 0.5]
     thin = thinned(Curve([float(i) for i in range(10_001)], y))
     assert len(thin.x) <= 402
     assert (max(v for v in thin.y if v is not None), min(v for v in thin.y if v is not None)) == (9.0, -9.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,30 @@ def test_it_writes_again_after_a_failure(tmp_path: Path, capsys: pytest.CaptureF
     group.close()
     assert _steps(_read(tmp_path), "train/loss") == [(2, 2.0)]
     assert capsys.readouterr().err.count("tracker tensorboard failed") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_writes_again_after_a_disk_was_full_for_a_while(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = Trackers({"tensorboard": TensorBoard(str(tmp_path))})
+    group.log("start", {"steps": 9})
+    group.log("valid", {"step": 1, "set": "a", "wer": 0.5})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        group.log("valid", {"step": 2, "set": "a", "wer": 0.4})
+        group.log("valid", {"step": 3, "set": "a", "wer": 0.3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    group.log("valid", {"step": 4, "set": "a", "wer": 0.2})
+    group.close()
+    steps = [step for step, _ in _steps(_read(tmp_path), "valid/a/wer")]
+    assert steps[0] == 1
+    assert steps[-1] == 4
+    err = capsys.readouterr().err
+    assert err.count("tracker tensorboard failed") == 1
+    assert "missed 2 events" in err
 
 
 def test_the_class_is_importable_without_the_package() -> None:
