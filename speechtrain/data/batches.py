@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,10 @@ class Decoder:
 
     def __call__(self, planned: MicroBatch) -> Batch:
         """Decode one micro-batch. Raises DataError in an evaluation set, or where a manifest has changed."""
+        with _one_thread():
+            return self._decode(planned)
+
+    def _decode(self, planned: MicroBatch) -> Batch:
         lengths = planned_samples(self.index.seconds[planned.rows], planned.percents, self.sample_rate)
         rows, skipped = [], []
         for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):
@@ -190,6 +195,20 @@ def audio_batch(files: Sequence[str], sample_rate: int) -> Batch:
             raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
         rows.append(_Row(path, samples, weight=1.0, seconds=len(samples) / sample_rate))
     return collate(rows, sample_rate)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As in a worker: sums over more threads may round differently, and batches must not."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _int64(values: Sequence[Any]) -> Tensor:
