@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speechtrain.data.manifests import json_array, seconds_of, text_of
+from speechtrain.data.sources import open_source
+from speechtrain.errors import DataError
+
+
+def write(path: Path, lines: list[Any], mode: str = "plain") -> str:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_bytes(gzip.compress(text.encode()) if mode == "gzip" else text.encode())
+    return str(path)
+
+
+def nemo_line(audio: str = "a.wav", **more: Any) -> dict[str, Any]:
+    return {"audio_filepath": audio, "duration": 2.5, "text": "one two", **more}
+
+
+def refusal(spec: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        list(open_source(spec).cuts())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["plain", "gzip"])
+def test_lhotse_cuts_are_told_by_content_and_come_out_as_they_are(
+    tmp_path: Path, lhotse_line: Any, mode: str
+) -> None:
+    path = write(tmp_path / "cuts", [lhotse_line("x"), lhotse_line("y", text="two")], mode)
+    source = open_source(path)
+    assert [cut.to_dict() for cut in source.cuts()] == [lhotse_line("x"), lhotse_line("y", text="two")]
+    assert source.in_place is (mode == "plain")  # type: ignore[attr-defined]
+
+
+def test_nemo_lines_with_aliases_offsets_and_paths_beside_the_manifest(tmp_path: Path) -> None:
+    (tmp_path / "said.txt").write_text("from a\nfile")
+    lines = [
+        nemo_line("wavs/a.wav", speaker="s1"),
+        {"audio_file": "/abs/b.flac", "duration": 1, "normalized_text": "normal"},
+        {"audio_filename": "c.wav", "duration": 1.5, "text_filepath": "said.txt", "offset": 3.0},
+    ]
+    cuts = list(open_source(write(tmp_path / "m.json", lines)).cuts())
+    assert [cut.recording.sources[0].source for cut in cuts] == [
+        str(tmp_path / "wavs/a.wav"),
+        "/abs/b.flac",
+        str(tmp_path / "c.wav"),
+    ]
+    assert [cut.supervisions[0].text for cut in cuts] == ["one two", "normal", "from a file"]
+    assert [(cut.start, cut.duration) for cut in cuts] == [(0.0, 2.5), (0.0, 1.0), (3.0, 1.5)]
+    assert cuts[0].supervisions[0].speaker == "s1"
+
+
+def test_the_same_recording_on_several_lines_has_several_ids(tmp_path: Path) -> None:
+    cuts = list(open_source(write(tmp_path / "m.jsonl", [nemo_line()] * 3)).cuts())
+    assert len({cut.id for cut in cuts}) == 3
+
+
+def test_mlperf_arrays_take_the_file_of_speed_one(tmp_path: Path) -> None:
+    item = {
+        "transcript": "hello there",
+        "original_duration": 9.0,
+        "files": [
+            {"fname": "x/a-0.9.wav", "duration": 5.0, "sample_rate": 8000, "speed": 0.9},
+            {"fname": "x/a.wav", "duration": 4.5, "sample_rate": 8000, "num_samples": 36000, "speed": 1},
+        ],
+    }
+    bare = {"transcript": "b", "original_duration": 2.0, "files": [{"fname": "b.wav"}]}
+    path = tmp_path / "train.json"
+    path.write_text("\n" + json.dumps([item, bare], indent=2))
+    first, second = open_source(str(path)).cuts()
+    assert first.recording.sources[0].source == str(tmp_path / "x/a.wav")
+    assert (first.duration, first.recording.sampling_rate) == (4.5, 8000)
+    assert first.supervisions[0].text == "hello there"
+    assert second.duration == 2.0
+
+
+def test_a_lhotse_recording_manifest_is_followed_by_its_supervisions(
+    tmp_path: Path, lhotse_line: Any
+) -> None:
+    recording = lhotse_line("r", duration=10.0)["recording"]
+    supervisions = [
+        {
+            "id": f"s{i}",
+            "recording_id": "r",
+            "start": float(i),
+            "duration": 0.5,
+            "channel": 0,
+            "text": f"t{i}",
+        }
+        for i in range(3)
+    ]
+    pair = [write(tmp_path / "recordings.jsonl", [recording]), write(tmp_path / "sup.jsonl", supervisions)]
+    cuts = list(open_source(pair).cuts())
+    assert [(cut.id, cut.start, cut.duration, cut.supervisions[0].text) for cut in cuts] == [
+        ("s0", 0.0, 0.5, "t0"),
+        ("s1", 1.0, 0.5, "t1"),
+        ("s2", 2.0, 0.5, "t2"),
+    ]
+    assert "followed by its supervision" in refusal(pair[1])
+    assert "holds recordings only" in refusal(pair[0])
+    assert "recording 'r' is not in" in refusal(
+        [write(tmp_path / "o.jsonl", [{**recording, "id": "q"}]), pair[1]]
+    )
+
+
+def test_several_files_are_their_union_in_order(tmp_path: Path, lhotse_line: Any) -> None:
+    a = write(tmp_path / "a.jsonl", [lhotse_line("x"), lhotse_line("y")])
+    b = write(tmp_path / "b.jsonl", [nemo_line()])
+    for spec in ([a, b], f"{a},{b}", f"{a}, {b}"):
+        assert [cut.id for cut in open_source(spec).cuts()] == ["x", "y", "b:1:a"]
+    assert open_source([b, a]).fingerprint() != open_source([a, b]).fingerprint()
+    assert "is named twice" in refusal([a, a])
+
+
+def test_manifests_of_the_same_name_give_different_ids(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    files = [write(tmp_path / name / "train.jsonl", [nemo_line()]) for name in "xy"]
+    assert [cut.id for cut in open_source(files).cuts()] == ["x/train:1:a", "y/train:1:a"]
+
+
+def test_one_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    good = write(tmp_path / "a.jsonl", [nemo_line()])
+    assert f"{tmp_path}/gone.jsonl does not exist" in refusal([good, str(tmp_path / "gone.jsonl")])
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "words"),
+    [
+        (b"", None, "is empty"),
+        (b"\n \n", None, "is empty"),
+        (b"RIFF....WAVE", 1, "is no manifest"),
+        (b'{"a": 1}\n', 1, "is of no known format"),
+        (b"[1, 2]", 1, "is a JSON int, not an object"),
+        (b"[]", 1, "the array is empty"),
+        (b'[{"transcript": "a", "files": [{"fname": "x.wav", "duration": 1}]}', 1, "closing bracket"),
+        (b'[{"transcript": "a",\n "files": [{"fname" "x"}]}]', 2, "bad JSON"),
+        (b'[{"transcript": "a",\n "files": []},\n {"transcript": "b"}]', 1, "'files' is empty"),
+        (b'{"audio_filepath": "a.wav", "duration": 1, "text": "a"}\n\n{"audio_file', 3, "bad JSON"),
+        (b'{"audio_filepath": "a.wav", "duration": 1, "text": "a"}\n[]\n', 2, "is a JSON list"),
+        (b'{"audio_filepath": "a.wav", "text": "a"}\n', 1, "has no 'duration'"),
+        (b'{"audio_filepath": "a.wav", "duration": "1", "text": "a"}\n', 1, "not a number"),
+        (b'{"audio_filepath": "a.wav", "duration": 1}\n', 1, "has no 'text'"),
+        (b'{"audio_filepath": "a.wav", "duration": 1, "text": 5}\n', 1, "not a text"),
+        (
+            b'{"audio_filepath": "a.wav", "duration": 1, "text_filepath": "no.txt"}\n',
+            1,
+            "no.txt cannot be read",
+        ),
+        (b'{"audio_filepath": "a.wav", "duration": 1, "text": "\xff"}\n', 1, "is not UTF-8"),
+        (b'{"type": "MonoCut", "id": "a"}\n', 1, "has no 'duration'"),
+        (b'{"type": "OddCut", "id": "a"}\n', 1, "'type' is 'OddCut'"),
+        (b'{"type": "MonoCut", "id": "a", "duration": 1, "start": 0}\n', 1, "has no 'recording'"),
+        (b"\x1f\x8b\x08\x00broken", 1, "damaged"),
+    ],
+)
+def test_a_malformed_manifest_is_refused_with_file_and_line(
+    tmp_path: Path, content: bytes, line: int | None, words: str
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(content)
+    message = refusal(str(path))
+    assert words in message
+    assert f"{path}:{line}:" in message if line else str(path) in message
+
+
+def test_a_truncated_gzip_file_is_named(tmp_path: Path, lhotse_line: Any) -> None:
+    path = Path(write(tmp_path / "cuts.gz", [lhotse_line(str(i)) for i in range(500)], "gzip"))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "the file is damaged" in refusal(str(path))
+
+
+@pytest.mark.parametrize("kind", ["command", "url", "memory"])
+def test_only_audio_files_are_read(tmp_path: Path, lhotse_line: Any, kind: str) -> None:
+    cut = lhotse_line("x")
+    cut["recording"]["sources"][0] |= {"type": kind, "source": f"touch {tmp_path}/pwned"}
+    assert f"of type '{kind}'" in refusal(write(tmp_path / "cuts.jsonl", [cut]))
+
+
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(nemo_line()).encode())
+    assert len(list(open_source(str(path)).cuts())) == 1
+
+
+def test_a_folder_of_recordings_with_texts_beside_them(tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("corpus/b.wav", 0.5)
+    recordings.tone("corpus/deep/a.flac", 0.25, rate=8000)
+    recordings.tone("corpus/silent.wav", 0.5)
+    (tmp_path / "corpus/b.txt").write_text(" Hello\nWorld ")
+    (tmp_path / "corpus/deep/a.txt").write_text("two")
+    cuts = {cut.id: cut for cut in open_source(str(tmp_path / "corpus")).cuts()}
+    assert list(cuts) == ["corpus/b", "corpus/deep/a", "corpus/silent"]
+    assert [cut.supervisions[0].text for cut in cuts.values()] == ["Hello World", "two", ""]
+    assert (cuts["corpus/deep/a"].duration, cuts["corpus/deep/a"].recording.sampling_rate) == (0.25, 8000)
+
+
+def test_a_folder_as_librispeech_has_it(tmp_path: Path, recordings: Any) -> None:
+    for name in ("19-198-0000", "19-198-0001"):
+        recordings.tone(f"dev/19/198/{name}.flac", 0.3)
+    listed = "19-198-0000 CHAPTER ONE\n19-198-0001 TWO\n19-198-0002 NOT THERE\n"
+    (tmp_path / "dev/19/198/19-198.trans.txt").write_text(listed)
+    cuts = list(open_source(str(tmp_path / "dev")).cuts())
+    assert [cut.supervisions[0].text for cut in cuts] == ["CHAPTER ONE", "TWO", "NOT THERE"]
+    assert cuts[2].recording.sources[0].source.endswith("19-198-0002.flac")  # met as a missing recording
+
+
+def test_a_folder_keeps_recordings_that_cannot_be_measured(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/empty.wav").write_bytes(b"")
+    (tmp_path / "c/text.wav").write_text("not audio")
+    assert len(list(open_source(str(tmp_path / "c")).cuts())) == 2
+
+
+def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
+    assert "no recordings below" in refusal(str(tmp_path))
+
+
+def test_fingerprints_follow_content(tmp_path: Path, recordings: Any) -> None:
+    path = tmp_path / "m.jsonl"
+    before = open_source(write(path, [nemo_line()])).fingerprint()
+    assert open_source(str(path)).fingerprint() == before
+    assert open_source(write(path, [nemo_line(), nemo_line()])).fingerprint() != before
+    recordings.tone("c/a.wav")
+    folder = open_source(str(tmp_path / "c")).fingerprint()
+    recordings.tone("c/b.wav")
+    assert open_source(str(tmp_path / "c")).fingerprint() != folder
+
+
+def test_text_and_seconds_of_mixed_cuts(lhotse_line: Any) -> None:
+    from lhotse import MonoCut
+
+    first, second = (MonoCut.from_dict(lhotse_line(n, text=n)) for n in ("one", "two"))
+    mixed = first.append(second).pad(5.0).to_dict()
+    assert text_of(mixed) == "one two"
+    assert seconds_of(mixed) == 5.0
+    assert seconds_of({"type": "MonoCut", "duration": float("nan")}) == 0.0
+
+
+objects = st.lists(
+    st.dictionaries(
+        st.text(max_size=4), st.one_of(st.text(max_size=8), st.integers(), st.lists(st.text(max_size=3)))
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(items=objects, indent=st.sampled_from([None, 1]), chunk=st.integers(1, 40), ascii_only=st.booleans())
+def test_streaming_an_array_reads_what_json_does(
+    tmp_path_factory: pytest.TempPathFactory,
+    items: list[Any],
+    indent: int | None,
+    chunk: int,
+    ascii_only: bool,
+) -> None:
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    text = json.dumps(items, indent=indent, ensure_ascii=ascii_only)
+    path.write_text(text)
+    found = list(json_array(path, chunk))
+    assert [record for _, record in found] == items
+    if indent and items and items[0]:
+        assert found[0][0] == 2
