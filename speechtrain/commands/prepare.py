@@ -1,0 +1,525 @@
+"""speechtrain-prepare: tokenizers, manifests and converted recordings; `--help` imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+
+from speechtrain.commands.common import guarded
+from speechtrain.errors import ConfigError, DataError, MachineError
+
+if TYPE_CHECKING:
+    from speechtrain.data.source import Source
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+Record = dict[str, Any]
+
+_ROOM = 64 * 2**20  # bytes that a conversion leaves free
+_FLAC_SHARE = 0.7  # of PCM's size that FLAC takes at most, speech being about half
+_MEASURED = ("nemo", "mlperf")  # formats that do not tell a recording's own length and rate
+_SAMPLE_UTTERANCES = 300  # of the embedded validation set, as conf/data/digits.yaml draws it
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line, as every error here."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}; {self.prog} --help shows the usage")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    build = Parser(
+        prog="speechtrain-prepare",
+        description="What comes before training. A SOURCE is anything that data.train takes: a lhotse, NeMo "
+        "or MLPerf manifest, or a folder of recordings with transcripts; several are their union in order.",
+        epilog="exit codes: 0 done, 2 usage, 3 data (also: done, and some recordings are bad), 4 disk",
+    )
+    commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    tokenizer = commands.add_parser("tokenizer", help="train a SentencePiece model on transcripts")
+    _add_sources(tokenizer)
+    tokenizer.add_argument("--out", type=Path, required=True, metavar="FILE.model")
+    tokenizer.add_argument("--kind", choices=("unigram", "bpe"), default="unigram")
+    tokenizer.add_argument("--size", type=int, default=1023, metavar="N", help="pieces, blank apart (1023)")
+    tokenizer.add_argument("--character-coverage", type=float, default=1.0, metavar="X", help="default 1.0")
+    tokenizer.add_argument("--normaliser", default="lower", help="as tokenizer.normaliser will be (lower)")
+    tokenizer.set_defaults(act=train_tokenizer)
+
+    manifest = commands.add_parser("manifest", help="write any source as a lhotse cut manifest")
+    _add_sources(manifest)
+    manifest.add_argument("--out", type=Path, required=True, metavar="CUTS.jsonl[.gz]")
+    manifest.add_argument("--check", action="store_true", help="decode every recording, list the bad ones")
+    manifest.add_argument("--drop-bad", action="store_true", help="check, and leave the bad ones out")
+    _add_jobs(manifest)
+    manifest.set_defaults(act=write_manifest)
+
+    convert = commands.add_parser("convert", help="decode any source to WAV or FLAC, with a manifest")
+    _add_sources(convert)
+    convert.add_argument("--out", type=Path, required=True, metavar="DIR")
+    _add_format(convert)
+    convert.set_defaults(act=convert_source)
+
+    digits = commands.add_parser("digits", help="write the embedded corpus as files, with two manifests")
+    digits.add_argument("--out", type=Path, required=True, metavar="DIR")
+    digits.add_argument("--train", type=int, default=2000, metavar="N", help="training utterances (2000)")
+    digits.add_argument("--valid", type=int, default=300, metavar="N", help="validation utterances (300)")
+    _add_format(digits)
+    digits.set_defaults(act=write_digits)
+
+    sample = commands.add_parser("sample", help="write one utterance of the embedded validation set")
+    sample.add_argument("out", type=Path, metavar="OUT.wav")
+    sample.add_argument("--utterance", type=int, default=0, metavar="N", help="0 to 299 (0)")
+    sample.set_defaults(act=write_sample)
+    return build
+
+
+def _add_sources(build: argparse.ArgumentParser) -> None:
+    build.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
+    build.add_argument("--corpus", choices=("digits", "fsdd"), help="a corpus instead (fsdd: in DATASET_DIR)")
+
+
+def _add_format(build: argparse.ArgumentParser) -> None:
+    build.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits a sample (wav)")
+    build.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="default 16000")
+    _add_jobs(build)
+
+
+def _add_jobs(build: argparse.ArgumentParser) -> None:
+    build.add_argument("--jobs", type=int, default=2, metavar="N", help="recordings decoded at once (2)")
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+def run(argv: list[str]) -> int:
+    """Run one subcommand; returns the exit code. Raises a SpeechtrainError for what cannot be done."""
+    arguments = parser().parse_args(argv)
+    for name in ("jobs", "train", "valid", "size"):
+        if getattr(arguments, name, 1) < 1:
+            raise ConfigError(f"--{name} {getattr(arguments, name)}: it must be at least 1")
+    act = cast("Callable[[argparse.Namespace], int]", arguments.act)
+    return act(arguments)
+
+
+# --- tokenizer ----------------------------------------------------------------------------------
+
+
+def train_tokenizer(arguments: argparse.Namespace) -> int:
+    """Train SentencePiece on the normalised transcripts of the sources."""
+    from speechtrain.text.normalise import normaliser
+    from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
+
+    if not 0 < arguments.character_coverage <= 1:
+        raise ConfigError(f"--character-coverage {arguments.character_coverage}: it is above 0 and at most 1")
+    normalise = normaliser(arguments.normaliser)
+    texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
+    with _writing(arguments.out):
+        train_sentencepiece(
+            texts, arguments.out, arguments.kind, arguments.size, arguments.character_coverage
+        )
+    made = SentencePiece(str(arguments.out), arguments.normaliser)
+    unspelt = sum(bool(made.unknown(text)) for text in texts)
+    spoken = [text for text in texts if text]
+    labels = sum(len(made.encode(text)) for text in spoken if not made.unknown(text))
+    print(
+        f"{arguments.out}: {made.size - 1} {arguments.kind} pieces from {len(spoken)} transcripts, "
+        f"{labels / max(1, len(spoken) - unspelt):.1f} labels each"
+    )
+    if unspelt:
+        print(f"{unspelt} transcripts hold symbols outside the coverage; training will skip them")
+    other = f" tokenizer.normaliser={arguments.normaliser}" if arguments.normaliser != "lower" else ""
+    print(f"use it with: tokenizer=sentencepiece tokenizer.model={arguments.out.absolute()}{other}")
+    return 0
+
+
+# --- sources ------------------------------------------------------------------------------------
+
+
+def named_source(arguments: argparse.Namespace) -> Source:
+    """What SOURCE … or --corpus name. Raises ConfigError for neither or both."""
+    if bool(arguments.sources) == bool(arguments.corpus):
+        raise ConfigError("name one or more SOURCEs, or a --corpus (digits or fsdd)")
+    if arguments.corpus == "digits":
+        return digits_source("train", 2000)
+    if arguments.corpus == "fsdd":
+        from speechtrain.data.corpora.fsdd import Fsdd
+
+        return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
+    from speechtrain.data.sources import open_source
+
+    return open_source([part for name in arguments.sources for part in _parts(name)])
+
+
+def _parts(name: str) -> list[str]:
+    return [name] if Path(name).exists() else [part for part in name.split(",") if part]
+
+
+def digits_source(split: str, utterances: int) -> Source:
+    """The embedded corpus."""
+    from speechtrain.data.corpora.digits import Digits
+
+    return Digits(split, utterances)
+
+
+def text_of(cut: Record) -> str:
+    """Transcript of a cut in lhotse's JSON form."""
+    from speechtrain.data.manifests import text_of as text
+
+    return text(cut)
+
+
+def cuts_of(source: Source) -> Iterator[Record]:
+    """Every cut in lhotse's JSON form. Raises DataError for an id that is there twice."""
+    from speechtrain.data.manifests import Manifest
+    from speechtrain.data.sources import parts_of
+    from speechtrain.randomness import key_of
+
+    seen: set[int] = set()  # keys, not ids: 60 MB for a million
+    for part in parts_of(source):
+        if isinstance(part, Manifest):
+            for entry in part.entries():
+                if (key := key_of(str(entry.cut["id"]))) in seen:
+                    raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is there already; ids are unique")
+                seen.add(key)
+                yield measured(entry.cut) if part.kind in _MEASURED else entry.cut
+        else:
+            yield from (cut.to_dict() for cut in part.cuts())
+
+
+def measured(cut: Record) -> Record:
+    """A cut of one file with its recording's own rate, length and channels, where the header tells them.
+
+    NeMo's and MLPerf's lines leave them open; lhotse refuses a recording that differs from its file.
+    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations.
+    """
+    import soundfile
+
+    recording = cut["recording"]
+    try:
+        info = soundfile.info(recording["sources"][0]["source"])
+    except (OSError, RuntimeError):
+        return cut  # it stays, to be counted or named like any other bad recording
+    if info.frames < 1:
+        return cut
+    channels = list(range(info.channels))
+    recording |= {"sampling_rate": info.samplerate, "num_samples": info.frames, "duration": info.duration}
+    recording["channel_ids"] = recording["sources"][0]["channels"] = channels
+    if len(channels) > 1:  # all of them are averaged, here and in training
+        cut |= {"type": "MultiCut", "channel": channels}
+    over = cut["start"] + cut["duration"] - info.duration
+    if 0 < over <= max(0.1, 0.01 * cut["duration"]):
+        cut["duration"] = info.duration - cut["start"]
+    for supervision in cut["supervisions"]:
+        supervision["duration"] = cut["duration"]
+        supervision["channel"] = cut["channel"]
+    return cut
+
+
+# --- manifest -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Totals:
+    """What a manifest holds, and the recordings that are bad."""
+
+    utterances: int = 0
+    seconds: float = 0.0
+    characters: int = 0
+    empty: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+
+    def add(self, cut: Record) -> None:
+        """Count one cut."""
+        from speechtrain.data.manifests import seconds_of
+
+        text = text_of(cut)
+        self.utterances += 1
+        self.seconds += seconds_of(cut)
+        self.characters += len(text)
+        self.empty += not text.strip()
+
+    def refuse(self, cut: Record, reason: str, detail: str) -> None:
+        """Count and show one bad recording."""
+        self.bad[reason] += 1
+        print(f"bad: {cut['id']}\t{reason}\t{detail}", flush=True)
+
+    def describe(self) -> str:
+        """One line."""
+        empty = f", {self.empty} empty transcripts" if self.empty else ""
+        bad = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
+        return (
+            f"{self.utterances} utterances, {self.seconds / 3600:.2f} h, {self.characters} characters{empty}"
+            + (f"; bad: {bad}" if bad else "")
+        )
+
+
+def write_manifest(arguments: argparse.Namespace) -> int:
+    """Write the sources' cuts; with --check 3 where a recording is bad, else 0."""
+    totals = Totals()
+    cuts = cuts_of(named_source(arguments))
+    looks = arguments.check or arguments.drop_bad
+    checked = parallel(_problem_of, cuts, arguments.jobs) if looks else ((cut, None) for cut in cuts)
+    with atomic(arguments.out) as file:
+        for cut, problem in checked:
+            if problem is not None:
+                totals.refuse(cut, *problem)
+                if arguments.drop_bad:
+                    continue
+            totals.add(cut)
+            file.write(line_of(cut))
+        _refuse_empty(totals, arguments.out)
+    print(f"{arguments.out}: {totals.describe()}")
+    return DataError.exit_code if totals.bad and not arguments.drop_bad else 0
+
+
+def _refuse_empty(totals: Totals, out: Path) -> None:
+    if not totals.utterances:
+        raise DataError(f"{out}: not written, as no usable recording is left")
+
+
+def _problem_of(cut: Record) -> tuple[str, str] | None:
+    """Why a cut's audio cannot be used: a reason (see docs/data.md) and a detail."""
+    from speechtrain.data.audio import Unusable, read_cut
+
+    try:
+        read_cut(cut, 16_000)
+    except Unusable as problem:
+        return problem.reason, problem.detail
+    return None
+
+
+def line_of(cut: Record) -> bytes:
+    """A cut as a line of a manifest."""
+    return json.dumps(cut, ensure_ascii=False).encode() + b"\n"
+
+
+# --- converting ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Converter:
+    """Decodes cuts to mono 16-bit files below ``folder``; what is there already and whole stays."""
+
+    folder: Path
+    format: str
+    rate: int
+
+    def path(self, cut: Record) -> Path:
+        """Where a cut's audio goes: its id, with a hash where a file name cannot hold the id as it is."""
+        from speechtrain.randomness import key_of
+
+        name = str(cut["id"])
+        safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
+        if safe != name:
+            safe += f"-{key_of(name) & 0xFFFFFFFF:08x}"
+        # a folder of a million files is slow everywhere
+        return self.folder / "audio" / f"{key_of(name) & 0xFF:02x}" / f"{safe}.{self.format}"
+
+    def bytes(self, seconds: float) -> float:
+        """Size of a file, at most."""
+        return seconds * self.rate * 2 * (_FLAC_SHARE if self.format == "flac" else 1.0) + 4096
+
+    def __call__(self, cut: Record) -> Record | tuple[str, str]:
+        """Write one file; its cut, or why its audio cannot be used. Raises OSError where the disk refuses."""
+        import numpy as np
+        import soundfile
+
+        from speechtrain.data.audio import Unusable, read_cut
+
+        path = self.path(cut)
+        samples = self._done(cut, path)
+        if samples is None:
+            try:
+                audio = read_cut(cut, self.rate)
+            except Unusable as problem:
+                return problem.reason, problem.detail
+            pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
+            buffer = io.BytesIO()  # libsndfile tells nobody that a disk is full
+            soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                temporary.write_bytes(buffer.getvalue())
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            samples = len(pcm)
+        return self._cut(cut, path, samples)
+
+    def _done(self, cut: Record, path: Path) -> int | None:
+        """Samples of a file that an earlier call has written since its sources changed last."""
+        import soundfile
+
+        from speechtrain.data.audio import files_of
+
+        try:
+            written = path.stat().st_mtime_ns
+            if any(os.stat(file).st_mtime_ns > written for file in files_of(cut)):
+                return None
+            info = soundfile.info(str(path))
+        except (OSError, RuntimeError):
+            return None
+        return int(info.frames) if info.samplerate == self.rate and info.channels == 1 else None
+
+    def _cut(self, cut: Record, path: Path, samples: int) -> Record:
+        from speechtrain.data.manifests import simple_cut
+
+        first = (cut.get("supervisions") or [{}])[0]
+        made: Record = simple_cut(
+            cut["id"],
+            str(path.absolute()),
+            0.0,
+            samples / self.rate,
+            text_of(cut),
+            rate=self.rate,
+            speaker=first.get("speaker"),
+            language=first.get("language"),
+        )
+        return made
+
+
+def convert_source(arguments: argparse.Namespace) -> int:
+    """Convert the sources to files and ``cuts.jsonl``; 3 where a recording was bad, else 0."""
+    return convert(named_source(arguments), arguments, "cuts.jsonl")
+
+
+def write_digits(arguments: argparse.Namespace) -> int:
+    """Write the embedded corpus as files, ``train.jsonl`` and ``valid.jsonl``."""
+    for split, utterances in (("train", arguments.train), ("valid", arguments.valid)):
+        convert(digits_source(split, utterances), arguments, f"{split}.jsonl")
+    return 0
+
+
+def convert(source: Source, arguments: argparse.Namespace, name: str) -> int:
+    """Convert a source (read twice: it is measured first) and write the manifest ``name``."""
+    if not 1_000 <= arguments.rate <= 768_000:
+        raise ConfigError(f"--rate {arguments.rate}: it is in Hz, such as 16000")
+    converter = Converter(arguments.out, arguments.format, arguments.rate)
+    _check_room(converter, cuts_of(source))
+    totals = Totals()
+    out: Path = arguments.out / name
+    with atomic(out) as file:
+        for cut, made in parallel(converter, cuts_of(source), arguments.jobs):
+            if isinstance(made, tuple):
+                totals.refuse(cut, *made)
+                continue
+            totals.add(made)
+            file.write(line_of(made))
+        _refuse_empty(totals, out)
+    print(f"{out}: {totals.describe()}")
+    return DataError.exit_code if totals.bad else 0
+
+
+def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
+    """Say how much disk space the conversion takes. Raises MachineError where there is less."""
+    from speechtrain.data.manifests import seconds_of
+
+    need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
+    whole = converter.folder.absolute()
+    folder = next(path for path in (whole, *whole.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    told = f"{converter.folder}: needs up to {_size(need)}, {_size(free)} are free"
+    if need + _ROOM > free:
+        raise MachineError(f"{told}; free some space, name another --out, or use --format flac")
+    print(told, flush=True)
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+# --- sample -------------------------------------------------------------------------------------
+
+
+def write_sample(arguments: argparse.Namespace) -> int:
+    """Write one utterance of the embedded validation set as WAV, and print what is said in it."""
+    import soundfile
+
+    from speechtrain.data.corpora.digits import Digits
+
+    source = Digits("valid", _SAMPLE_UTTERANCES)
+    if not 0 <= arguments.utterance < _SAMPLE_UTTERANCES:
+        raise ConfigError(f"--utterance {arguments.utterance}: there are 0 to {_SAMPLE_UTTERANCES - 1}")
+    chosen = source.plan()[arguments.utterance]
+    buffer = io.BytesIO()
+    soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
+    with atomic(arguments.out) as file:
+        file.write(buffer.getvalue())
+    print(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}")
+    return 0
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to (gzipped where it is named ``.gz``) that gets its name only when all is well.
+
+    Raises MachineError where the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as raw:
+                if path.suffix == ".gz":
+                    with gzip.GzipFile(fileobj=raw, filename="", mode="wb", mtime=0) as file:
+                        yield cast("IO[bytes]", file)
+                else:
+                    yield raw
+                raw.flush()
+                os.fsync(raw.fileno())
+            temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{path}: {error.strerror or error}; name another --out") from error
+
+
+def parallel(
+    function: Callable[[Item], Made], items: Iterable[Item], jobs: int
+) -> Iterator[tuple[Item, Made]]:
+    """(item, result) in order, ``jobs`` at once; decoding releases the interpreter lock."""
+    waiting: deque[tuple[Item, Future[Made]]] = deque()
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(function, item)))
+                if len(waiting) > 4 * jobs:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+if __name__ == "__main__":
+    main()
