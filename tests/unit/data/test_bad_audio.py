@@ -1,0 +1,367 @@
+"""What a data set may hold that is no clean recording: nothing crashes, nothing hangs, all is counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tracemalloc
+import wave
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from speechtrain.batch import Skip
+from speechtrain.data.audio import Unusable, read_cut
+from speechtrain.data.manifests import simple_cut
+from speechtrain.data.module import SpeechData
+from speechtrain.data.sampler import Packing
+from speechtrain.data.skips import SkipLog
+from speechtrain.errors import DataError
+from speechtrain.text.vocabulary import Characters
+
+RATE = 16_000
+HOURS = 3 * 3600
+
+Bad = tuple[Callable[[Path], None], dict[str, Any], str]
+
+
+def tone(seconds: float = 1.0) -> Any:
+    return 0.2 * np.sin(np.arange(round(seconds * RATE)) / 5).astype(np.float32)
+
+
+def plain(path: Path, seconds: float = 1.0) -> None:
+    soundfile.write(path, tone(seconds), RATE)
+
+
+def header_only(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+
+
+def three_hours(path: Path) -> None:
+    """A sparse file: a tone of two seconds, then zeros."""
+    size = HOURS * RATE * 2
+    header = (
+        b"RIFF"
+        + struct.pack("<I", size + 36)
+        + b"WAVEfmt "
+        + struct.pack("<IHHIIHH", 16, 1, 1, RATE, 32_000, 2, 16)
+    )
+    data = (tone(2.0) * 32767).astype("<i2").tobytes()
+    with path.open("wb") as file:
+        file.write(header + b"data" + struct.pack("<I", size) + data)
+        file.truncate(size + 44)
+
+
+def truncated_flac(path: Path) -> None:
+    soundfile.write(path, np.random.default_rng(0).normal(size=4 * RATE) / 10, RATE, format="FLAC")
+    path.write_bytes(path.read_bytes()[:20_000])
+
+
+def strange_rate(path: Path) -> None:
+    soundfile.write(path, tone(), RATE)
+    content = bytearray(path.read_bytes())
+    content[24:28] = struct.pack("<I", 2_000_000_000)
+    path.write_bytes(content)
+
+
+def nan(path: Path) -> None:
+    samples = tone()
+    samples[100] = np.nan
+    soundfile.write(path, samples, RATE, subtype="FLOAT")
+
+
+def infinite(path: Path) -> None:
+    samples = tone()
+    samples[100] = -np.inf
+    soundfile.write(path, samples, RATE, subtype="FLOAT")
+
+
+# what is written, what the manifest says besides, and the reason that is counted
+BAD_AUDIO: dict[str, Bad] = {
+    "empty": (lambda path: path.write_bytes(b"") and None, {}, "empty_file"),
+    "header-only": (header_only, {}, "no_samples"),
+    "half-a-header": (lambda path: path.write_bytes(b"RIFF\0\0\0\0WAVE") and None, {}, "unreadable"),
+    "zeros": (lambda path: soundfile.write(path, np.zeros(RATE), RATE), {}, "silent"),
+    "nan": (nan, {}, "not_finite"),
+    "infinite": (infinite, {}, "not_finite"),
+    "shorter-than-said": (partial(plain, seconds=0.5), {}, "wrong_length"),
+    "longer-than-said": (partial(plain, seconds=4.0), {}, "wrong_length"),
+    "three-hours-said-to-be-one-second": (three_hours, {}, "wrong_length"),
+    "begins-behind-its-end": (
+        lambda path: soundfile.write(path, tone(), RATE),
+        {"offset": 9.0},
+        "wrong_length",
+    ),
+    "ends-behind-its-end": (
+        lambda path: soundfile.write(path, tone(), RATE),
+        {"offset": 0.5},
+        "wrong_length",
+    ),
+    "text": (lambda path: path.write_text("no audio at all") and None, {}, "unreadable"),
+    "noise": (lambda path: path.write_bytes(np.random.default_rng(1).bytes(5000)) and None, {}, "unreadable"),
+    "truncated-flac": (truncated_flac, {"duration": 4.0}, "unreadable"),
+    "strange-rate": (strange_rate, {}, "unreadable"),
+    "missing": (lambda path: None, {}, "missing"),
+    "pipe": (lambda path: os.mkfifo(path), {}, "unreadable"),
+    "folder": (lambda path: path.mkdir(), {}, "unreadable"),
+}
+BAD_TEXT: dict[str, Bad] = {
+    "transcript-longer-than-frames": (
+        lambda path: soundfile.write(path, tone(), RATE),
+        {"text": "a" * 51},
+        "long_transcript",
+    ),
+    "empty-transcript": (plain, {"text": " "}, "empty_transcript"),
+    "unknown-symbol": (plain, {"text": "naïve"}, "unknown_symbol"),
+}
+BAD_LENGTH: dict[str, Bad] = {
+    "three-hours": (three_hours, {"duration": float(HOURS)}, "too_long"),
+    "a-blink": (partial(plain, seconds=0.05), {"duration": 0.05}, "too_short"),
+    "no-length": (plain, {"duration": 0}, "too_short"),
+}
+FINE: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+    "plain": (plain, {}),
+    "mp3-named-wav": (lambda path: soundfile.write(path, tone(), RATE, format="MP3"), {}),
+    "stereo": (lambda path: soundfile.write(path, np.stack([tone(), tone()], 1), RATE), {}),
+    "eight-channels": (lambda path: soundfile.write(path, np.stack([tone()] * 8, 1), RATE), {}),
+    "8-khz": (lambda path: soundfile.write(path, tone()[::2], 8000), {}),
+    "44.1-khz": (lambda path: soundfile.write(path, np.resize(tone(), 44_100), 44_100), {}),
+    "24-bit": (lambda path: soundfile.write(path, tone(), RATE, subtype="PCM_24"), {}),
+    "mu-law": (lambda path: soundfile.write(path, tone(), RATE, subtype="ULAW"), {}),
+    "a-little-short": (partial(plain, seconds=0.95), {}),
+    "a-part": (partial(plain, seconds=5.0), {"offset": 2.0}),
+    "fifty-labels": (plain, {"text": "a" * 50}),
+}
+
+
+def manifest(folder: Path, kinds: dict[str, Any], name: str = "m") -> str:
+    """A NeMo manifest of recordings of those kinds, one second each unless the kind says otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for kind, (make, says, *_) in kinds.items():
+        make(folder / f"{kind}.wav")
+        lines.append({"audio_filepath": f"{kind}.wav", "duration": 1.0, "text": "one two", **says})
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def make_data(train: Any, valid: Any = None, **options: Any) -> SpeechData:
+    options = {"workers": 0, "max_bad": 1000, "batch": Packing(count=4), **options}
+    return SpeechData(train, valid or {}, Characters(), **options)
+
+
+def kind_of(identifier: str) -> str:
+    return identifier.rpartition(":")[2]
+
+
+def test_every_kind_of_bad_recording_is_skipped_counted_and_listed(cache: Path, tmp_path: Path) -> None:
+    bad = {**BAD_AUDIO, **BAD_TEXT, **BAD_LENGTH}
+    path = manifest(tmp_path / "d", {**bad, **FINE})
+    data = make_data(path, run_dir=str(tmp_path / "run"), speed=[0.9, 1.1])
+    batches = list(islice(data.train(), 2 * data.micro_batches_per_epoch))
+    skips = {kind_of(skip.id): skip for batch in batches for skip in batch.skipped}
+    assert {kind: skip.reason for kind, skip in skips.items()} == {
+        kind: reason for kind, (_, _, reason) in {**BAD_AUDIO, **BAD_TEXT}.items()
+    }
+    for kind in BAD_AUDIO:
+        assert f"{kind}.wav" in skips[kind].detail  # the file is named
+    assert {kind_of(name) for batch in batches for name in batch.ids if name} == set(FINE)
+    for batch in batches:
+        for name, weight, length, labels, audio in zip(
+            batch.ids, batch.weight, batch.audio_lengths, batch.label_lengths, batch.audio, strict=True
+        ):
+            assert bool(name) == bool(weight) == bool(labels) == bool(audio.any())
+            assert length > 0.8 * RATE  # a lost row keeps its planned length
+
+    expected: dict[str, int] = {}
+    for _, _, reason in bad.values():
+        expected[reason] = expected.get(reason, 0) + 1
+    assert data.report() == expected
+    listed = [json.loads(line) for line in (tmp_path / "run/skipped.jsonl").read_text().splitlines()]
+    assert {kind_of(row["id"]) for row in listed} == {*BAD_AUDIO, *BAD_TEXT}
+    assert len(listed) == len(BAD_AUDIO) + len(BAD_TEXT)  # once, in two epochs
+    filtered = [json.loads(line) for line in (tmp_path / "run/filtered.jsonl").read_text().splitlines()]
+    found = {kind_of(row["id"]): row["reason"] for row in filtered}
+    assert found == {kind: reason for kind, (_, _, reason) in BAD_LENGTH.items()}
+
+
+@pytest.mark.parametrize("kind", sorted(BAD_AUDIO.keys() - {"zeros"}))
+def test_an_evaluation_set_refuses_what_cannot_be_read(cache: Path, tmp_path: Path, kind: str) -> None:
+    path = manifest(tmp_path / "d", {"plain": FINE["plain"], kind: BAD_AUDIO[kind]})
+    data = make_data("unused", {"dev": path})
+    with pytest.raises(DataError, match=rf"{kind}\.wav.*of an evaluation set") as caught:
+        list(data.valid()["dev"])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_evaluation_set_keeps_everything_else(cache: Path, tmp_path: Path) -> None:
+    kinds = {**FINE, **BAD_TEXT, "zeros": BAD_AUDIO["zeros"], "a-blink": BAD_LENGTH["a-blink"]}
+    data = make_data("unused", {"dev": manifest(tmp_path / "d", kinds)}, max_seconds=0.5)
+    rows = {
+        kind_of(name): (text, float(weight), int(labels), int(length))
+        for batch in data.valid()["dev"]
+        for name, text, weight, labels, length in zip(
+            batch.ids, batch.texts, batch.weight, batch.label_lengths, batch.audio_lengths, strict=True
+        )
+    }
+    assert rows.keys() == kinds.keys()
+    assert rows["unknown-symbol"][:3] == ("naïve", 0.0, 0)  # counts in the error rate, not in the loss
+    assert rows["empty-transcript"][1] == 1.0
+    assert rows["transcript-longer-than-frames"][:3] == ("a" * 51, 1.0, 51)
+    assert rows["a-blink"][3] == 1600
+
+
+def test_a_three_hour_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "long.wav"
+    three_hours(path)
+    read_cut(simple_cut("warm", str(path), 0.0, 1.0, "", segment=True), RATE)  # imports
+    tracemalloc.start()
+    with pytest.raises(Unusable, match="wrong_length"):
+        read_cut(simple_cut("x", str(path), 0.0, 1.0, ""), RATE)
+    assert tracemalloc.get_traced_memory()[1] < 2e6
+    tracemalloc.stop()
+
+
+def test_empty_transcripts_train_where_they_are_allowed(cache: Path, tmp_path: Path) -> None:
+    kinds = {"empty-transcript": BAD_TEXT["empty-transcript"], "plain": FINE["plain"]}
+    data = make_data(manifest(tmp_path / "d", kinds), allow_empty=True)
+    batch = next(data.train())
+    assert (batch.utterances, batch.skipped) == (2, ())
+
+
+def test_the_limit_of_labels_can_be_moved(cache: Path, tmp_path: Path) -> None:
+    kinds = {"long": BAD_TEXT["transcript-longer-than-frames"]}
+    data = make_data(manifest(tmp_path / "d", kinds), max_labels_per_second=51.0)
+    assert next(data.train()).utterances == 1
+
+
+def test_durations_at_the_limits_are_kept(cache: Path, recordings: Any) -> None:
+    records = [{"audio_filepath": "a.wav", "duration": d, "text": "a"} for d in (0.0999, 0.1, 16.7, 16.701)]
+    data = make_data(recordings.nemo("m.jsonl", records), max_seconds=16.7)
+    assert data._kept.tolist() == [1, 2]
+    with pytest.raises(DataError, match=r"none of 4 recordings is between 17 and 18 s"):
+        make_data(recordings.nemo("m.jsonl", records), min_seconds=17.0, max_seconds=18.0).train()
+
+
+# --- the budget ---------------------------------------------------------------------------------
+
+
+def test_more_bad_recordings_than_the_budget_end_the_run(cache: Path, tmp_path: Path) -> None:
+    gone = {f"gone-{i}": BAD_AUDIO["missing"] for i in range(4)}
+    path = manifest(tmp_path / "d", {**gone, "plain": FINE["plain"]})
+    data = make_data(path, max_bad=3, run_dir=str(tmp_path / "run"))
+    with pytest.raises(
+        DataError, match=r"4 of 5 training recordings cannot be used.*skipped\.jsonl"
+    ) as caught:
+        list(islice(data.train(), 4))
+    assert "\n" not in str(caught.value)
+    assert len((tmp_path / "run/skipped.jsonl").read_text().splitlines()) == 4
+    within = make_data(path, max_bad=4)
+    assert sum(batch.utterances for batch in islice(within.train(), 4)) == 2
+
+
+def test_the_budget_is_exceeded_only_by_number_and_share(tmp_path: Path) -> None:
+    log = SkipLog("", max_bad=10, max_bad_share=0.001)
+    for i in range(10):
+        log.add(Skip(f"a{i}", "missing"), total=20)
+    with pytest.raises(DataError, match="11 of 20"):
+        log.add(Skip("a10", "missing"), total=20)
+    log = SkipLog("", max_bad=10, max_bad_share=0.001)
+    for i in range(100):
+        log.add(Skip(f"a{i}", "missing"), total=100_000)
+    with pytest.raises(DataError, match="101 of 100000"):
+        log.add(Skip("a100", "missing"), total=100_000)
+
+
+def test_skips_are_counted_once_over_ranks_and_resumes(tmp_path: Path) -> None:
+    first, second = (SkipLog(str(tmp_path), 10, 0.001) for _ in range(2))
+    first.add(Skip("a", "missing", "a.wav"), 100)
+    second.add(Skip("b", "silent"), 100)
+    second.add(Skip("a", "missing"), 100)
+    first.add(Skip("c", "missing"), 100)
+    assert first.counts == {"missing": 2, "silent": 1}
+    with (tmp_path / "skipped.jsonl").open("a") as file:
+        file.write('{"id": "torn')  # killed while writing
+    third = SkipLog(str(tmp_path), 10, 0.001)
+    third.add(Skip("b", "silent"), 100)
+    third.add(Skip("d", "missing"), 100)
+    fresh = SkipLog(str(tmp_path), 10, 0.001)
+    fresh.refresh()
+    assert fresh.counts == {"missing": 3, "silent": 1}
+
+
+def test_a_list_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    log = SkipLog(str(tmp_path / "run"), 10, 0.001)
+    for i in range(3):
+        log.add(Skip(f"a{i}", "missing"), 100)
+    assert log.counts == {"missing": 3}
+    assert sum("cannot be written" in record.message for record in caplog.records) == 1
+
+
+def test_skips_survive_a_checkpoint(cache: Path, tmp_path: Path) -> None:
+    path = manifest(tmp_path / "d", {"missing": BAD_AUDIO["missing"], "plain": FINE["plain"]})
+    data = make_data(path)
+    next(data.train())
+    resumed = make_data(path)
+    resumed.load_state_dict(data.state_dict())
+    assert resumed.report() == {"missing": 1}
+
+
+# --- before training ----------------------------------------------------------------------------
+
+
+def test_recordings_that_are_not_there_are_named_before_training(cache: Path, recordings: Any) -> None:
+    records = [{"audio_filepath": f"wrong/{i}.wav", "duration": 1.0, "text": "a"} for i in range(30)]
+    path = recordings.nemo("m.jsonl", records)
+    message = r"wrong/0\.wav does not exist: 30 of 30 recordings of data\."
+    with pytest.raises(DataError, match=message + "train") as caught:
+        make_data(path, max_bad=10).check()
+    assert "\n" not in str(caught.value)
+    good = recordings.corpus("good", 2)
+    with pytest.raises(DataError, match=message + r"valid\.dev"):
+        make_data(good, {"dev": path}).check()
+    make_data(good, {"dev": good}).check()
+
+
+def test_a_few_missing_recordings_are_left_to_the_budget_in_training_only(
+    cache: Path, recordings: Any
+) -> None:
+    recordings.corpus("good", 30)
+    lines = [json.loads(line) for line in (recordings.folder / "good.jsonl").read_text().splitlines()]
+    path = recordings.nemo("m.jsonl", [*lines, {"audio_filepath": "gone.wav", "duration": 1.0, "text": "a"}])
+    make_data(path, max_bad=10).check()
+    with pytest.raises(DataError, match=r"gone\.wav does not exist: 1 of 31"):
+        make_data(path, {"dev": path}, max_bad=10).check()
+
+
+def test_a_large_set_is_sampled(cache: Path, recordings: Any) -> None:
+    audio = str(recordings.tone("a.wav"))
+    path = recordings.nemo("m.jsonl", [{"audio_filepath": audio, "duration": 1.0, "text": "a"}] * 3000)
+    data = make_data(path)
+    looked = data._sample(data._kept, 1000)
+    assert len(looked) == len(set(looked.tolist())) == 1000
+    assert looked.max() > 2000 > 1000 > looked.min()
+    data.check()
+
+
+def test_a_tokenizer_that_cannot_spell_the_transcripts_is_refused(cache: Path, recordings: Any) -> None:
+    path = recordings.corpus("m", 12, text="Straße 5")
+    message = r"cannot spell 12 of 12 transcripts.*'m:1:000' first: unknown symbols '5' 'ß'"
+    with pytest.raises(DataError, match=message) as caught:
+        make_data(path, max_bad=10).check()
+    assert "\n" not in str(caught.value)
+    make_data(recordings.corpus("good", 2), {"dev": path}).check()

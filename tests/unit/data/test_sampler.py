@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speechtrain.batch import Footprint
+from speechtrain.data.sampler import (
+    MicroBatch,
+    Packing,
+    Plan,
+    Sampler,
+    evaluation_plan,
+    planned_samples,
+    speed_grid,
+)
+from speechtrain.randomness import key_of
+
+FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)
+PACKINGS = [
+    Packing(count=4),
+    Packing(count=7, window=1),
+    Packing(count=None, seconds=20.0),
+    Packing(count=3, seconds=20.0, window=3),
+    Packing(count=None, memory_gib=0.3),
+    Packing(count=5, seconds=30.0, memory_gib=0.3, window=2),
+]
+
+
+def corpus(count: int, seed: int = 0) -> dict[str, Any]:
+    draws = np.random.default_rng(seed)
+    seconds = draws.uniform(0.5, 12, count).astype(np.float32)
+    return {
+        "seconds": seconds,
+        "keys": np.array([key_of(f"cut-{seed}-{i}") for i in range(count)]),
+        "labels": (seconds * draws.uniform(0, 20, count)).astype(np.int32),
+        "footprint": FOOTPRINT,
+    }
+
+
+def all_of(plan: Plan) -> list[MicroBatch]:
+    return [plan[i] for i in range(len(plan))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 200),
+    packing=st.sampled_from(PACKINGS),
+    epoch=st.integers(0, 5),
+    speed=st.sampled_from([(1.0, 1.0), (0.9, 1.1)]),
+    shapes=st.sampled_from([0, 1, 4]),
+)
+def test_every_cut_is_there_once_in_every_epoch(
+    count: int, packing: Packing, epoch: int, speed: tuple[float, float], shapes: int
+) -> None:
+    data = corpus(count)
+    sampler = Sampler(**data, seed=1, packing=packing, speed=speed, shapes=shapes)
+    plan = sampler.plan(epoch)
+    assert sorted(np.concatenate([batch.rows for batch in all_of(plan)]).tolist()) == list(range(count))
+    assert len(plan) == sampler.length(epoch)
+    for number, batch in enumerate(all_of(plan)):
+        assert (batch.epoch, batch.index) == (epoch, number)
+        assert len(batch.rows) == len(batch.percents) > 0
+        seconds = (data["seconds"][batch.rows] * 100.0 / batch.percents).max()
+        labels = int(data["labels"][batch.rows].max())
+        rows, longest, widest = len(batch.rows), seconds, labels
+        if batch.shape is not None:
+            samples = planned_samples(data["seconds"][batch.rows], batch.percents, 16_000)
+            assert rows <= batch.shape.rows
+            assert samples.max() <= batch.shape.samples
+            assert labels <= batch.shape.labels
+            rows, longest, widest = batch.shape.rows, batch.shape.samples / 16_000, batch.shape.labels
+        if rows > 1:
+            assert rows <= (packing.count or rows)
+            assert rows * longest <= (packing.seconds or np.inf) * (1 + 1e-5)
+            assert FOOTPRINT.bytes(rows, longest, widest) <= (packing.memory_gib or np.inf) * 2**30 * (
+                1 + 1e-5
+            )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 60),
+    packing=st.sampled_from(PACKINGS),
+    begin=st.integers(0, 40),
+    steps=st.integers(0, 50),
+    shapes=st.sampled_from([0, 3]),
+)
+def test_any_position_is_found_at_once(
+    count: int, packing: Packing, begin: int, steps: int, shapes: int
+) -> None:
+    def fresh() -> Sampler:
+        return Sampler(**corpus(count), seed=3, packing=packing, speed=(0.9, 1.1), shapes=shapes)
+
+    whole = list(islice(fresh().micro_batches(0, 0), begin + steps + 3))
+    epoch, position = fresh().advance(0, 0, begin)
+    epoch, position = fresh().advance(epoch, position, steps)
+    for expected, found in zip(whole[begin + steps :], fresh().micro_batches(epoch, position), strict=False):
+        assert (expected.epoch, expected.index) == (found.epoch, found.index)
+        assert expected.rows.tolist() == found.rows.tolist()
+        assert expected.percents.tolist() == found.percents.tolist()
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return Sampler(**corpus(100), seed=seed, packing=Packing(count=4)).plan(epoch).rows.tolist()
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+
+
+def test_the_order_belongs_to_the_cuts_and_not_to_the_manifest() -> None:
+    data = corpus(50)
+    turned = {key: value[::-1] if isinstance(value, np.ndarray) else value for key, value in data.items()}
+    plan = Sampler(**data, seed=1, packing=Packing(count=5), speed=(0.8, 1.2)).plan(2)
+    other = Sampler(**turned, seed=1, packing=Packing(count=5), speed=(0.8, 1.2)).plan(2)
+    assert data["keys"][plan.rows].tolist() == turned["keys"][other.rows].tolist()
+    assert plan.percents.tolist() == other.percents.tolist()
+
+
+def test_speeds_lie_on_the_grid_and_fill_it() -> None:
+    sampler = Sampler(**corpus(4000), seed=1, packing=Packing(), speed=(0.9, 1.1))
+    percents = sampler.percents(0)
+    assert sorted(set(percents.tolist())) == list(range(90, 111))
+    assert np.bincount(percents - 90).min() > 100  # 190 expected
+    assert (percents != sampler.percents(1)).mean() > 0.9
+    assert set(Sampler(**corpus(9), seed=1, packing=Packing()).percents(0).tolist()) == {100}
+
+
+def test_windows_save_padding_and_keep_the_order_random() -> None:
+    data = corpus(4000)
+
+    def padding(window: int) -> float:
+        plan = Sampler(**data, seed=1, packing=Packing(count=8, window=window)).plan(0)
+        padded = sum(float(data["seconds"][b.rows].max()) * len(b.rows) for b in all_of(plan))
+        return padded / float(data["seconds"].sum()) - 1
+
+    assert padding(20) < 0.1 < 0.5 < padding(1)
+    plan = Sampler(**data, seed=1, packing=Packing(count=8, window=20)).plan(0)
+    firsts = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
+    assert abs(np.corrcoef(firsts[:-1], firsts[1:])[0, 1]) < 0.15  # lengths do not come in runs
+
+
+def test_shapes_are_few_and_finite() -> None:
+    data = corpus(500)
+    data["labels"][7] = 5000  # one odd transcript does not widen every shape
+    sampler = Sampler(**data, seed=1, packing=Packing(count=4), speed=(0.9, 1.1), shapes=5)
+    assert len(sampler.shapes) <= 5
+    met = {batch.shape for epoch in range(3) for batch in all_of(sampler.plan(epoch))}
+    assert met <= set(sampler.shapes)
+    assert all(shape.samples % 1600 == 0 and shape.labels % 8 == 0 for shape in sampler.shapes)
+    assert sampler.shapes[-1].labels >= 5000 > 400 > sampler.shapes[0].labels
+    assert sampler.shapes[-1].samples >= 12 / 0.9 * 16_000 - 2000
+    full = sum(len(batch.rows) == batch.shape.rows for batch in all_of(sampler.plan(0)) if batch.shape)
+    assert full >= len(sampler.plan(0)) - 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(0, 80), packing=st.sampled_from(PACKINGS), shapes=st.sampled_from([0, 3]))
+def test_evaluation_has_every_cut_once_the_longest_first(count: int, packing: Packing, shapes: int) -> None:
+    data = corpus(count)
+    plan = evaluation_plan(data["seconds"], data["labels"], packing, FOOTPRINT, shapes)
+    batches = all_of(plan)
+    assert sorted(row for batch in batches for row in batch.rows.tolist()) == list(range(count))
+    assert all((batch.percents == 100).all() for batch in batches)
+    if not shapes:
+        lengths = [data["seconds"][row] for batch in batches for row in batch.rows]
+        assert lengths == sorted(lengths, reverse=True)
+    assert all(batch.shape in plan.shapes for batch in batches if plan.shapes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"count": 0}, "count=0"),
+        ({"seconds": -1.0}, "seconds=-1.0"),
+        ({"count": None}, "all null"),
+        ({"window": 0}, "window=0"),
+    ],
+)
+def test_packing_refuses_limits_that_hold_nothing(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Packing(**arguments)
+
+
+@pytest.mark.parametrize("speed", [(1.1, 0.9), (0.1, 1.0), (1.0, 3.0), (1.0,)])
+def test_speeds_that_are_no_range_are_refused(speed: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="lowest and highest"):
+        speed_grid(speed)
+
+
+def test_packing_by_memory_needs_a_model_that_predicts_it() -> None:
+    with pytest.raises(ValueError, match="does not predict its memory"):
+        Sampler(**{**corpus(3), "footprint": None}, seed=1, packing=Packing(memory_gib=1.0))
