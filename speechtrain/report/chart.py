@@ -142,7 +142,7 @@ def short(value: float) -> str:
         for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if size >= factor:
                 return f"{value / factor:.4g}{letter}"
-    if 0 < size < 1e-3:
+    if 0 < size < 1e-4:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.4g}"

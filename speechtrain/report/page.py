@@ -128,8 +128,8 @@ def _cards(run: Run) -> str:
         cards.append(
             _card(
                 "throughput",
-                f"{short(float(f'{speed:.3g}'))} utt/s",
-                f"{audio:,.0f} audio s/s" if audio else "",
+                f"{_three(speed)} utt/s",
+                f"{_three(audio)} audio s/s" if audio else "",
             )
         )
     if run.parameters is not None:
@@ -186,7 +186,7 @@ def _comparison(runs: Sequence[Run], names: Sequence[str]) -> str:
         facts = [
             f"{done:,}" if done is not None else "–",
             duration(wall) if wall is not None else "–",
-            short(float(f"{speed:.3g}")) if speed is not None else "–",
+            _three(speed) if speed is not None else "–",
             _count(run.parameters) if run.parameters is not None else "–",
         ]
         cells += [f'<td class="num">{escape(fact)}</td>' for fact in facts]
@@ -368,14 +368,14 @@ def _skipped(run: Run) -> str:
 def _origin(run: Run) -> str:
     about = run.about
     argv = [str(word) for word in listing(about.get("argv"))]
+    overrides = [str(word) for word in listing(about.get("overrides"))]
+    command = shlex.join(["speechtrain-train", *argv])
     git = mapping(about.get("git"))
     commit = str(git.get("commit", "")) + (" with uncommitted changes" if git.get("dirty") else "")
     seed = about.get("seed", run.config.get("seed"))
     facts = {
-        "command": f"<code>{escape(shlex.join(argv))}</code>" if argv else "",
-        "overrides": " ".join(
-            f"<code>{escape(str(text))}</code>" for text in listing(about.get("overrides"))
-        ),
+        "command": f"<code>{escape(command)}</code>" if about else "",
+        "overrides": "" if overrides == argv else " ".join(f"<code>{escape(o)}</code>" for o in overrides),
         "seed": escape("" if seed is None else str(seed)),
         "commit": f"<code>{escape(commit)}</code>" if commit else "",
         "versions": escape(
@@ -424,6 +424,11 @@ def _figure(metric: str, value: Any) -> str:
     if finite is None:
         return escape("not finite" if value is None else str(value))
     return f"{100 * finite:.2f} %" if is_error_rate(metric) else short(finite)
+
+
+def _three(value: float) -> str:
+    """Three significant digits: what a throughput is worth."""
+    return short(float(f"{value:.3g}"))
 
 
 def _value(value: Any) -> str:
