@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 
+from speechtrain.distributed import PARENT
 from speechtrain.errors import ConfigError
 from speechtrain.launch import WORKER, Job, Launcher, Result, shell_line, supervise
 
@@ -20,13 +22,15 @@ class Local(Launcher):
 
     def check(self, job: Job) -> None:
         if job.world_size != 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=local starts one process; set world_size=1")
+            raise ConfigError(
+                f"world_size={job.world_size}: launcher=local starts one process; set world_size=1"
+            )
 
     def launch(self, job: Job) -> Result:
         self.check(job)
         if self.inline:
             return Result(importlib.import_module(WORKER).main([str(job.config)]))
-        return Result(supervise(job.command, job.environ()))
+        return Result(supervise(job.command, {**job.environ(), PARENT: str(os.getpid())}))
 
     def render(self, job: Job) -> str:
         return shell_line(job.command, job.environment)

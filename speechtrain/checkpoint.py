@@ -23,6 +23,11 @@ from torch import Tensor
 from speechtrain.errors import RunError
 
 FORMAT = 1
+_FILES = {"state.pt", "model.safetensors"}
+
+
+class OtherFormat(RunError):
+    """A checkpoint of another version: not damaged, so never set aside."""
 
 
 class Stateful(Protocol):
@@ -49,9 +54,13 @@ def _sha256(path: Path) -> str:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace ``path`` by ``content`` in one step: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    _flush(temporary)
-    temporary.rename(path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
+        _flush(temporary)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class Checkpointer:
@@ -85,22 +94,36 @@ class Checkpointer:
         temporary.mkdir()
         try:
             torch.save({name: part.state_dict() for name, part in states.items()}, temporary / "state.pt")
-            save_file({k: v.detach().cpu().contiguous() for k, v in weights.items()}, temporary / "model.safetensors")
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in weights.items()},
+                temporary / "model.safetensors",
+            )
             files = {}
             for path in sorted(temporary.iterdir()):
                 _flush(path)
                 files[path.name] = _sha256(path)
-            write_json(temporary / "checkpoint.json", {"format": FORMAT, "step": step, "metric": metric, "files": files})
+            write_json(
+                temporary / "checkpoint.json",
+                {"format": FORMAT, "step": step, "metric": metric, "files": files},
+            )
             _flush(temporary)
-            if folder.exists():  # the same step again, after a fall-back to an earlier one
-                shutil.rmtree(folder)
+            aside = self.root / f".replaced-{folder.name}"
+            if folder.exists():  # the same step again, for example evaluated this time
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
             temporary.rename(folder)
             _flush(self.root)
+            shutil.rmtree(aside, ignore_errors=True)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(f"checkpoint of step {step} could not be written to {self.root}: {error}") from error
+            raise OSError(
+                f"checkpoint of step {step} could not be written to {self.root}: {error}"
+            ) from error
         if metric is not None and metric < self.best()[1]:
-            write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
+            try:
+                write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
+            except OSError as error:
+                raise OSError(f"{folder} is written, but not {self.root / 'best.json'}: {error}") from error
         self._retire()
         return folder
 
@@ -124,13 +147,16 @@ class Checkpointer:
         """
         try:
             manifest: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
-            files: dict[str, str] = manifest["files"]
-        except (OSError, ValueError, KeyError) as error:
+            files: dict[str, str] = dict(manifest["files"])
+            is_whole = set(files) == _FILES and folder.name == f"step-{manifest['step']:08d}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{folder} has no readable checkpoint.json ({type(error).__name__})") from None
         if manifest.get("format") != FORMAT:
-            raise RunError(
+            raise OtherFormat(
                 f"{folder} has checkpoint format {manifest.get('format')}; this version reads format {FORMAT}"
             )
+        if not is_whole:
+            raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
         for name, digest in files.items():
             if not (folder / name).is_file():
                 raise RunError(f"{folder / name} is missing")
@@ -141,16 +167,29 @@ class Checkpointer:
     def restore(self, states: Mapping[str, Stateful]) -> int | None:
         """Load the newest sound checkpoint into ``states``; its step, or None where there is none.
 
-        Raises RunError where a sound checkpoint does not fit the run.
+        Raises RunError where a sound checkpoint does not fit the run, or is of another format.
         """
-        for folder in reversed(self.folders()):
+        for aside in self.root.glob(".replaced-step-*"):  # killed while this step's was being exchanged
+            folder = self.root / aside.name.removeprefix(".replaced-")
+            if not folder.exists():
+                aside.rename(folder)
+        folders = self.folders()
+        for folder in reversed(folders):
             try:
                 manifest = self.verify(folder)
+            except OtherFormat:
+                raise
             except RunError as error:
                 aside = folder.with_name(folder.name + ".damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-                self.warn(f"checkpoint not loaded: {error}; going on from the one before")
+                before = folders.index(folder)
+                then = (
+                    f"trying {folders[before - 1].name}"
+                    if before
+                    else "no checkpoint is left, beginning again"
+                )
+                self.warn(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
                 continue
             saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             if set(saved) != set(states):

@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from speechtrain.errors import MachineError
+
+PARENT = "SPEECHTRAIN_PARENT"
+"""Environment variable: the process that started this one here; without it there is no reason to go on."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class World:
         for name, fallback in zip(names, (None, None, "0", "1"), strict=True):
             text = environ.get(name, fallback)
             if text is None or not text.isdigit():
-                raise MachineError(f"environment variable {name} is {text!r}; the launcher must set it to a number")
+                raise MachineError(
+                    f"environment variable {name} is {text!r}; the launcher must set it to a number"
+                )
             values.append(int(text))
         return cls(*values)
 
@@ -62,15 +68,21 @@ class Group(ABC):
     @abstractmethod
     def barrier(self) -> None: ...
 
-    def agree(self, weight: Tensor, *, stop: bool, skip: Tensor) -> tuple[Tensor, bool, Tensor]:
-        """One reduction after backward: the global weight, whether anyone stops, whether anyone skips.
+    def agree(
+        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
+    ) -> tuple[Tensor, bool, bool, Tensor]:
+        """After backward: the global weight, whether anyone must stop, is out of time, or skips.
 
-        ``weight`` () fp32; ``skip`` () bool. Returns the summed weight, ``stop`` on the host and
-        ``skip`` on the device.
+        ``weight`` () fp32; ``skip`` () bool. Returns the summed weight, ``stop`` and ``late`` on the
+        host and ``skip`` on the device. Clocks and signals differ between ranks: no rank may end
+        on its own word.
         """
-        flags = self.sum(weight.new_tensor([float(stop)]))
-        packed = self.sum(weight.double().reshape(1))
-        return packed[0].float(), bool(flags[0] > 0), self.sum(skip.float().reshape(1))[0] > 0
+        total = self.sum(weight.double().reshape(1))[0].float()
+        return total, self.any(stop), self.any(late), self.sum(skip.float().reshape(1))[0] > 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set; every process must ask."""
+        return bool(self.sum(torch.tensor([float(flag)]))[0] > 0)
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Leave the group. Call after the wrapped module has been dropped."""
@@ -94,5 +106,20 @@ class Solo(Group):
     def barrier(self) -> None:
         return None
 
-    def agree(self, weight: Tensor, *, stop: bool, skip: Tensor) -> tuple[Tensor, bool, Tensor]:
-        return weight, stop, skip
+    def agree(
+        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
+    ) -> tuple[Tensor, bool, bool, Tensor]:
+        return weight, stop, late, skip
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+def open_group(world: World) -> Group:
+    """The group of ``world``'s processes. Raises MachineError for more than one."""
+    if world.size != 1:
+        raise MachineError(
+            f"WORLD_SIZE={world.size}: this version trains in one process; "
+            "unset RANK and WORLD_SIZE, or set them to 0 and 1"
+        )
+    return Solo()

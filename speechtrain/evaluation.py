@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,10 @@ from speechtrain.distributed import Group
 from speechtrain.metrics import MetricSums
 from speechtrain.precision import Precision
 from speechtrain.task import Example, Task
+
+
+class Interrupted(Exception):
+    """An evaluation that was asked to stop; it has no figures."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,14 @@ def evaluate(
     precision: Precision,
     group: Group,
     examples: int | None = 20,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, Outcome]:
     """Evaluate ``task`` on each named set; ``examples`` None keeps every decoded utterance.
 
     Sums are reduced over the group before they are divided, so the figures depend neither on the
-    batch size nor on the number of ranks. The task's training mode is restored.
+    batch size nor on the number of ranks. The task's training mode is restored. ``stop_requested``
+    is asked before every batch, and must answer alike on all ranks; where it says yes, raises
+    Interrupted.
     """
     training = task.training
     task.eval()
@@ -47,6 +54,8 @@ def evaluate(
             sums = MetricSums()
             kept: list[Example] = []
             for batch in batches:
+                if stop_requested():
+                    raise Interrupted(name)
                 with torch.no_grad(), precision.autocast(device.name):
                     result = task.evaluate(device.move(batch))
                 device.mark()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 WORKER = "speechtrain.worker"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ def supervise(command: list[str], environment: Mapping[str, str]) -> int:
     """Run ``command`` in a session of its own and return its exit code.
 
     The first SIGINT or SIGTERM reaches it as SIGTERM (save and leave), the second as SIGKILL to
-    its whole session: a terminal's Ctrl-C would otherwise hit parent and child at once.
+    its whole session: a terminal's Ctrl-C would otherwise hit parent and child at once. Raises
+    KeyboardInterrupt after the second.
+
+    Both signals are blocked in the child from its first instruction, and wait for it: a worker
+    unblocks them once it can act on them. One that came while it imports its libraries would
+    otherwise kill it.
     """
     received = 0
 
@@ -78,12 +85,20 @@ def supervise(command: list[str], environment: Mapping[str, str]) -> int:
         if received == 1:
             process.terminate()
         else:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-    process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        return process.wait()
+        process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+        previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        code = process.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+    if received > 1:
+        raise KeyboardInterrupt
+    return code

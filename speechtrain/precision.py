@@ -32,13 +32,13 @@ class Precision(ABC):
         optimizer.step()
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Told of non-finite gradients instead of ``step``; True where lowering a loss scale is the answer."""
+        """Told of a non-finite loss or gradient instead of ``step``; True where a loss scale was lowered."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - nothing to restore
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         return None
 
 
@@ -65,37 +65,58 @@ class BF16(Precision):
 class FP16(Precision):
     """float16 by autocast with a dynamic loss scale (Micikevicius et al., ICLR 2018).
 
-    An overflow halves the scale; below ``floor`` it counts as a non-finite update."""
+    The scale doubles after ``growth_interval`` updates without an overflow and is halved by one. At
+    ``floor`` an overflow counts as a non-finite update. It lives on the host, where the trainer has
+    read whether the gradients are finite anyway, so it is the same on every kind of device.
+    """
 
     name = "fp16"
     dtype = torch.float16
 
     def __init__(
-        self, initial_scale: float = 65536.0, growth_interval: int = 2000, floor: float = 1e-4
+        self, initial_scale: float = 65536.0, growth_interval: int = 2000, floor: float = 2.0**-14
     ) -> None:
+        if not 0 < floor <= initial_scale or growth_interval < 1:
+            raise ValueError(
+                f"initial_scale={initial_scale}, floor={floor}, growth_interval={growth_interval}: "
+                "need 0 < floor <= initial_scale and growth_interval >= 1"
+            )
+        self.scale = initial_scale
+        self.growth_interval = growth_interval
         self.floor = floor
-        self.scaler = torch.amp.GradScaler(init_scale=initial_scale, growth_interval=growth_interval)
+        self.healthy = 0
+        """Updates since the scale changed or overflowed."""
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         return torch.autocast(device, dtype=torch.float16)
 
     def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(self.scaler.scale(loss))
+        torch.autograd.backward(loss * self.scale)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.unscale_(optimizer)
+        if gradients := gradients_of(optimizer):
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.step(optimizer)
-        self.scaler.update()
+        optimizer.step()
+        self.healthy += 1
+        if self.healthy >= self.growth_interval:
+            self.scale, self.healthy = self.scale * 2.0, 0
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        self.scaler.step(optimizer)  # leaves the step out: unscale has seen the overflow
-        self.scaler.update()
-        return bool(self.scaler.get_scale() >= self.floor)
+        self.healthy = 0
+        if self.scale <= self.floor or all(bool(torch.isfinite(g).all()) for g in gradients_of(optimizer)):
+            return False  # nothing left to lower, or a loss that no scale makes finite
+        self.scale = max(self.floor, self.scale / 2.0)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.scaler.state_dict())
+        return {"scale": self.scale, "healthy": self.healthy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scaler.load_state_dict(state)
+        self.scale, self.healthy = float(state["scale"]), int(state["healthy"])
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer's next step would use."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

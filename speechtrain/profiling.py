@@ -6,17 +6,21 @@ from pathlib import Path
 
 import torch
 
+from speechtrain.errors import ConfigError
+
 
 class StepProfiler:
     """Records steps ``first`` to ``last`` and writes a Chrome trace; an empty ``spec`` does nothing.
 
-    Raises ValueError where ``spec`` is not ``A:B`` with 1 ≤ A ≤ B.
+    Raises ConfigError where ``spec`` is not ``A:B`` with 1 ≤ A ≤ B.
     """
 
     def __init__(self, spec: str, run_dir: Path) -> None:
         first, _, last = spec.partition(":")
         if spec and not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-            raise ValueError(f"trainer.profile is {spec!r}; write it as A:B, the first and the last step, such as 10:12")
+            raise ConfigError(
+                f"trainer.profile={spec}: write it as A:B, the first and the last step, such as 10:12"
+            )
         self.first, self.last = (int(first), int(last)) if spec else (0, 0)
         self.path = run_dir / f"profile-{self.first}-{self.last}.json"
         self._profile: torch.profiler.profile | None = None

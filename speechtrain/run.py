@@ -10,7 +10,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from speechtrain.errors import RunError
 
@@ -27,7 +27,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "lock"
-        self._file = None
+        self._file: TextIO | None = None
 
     def acquire(self) -> RunLock:
         """Take the lock. Raises RunError naming who holds it."""
@@ -38,7 +38,9 @@ class RunLock:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise RunError(f"{self.path.parent} is in use by {holder}; wait for it, stop it, or set another run_dir") from None
+            raise RunError(
+                f"{self.path.parent} is in use by {holder}; wait for it, stop it, or set another run_dir"
+            ) from None
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {platform.node()}\n")
         file.flush()
@@ -62,7 +64,16 @@ def read_result(run_dir: Path) -> dict[str, Any] | None:
 
 def about(argv: list[str], overrides: list[str]) -> dict[str, Any]:
     """How this run came to be: command line, code version, library versions, host."""
-    names = ("speechtrain", "torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
+    names = (
+        "speechtrain",
+        "torch",
+        "numpy",
+        "hydra-core",
+        "omegaconf",
+        "lhotse",
+        "soundfile",
+        "sentencepiece",
+    )
     versions = {"python": platform.python_version()}
     for name in names:
         try:
@@ -84,7 +95,9 @@ def git_state(folder: Path) -> dict[str, Any]:
     """Commit and cleanliness of the checkout that ``folder`` is in; empty where it is none."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.strip()
 
     try:

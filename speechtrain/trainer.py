@@ -6,6 +6,7 @@ schedule, average, log when due, validate when due, save when due.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +23,13 @@ from speechtrain.checkpoint import Checkpointer, Stateful
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed import Group
-from speechtrain.errors import Diverged, MachineError
-from speechtrain.evaluation import Outcome, evaluate
+from speechtrain.errors import Diverged, MachineError, RunError
+from speechtrain.evaluation import Interrupted, Outcome, evaluate
 from speechtrain.limits import Limits
 from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import Average
 from speechtrain.optim.schedules import Schedule
-from speechtrain.precision import Precision
+from speechtrain.precision import Precision, gradients_of
 from speechtrain.profiling import StepProfiler
 from speechtrain.randomness import seed_at
 from speechtrain.task import Loss, Task
@@ -45,7 +46,9 @@ class Progress:
     wall_s: float = 0.0
     nominal: float = 0.0  # the constant that backward's loss is divided by, a power of two
     bad_updates: int = 0  # non-finite ones in a row
-    skipped_updates: int = 0
+    skipped_updates: int = 0  # non-finite ones in all
+    scale_skips: int = 0  # updates left out to lower fp16's loss scale
+    validated: int = 0  # step of the latest whole validation
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,13 +109,19 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         average: Average,
-        resume: bool = True,
+        resume: str = "auto",
     ) -> str:
         """Train and return how it ended: ``finished``, ``target``, ``time`` or ``preempted``.
 
-        ``self.progress`` then holds the steps done, the wall time and the latest metrics.
-        Raises Diverged after ``max_bad_updates`` non-finite updates in a row.
+        ``self.progress`` then holds the steps done, the wall time and the latest metrics. ``resume``
+        is ``auto`` (continue where there is a sound checkpoint), ``never`` or ``must``. A stop
+        request is obeyed at the next step boundary, or before the next batch of a validation, which
+        the continued run makes up for.
+
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, RunError for
+        ``must`` without a sound checkpoint, ConfigError for an ill-formed ``limits.profile``.
         """
+        profiler = StepProfiler(self.limits.profile, self.run_dir)
         states: dict[str, Stateful] = {
             "task": task,
             "optimizer": optimizer,
@@ -122,8 +131,11 @@ class Trainer:
             "precision": self.precision,
             "progress": self.progress,
         }
-        if resume and (found := self.checkpointer.restore(states)) is not None:
+        found = self.checkpointer.restore(states) if resume != "never" else None
+        if found is not None:
             self.tracker.log("resume", {"step": found})
+        elif resume == "must":
+            raise RunError(f"resume=must, but {self.checkpointer.root} holds no sound checkpoint")
         world = self.group.world
         per_step = world.size * self.limits.accumulate
         per_epoch = data.micro_batches_per_epoch / per_step
@@ -134,15 +146,23 @@ class Trainer:
         wrapped = self.group.wrap(task)
         task.train()
 
-        profiler = StepProfiler(self.limits.profile, self.run_dir)
         progress, interval = self.progress, Interval()
         session, before = time.perf_counter(), progress.wall_s
-        status = "finished" if planned is not None and progress.step >= planned else ""
+        status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
+        if (
+            self.progress.validated
+            and self.progress.validated == self.progress.step
+            and self._has_target(task)
+        ):
+            status = "target"  # it had ended so, but did not live to say it
+        if self._owes_validation(status, validate_every):
+            status = self._validate(task, data, average) or status
+            self._save(states, task, average)
         while not status:
             step = progress.step + 1
             profiler.begin(step)
             task.advance(progress.step)
-            weight, healthy, stop = self._accumulate(wrapped, batches, step, interval)
+            weight, healthy, stop, late = self._accumulate(wrapped, batches, step, interval)
             rate = schedule.rate(step)
             norm, taken = self._update(optimizer, weight, healthy, rate)
             if taken:
@@ -150,10 +170,10 @@ class Trainer:
             progress.step = step
             progress.wall_s = before + time.perf_counter() - session
             interval.steps += 1
-            status = self._status(planned, stop)
+            status = self._status(planned, stop, late)
             profiler.end(step, final=bool(status))
 
-            validate_due = step % validate_every == 0 or (bool(status) and status != "preempted")
+            validate_due = self._owes_validation(status, validate_every)
             save_due = bool(status) or step % save_every == 0
             if step % self.limits.log_every == 0 or validate_due or save_due:
                 self._log(interval, step / per_epoch, rate, norm, planned)
@@ -162,17 +182,18 @@ class Trainer:
                 status = self._validate(task, data, average) or status
                 progress.wall_s = before + time.perf_counter() - session
             if save_due or validate_due:
-                self._save(states, task, average, validated=validate_due)
+                self._save(states, task, average)
                 interval.begun = time.perf_counter()  # neither belongs to the training throughput
         del batches, wrapped
         return status
 
     def _accumulate(
         self, wrapped: torch.nn.Module, batches: Iterator[Batch], step: int, interval: Interval
-    ) -> tuple[Tensor, Tensor, bool]:
+    ) -> tuple[Tensor, Tensor, bool, bool]:
         """Forward and backward of this rank's share of a global batch.
 
-        Returns the global weight (), whether every loss was finite () bool, and the agreed stop.
+        Returns the global weight (), whether every loss was finite () bool, and what all ranks agree
+        on: whether a stop was requested, whether the time is over.
         """
         world, accumulate = self.group.world, self.limits.accumulate
         weights, finite = [], []
@@ -198,15 +219,17 @@ class Trainer:
             interval.add(batch, loss)
             self._micro_batches.append(batch)
         skip = ~torch.stack(finite).all()
-        weight, stop, skip = self.group.agree(torch.stack(weights).sum(), stop=self.stop_requested(), skip=skip)
-        return weight, ~skip, stop
+        weight, stop, late, skip = self.group.agree(
+            torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip
+        )
+        return weight, ~skip, stop, late
 
     def _update(
         self, optimizer: torch.optim.Optimizer, weight: Tensor, healthy: Tensor, rate: float
     ) -> tuple[Tensor, bool]:
-        """Scale, clip and step. Returns the gradient norm () of the mean loss and whether a step was taken."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        """Scale, clip and step. Returns the mean loss's gradient norm () and whether it stepped."""
         self.precision.unscale(optimizer)
+        gradients = gradients_of(optimizer)
         scale = self.progress.nominal / weight.clamp(min=1.0)
         norm = torch.nn.utils.get_total_norm(gradients) * scale
         clip = self.limits.clip
@@ -220,7 +243,7 @@ class Trainer:
             self.precision.step(optimizer)
             self.progress.bad_updates = 0
         elif self.precision.overflow(optimizer):  # the loss scale was lowered: no fault of the recipe
-            self.progress.skipped_updates += 1
+            self.progress.scale_skips += 1
         else:
             self._refuse()
         optimizer.zero_grad(set_to_none=True)
@@ -233,26 +256,39 @@ class Trainer:
         progress.bad_updates += 1
         progress.skipped_updates += 1
         ids = [name for batch in self._micro_batches for name in batch.ids if name]
-        self.tracker.log(
-            "warning",
-            {"message": f"update {progress.step + 1} skipped: non-finite loss or gradient (first cut {ids[:1]})"},
-        )
+        message = f"update {progress.step + 1} skipped: non-finite loss or gradient (first cut {ids[:1]})"
+        self.tracker.log("warning", {"step": progress.step + 1, "message": message})
         if progress.bad_updates < self.limits.max_bad_updates:
             return
         bundle = self.run_dir / "replay.pt"
-        torch.save({"step": progress.step + 1, "seed": self.seed, "batches": [vars(b) for b in self._micro_batches]}, bundle)
+        batches = [{k: v for k, v in vars(b).items() if k != "skipped"} for b in self._micro_batches]
+        with contextlib.suppress(OSError, RuntimeError):  # torch reports a full disk as RuntimeError
+            torch.save({"step": progress.step + 1, "seed": self.seed, "batches": batches}, bundle)
         raise Diverged(
             f"{progress.bad_updates} non-finite updates in a row up to step {progress.step + 1}; "
             f"lower optimizer.lr or trainer.clip, or look at the batches in {bundle}"
         )
 
-    def _status(self, planned: int | None, stop: bool) -> str:
-        """How the run ends after the step just done; empty while it goes on."""
+    def _is_late(self) -> bool:
+        """Whether this rank's clock says that the time is over."""
+        return self.limits.max_hours is not None and self.progress.wall_s >= self.limits.max_hours * 3600
+
+    def _status(self, planned: int | None, stop: bool, late: bool) -> str:
+        """How the run ends after the steps done; empty while it goes on."""
         if planned is not None and self.progress.step >= planned:
             return "finished"
-        if self.limits.max_hours is not None and self.progress.wall_s >= self.limits.max_hours * 3600:
+        if late:
             return "time"
         return "preempted" if stop else ""
+
+    def _owes_validation(self, status: str, every: int) -> bool:
+        """Whether the state after the steps done is to be evaluated before anything else.
+
+        Leaving must not wait for it: a preempted run is saved, and evaluated when it continues.
+        """
+        step = self.progress.step
+        is_due = bool(status) or step % every == 0
+        return is_due and status != "preempted" and step > self.progress.validated
 
     def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
         self.device.synchronize()  # the one wait for the device, on log steps only
@@ -277,35 +313,53 @@ class Trainer:
         )
 
     def _validate(self, task: Task, data: DataModule, average: Average) -> str:
-        """Evaluate the averaged weights on every named set; ``target`` where the target is reached."""
-        world = self.group.world
-        with average.swapped(task):
-            outcomes = evaluate(task, data.valid(world.rank, world.size), self.device, self.precision, self.group)
+        """Evaluate the averaged weights on every named set.
+
+        Returns ``target`` where the target is reached, ``preempted`` where a stop request came first.
+        """
+        group, asked = self.group, lambda: self.group.any(self.stop_requested())
+        try:
+            with average.swapped(task):
+                sets = data.valid(group.world.rank, group.world.size)
+                outcomes = evaluate(task, sets, self.device, self.precision, group, stop_requested=asked)
+        except Interrupted:
+            return "preempted"
         self.report(outcomes)
         metrics = {f"{name}/{key}": value for name, o in outcomes.items() for key, value in o.metrics.items()}
         self.progress.metrics = {**first_set(outcomes), **metrics}
-        metric = self.progress.metrics.get(task.metric)
-        target = self.limits.target
-        return "target" if target is not None and metric is not None and metric <= target else ""
+        self.progress.validated = self.progress.step
+        return "target" if self._has_target(task) else ""
+
+    def _has_target(self, task: Task) -> bool:
+        """Whether the latest validation reached ``limits.target``."""
+        metric, target = self.progress.metrics.get(task.metric), self.limits.target
+        return target is not None and metric is not None and metric <= target
 
     def report(self, outcomes: dict[str, Outcome]) -> None:
         """Tell the tracker of an evaluation."""
         step = self.progress.step
         for name, outcome in outcomes.items():
-            self.tracker.log("valid", {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics})
+            self.tracker.log(
+                "valid", {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics}
+            )
             rows = [vars(example) for example in outcome.examples]
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
 
-    def _save(self, states: dict[str, Stateful], task: Task, average: Average, validated: bool) -> None:
+    def _save(self, states: dict[str, Stateful], task: Task, average: Average) -> None:
         if self.group.world.rank == 0:
-            metric = self.progress.metrics.get(task.metric) if validated else None
+            is_validated = self.progress.validated == self.progress.step
+            metric = self.progress.metrics.get(task.metric) if is_validated else None
             try:
-                path = self.checkpointer.save(self.progress.step, states, average.averaged_state_dict(task), metric)
+                path = self.checkpointer.save(
+                    self.progress.step, states, average.averaged_state_dict(task), metric
+                )
                 self.tracker.log("checkpoint", {"step": self.progress.step, "path": str(path)})
             except OSError as error:
                 if self.limits.on_save_error == "stop":
                     raise MachineError(f"{error}; the last good checkpoint is intact") from error
-                self.tracker.log("warning", {"message": f"{error}; training goes on, trainer.on_save_error=continue"})
+                self.tracker.log(
+                    "warning", {"message": f"{error}; training goes on, trainer.on_save_error=continue"}
+                )
         self.group.barrier()
 
 

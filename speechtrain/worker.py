@@ -6,12 +6,14 @@ here: the file is the whole truth.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
 import signal
 import sys
 import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +26,7 @@ from speechtrain.checkpoint import Checkpointer, write_json
 from speechtrain.config import build, load
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed import Solo, World
+from speechtrain.distributed import PARENT, World, open_group
 from speechtrain.errors import MachineError, RunError, SpeechtrainError
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
@@ -33,18 +35,24 @@ from speechtrain.randomness import seed_at
 from speechtrain.run import RESULT, RunLock
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
-from speechtrain.trainer import Trainer, planned_steps
+from speechtrain.tracking.base import Tracker
+from speechtrain.trainer import Progress, Trainer, planned_steps
 
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
 
 
 class StopRequest:
-    """Becomes true at the first SIGTERM or SIGINT; the loop acts on it at the next step boundary."""
+    """Becomes true at the first SIGTERM or SIGINT; the loop acts on it at the next step boundary.
+
+    The launcher started this process with both blocked; they are let through from here on.
+    """
 
     def __init__(self) -> None:
         self.received = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
             signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
@@ -60,7 +68,9 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
     if not device.supports(precision.dtype):
         names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
         others = " or ".join(f"precision={name}" for dtype, name in names.items() if device.supports(dtype))
-        raise MachineError(f"precision={precision.name}: device={device.name} does not train in it; use {others}")
+        raise MachineError(
+            f"precision={precision.name}: device={device.name} does not train in it; use {others}"
+        )
     device.open(local_rank)
     return device, precision
 
@@ -85,9 +95,38 @@ def average_of(task: Task, decay: float) -> Average:
     return EMA(task, decay) if decay > 0 else NoEMA()
 
 
-def train(config: DictConfig, world: World, stop: StopRequest) -> dict[str, Any]:
-    """Build everything, train, and return what ``result.json`` says."""
+@dataclass
+class Attempt:
+    """One process's part of a run: how far it came is known even where it failed."""
+
+    status: str = "failed"
+    progress: Progress = field(default_factory=Progress)
+    metric: str = "loss"
+    tracker: Tracker | None = None
+
+    def result(self) -> dict[str, Any]:
+        """What ``result.json`` says."""
+        return {
+            "status": self.status,
+            "metric": self.progress.metrics.get(self.metric),
+            "metrics": self.progress.metrics,
+            "steps": self.progress.step,
+            "wall_s": round(self.progress.wall_s, 3),
+            "skipped_updates": self.progress.skipped_updates,
+            "scale_skips": self.progress.scale_skips,
+        }
+
+    def end(self, result: dict[str, Any]) -> None:
+        """Tell the trackers, and close them."""
+        if self.tracker is not None:
+            self.tracker.log("end", result)
+            self.tracker.close()
+
+
+def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt) -> None:
+    """Build everything and train; ``attempt`` says how it went. Raises what stopped it."""
     run_dir = Path(config.run_dir)
+    group = open_group(world)
     limits = Limits(**{str(k): v for k, v in config.trainer.items()})
     if limits.simulate_world is not None:
         limits.accumulate = limits.simulate_world // world.size
@@ -105,45 +144,34 @@ def train(config: DictConfig, world: World, stop: StopRequest) -> dict[str, Any]
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
     module, optimizer = device.prepare(task, optimizer, precision.dtype)
     assert isinstance(module, Task)
-    tracker = build(config, "tracking")
+    attempt.metric = task.metric
+    attempt.tracker = tracker = build(config, "tracking")
     tokenizer.save(str(run_dir))
     checkpointer = Checkpointer(run_dir, limits.keep, lambda m: tracker.log("warning", {"message": m}))
-    resume = _resume(config.resume, checkpointer)
-    tracker.log("start", {"parameters": sum(p.numel() for p in task.parameters()), "steps": planned, **data.report()})
-    trainer = Trainer(limits, device, precision, Solo(), checkpointer, tracker, config.seed, run_dir, stop)
+    if config.resume == "never" and checkpointer.folders():
+        raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
+    parameters = sum(p.numel() for p in task.parameters())
+    tracker.log("start", {"parameters": parameters, "steps": planned, **data.report()})
+    trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, run_dir, stop)
+    attempt.progress = trainer.progress
     try:
-        status = trainer.fit(module, data, optimizer, schedule, average_of(task, limits.ema), resume)
+        average = average_of(task, limits.ema)
+        attempt.status = trainer.fit(module, data, optimizer, schedule, average, config.resume)
     finally:
         data.close()
-    progress = trainer.progress
-    result = {
-        "status": status,
-        "metric": progress.metrics.get(task.metric),
-        "metrics": progress.metrics,
-        "steps": progress.step,
-        "wall_s": round(progress.wall_s, 3),
-        "skipped_updates": progress.skipped_updates,
-    }
-    tracker.log("end", result)
-    tracker.close()
-    return result
 
 
-def _resume(wanted: str, checkpointer: Checkpointer) -> bool:
-    found = bool(checkpointer.folders())
-    if wanted == "must" and not found:
-        raise RunError(f"resume=must, but {checkpointer.root} holds no checkpoint")
-    if wanted == "never" and found:
-        raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
-    return wanted != "never"
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the command that started this process is gone (Linux)."""
+def _leave_with_parent(stop: StopRequest) -> None:
+    """Stop as on a SIGTERM when the command that started this process here is gone (Linux)."""
+    parent = os.environ.pop(PARENT, "")
+    if not parent:
+        return
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
+    if str(os.getppid()) != parent:  # gone before the kernel was asked
+        stop.received = True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,23 +181,41 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: python -m speechtrain.worker RUN/config.yaml", file=sys.stderr)
         return 2
     path = Path(arguments[0])
-    if argv is None:
-        _die_with_parent()
     stop = StopRequest()
+    _leave_with_parent(stop)
     run_dir = path.parent
     lock = RunLock(run_dir)
     try:
-        config = load(path)
         lock.acquire()
-        result = train(config, World.from_environment(os.environ), stop)
-        code = 0
+    except (RunError, OSError) as error:  # the run is another's: so is its result
+        print(f"speechtrain: error: {error}", file=sys.stderr)
+        return RunError.exit_code
+    try:
+        return _attempt(path, stop)
+    finally:
+        lock.release()
+
+
+def _attempt(path: Path, stop: StopRequest) -> int:
+    """Train by the config at ``path``, write the outcome beside it and return the exit code."""
+    attempt, code, trace = Attempt(), 0, path.parent / "error.log"
+    trace.unlink(missing_ok=True)
+    try:
+        train(load(path), World.from_environment(os.environ), stop, attempt)
+        result = attempt.result()
     except Exception as error:  # the boundary of the process: whatever it is, the parent must be told
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
-        (run_dir / "error.log").write_text(traceback.format_exc())
         message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
-        result = {"status": "failed", "metric": None, "metrics": {}, "error": message.strip(), "exit_code": code}
-    write_json(run_dir / RESULT, result)
-    lock.release()
+        attempt.status = "failed"
+        result = {**attempt.result(), "error": message.strip(), "exit_code": code}
+        with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+            trace.write_text(traceback.format_exc())
+    attempt.end(result)
+    try:
+        write_json(path.parent / RESULT, result)
+    except OSError as error:
+        print(f"speechtrain: error: {path.parent / RESULT} cannot be written: {error}", file=sys.stderr)
+        return code or MachineError.exit_code
     return code
 
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     | {"devices.cpu", "data.audio", "data.batches", "data.manifests", "data.module", "data.sampler", "nn.features"},
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
-    | {"devices.base", "data.base", "optim.ema", "text.vocabulary"},
+    | {"devices.base", "data.base", "optim.ema", "text.vocabulary", "tracking.base"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
     | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base"},
     "evaluation": {"devices.base", "distributed", "metrics", "precision", "task"},

@@ -43,7 +43,7 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
         _remove_if_empty(run_dir)
         return {"status": "dry run", "metric": None}
     done = read_result(run_dir)
-    if done and done.get("limits") == plain["trainer"] and done["status"] in ("finished", "target"):
+    if done and done.get("limits") == plain["trainer"] and done.get("status") in ("finished", "target", "time"):
         print(f"{run_dir} is done: {_describe(done)}")
         return done
     lock = RunLock(run_dir).acquire()
