@@ -45,8 +45,14 @@ def speakers(root: Path) -> list[str]:
 
 def unheard(speaker: str, root: str) -> list[str]:
     """Overrides that leave a speaker out of training and test on that speaker alone."""
-    node = f"{{_target_: speechtrain.data.corpora.fsdd.Fsdd, root: {root}, split: test, only_speakers: [{speaker}]}}"
+    kind = "_target_: speechtrain.data.corpora.fsdd.Fsdd"
+    node = f"{{{kind}, root: {root}, split: test, utterances: 100, only_speakers: [{speaker}]}}"
     return [f"data.train.exclude_speakers=[{speaker}]", f"data.valid.unheard={node}"]
+
+
+def cell(key: str, value: object) -> str:
+    """One figure of the table: counts and seconds whole, error rates in per cent."""
+    return f"{value:.0f}" if key in ("steps", "seconds") else f"{100 * float(str(value)):.2f} %"
 
 
 def main() -> None:
@@ -76,11 +82,7 @@ def main() -> None:
         if not header:
             print("| " + " | ".join(row) + " |\n|" + "---|" * len(row))
             header = True
-        cells = [
-            f"{100 * v:.2f} %" if 0 <= v < 100 and k not in ("seconds", "steps") else f"{v:.0f}"
-            for k, v in row.items()
-            if not isinstance(v, str)
-        ]  # type: ignore[operator]
+        cells = [cell(key, value) for key, value in row.items() if key != "run"]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
