@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-from speechtrain.errors import EXIT_KILLED, Preempted, SpeechtrainError
+from speechtrain.errors import EXIT_KILLED, ConfigError, Preempted, SpeechtrainError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaint is a ConfigError, and so one line like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
 def one_line(message: str) -> str:
@@ -40,8 +49,6 @@ def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
     except Exception as error:  # the boundary of the process
         path = trace or Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
-        print(
-            f"speechtrain: internal error: {one_line(f'{type(error).__name__}: {error}')[:300]} (trace in {path})",
-            file=sys.stderr,
-        )
+        told = one_line(f"{type(error).__name__}: {error}")[:300]
+        print(f"speechtrain: internal error: {told} (trace in {path})", file=sys.stderr)
         return 1

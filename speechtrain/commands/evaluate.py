@@ -4,73 +4,142 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from speechtrain.commands.common import guarded
+from speechtrain.commands.common import Parser, guarded
+from speechtrain.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from speechtrain.evaluation import Outcome
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    build = argparse.ArgumentParser(
+    build = Parser(
         prog="speechtrain-evaluate",
-        description="Score a run's checkpoint: the same code, and so the same figures, as in training.",
+        description="Score a run's checkpoint: the same code, and so the same figures, as in training. "
+        "The run may be in progress, and may have been moved.",
+        epilog="KEY=VALUE is any key of the run's config, such as device.threads=1 or "
+        "data.valid_batch.count=4, and precision=CHOICE or device=CHOICE. Exit codes: 0 done, 2 usage, "
+        "3 data, 4 machine, 5 no run or no sound checkpoint.",
     )
     build.add_argument("run", type=Path, help="run directory")
     build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
-    build.add_argument("--checkpoint", default="best", help="best, last or a folder's name (default: best)")
+    build.add_argument("--checkpoint", default="best", help="best, last or a folder's name (best)")
     build.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="score this manifest instead of the run's own sets; may be repeated",
+        help="score this manifest or folder instead of the run's own sets; may be repeated",
     )
-    build.add_argument("--out", type=Path, help="write references and hypotheses here, one JSON object a line")
-    build.add_argument("--json", action="store_true", help="print one JSON object")
+    build.add_argument(
+        "--out", type=Path, metavar="FILE", help="references and hypotheses, one JSON object a line"
+    )
+    build.add_argument(
+        "--json", action="store_true", help="print one JSON object; what is not finite is null"
+    )
     return build
 
 
 def main() -> None:
     """Console entry point."""
-    sys.exit(guarded(lambda: run(parser().parse_args())))
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Evaluate and print; returns the exit code."""
+def run(argv: list[str]) -> int:
+    """Evaluate and print; returns the exit code. Raises a SpeechtrainError."""
+    arguments = parser().parse_intermixed_args(argv)
+    named = _named_sets(arguments.set)
+    if arguments.out:
+        _check_writable(arguments.out)
     from speechtrain.commands.opening import open_run
     from speechtrain.config import build
+    from speechtrain.data.base import DataModule
     from speechtrain.distributed import Solo
-    from speechtrain.errors import ConfigError
     from speechtrain.evaluation import evaluate
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
-    named = {}
-    for pair in arguments.set:
-        name, equals, file = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {pair}: write it as NAME=FILE")
-        named[name] = file
-    if named:
-        opened.config.data.valid = named
-    data = build(opened.config, "data", tokenizer=opened.tokenizer, footprint=opened.task.footprint())
+    _choose_sets(opened.config, named, arguments.run)
+    offers = {"tokenizer": opened.tokenizer, "footprint": opened.task.footprint()}
+    data: DataModule = build(opened.config, "data", **offers)
     try:
         outcomes = evaluate(opened.task, data.valid(), opened.device, opened.precision, Solo(), examples=None)
     finally:
         data.close()
     if arguments.out:
-        with arguments.out.open("w") as file:
-            for name, outcome in outcomes.items():
-                for example in outcome.examples:
-                    file.write(json.dumps({"set": name, **vars(example)}, ensure_ascii=False) + "\n")
+        _write_examples(arguments.out, outcomes)
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     if arguments.json:
-        print(json.dumps({"checkpoint": str(opened.checkpoint), "metrics": metrics}))
+        print(
+            json.dumps({"checkpoint": str(opened.checkpoint), "metrics": finite(metrics)}, ensure_ascii=False)
+        )
         return 0
     print(f"checkpoint {opened.checkpoint}")
     for name, values in metrics.items():
         print(f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in values.items()))
     return 0
+
+
+def finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+    """Metrics as JSON can hold them: infinities and NaN become null."""
+    return {
+        name: {key: value if math.isfinite(value) else None for key, value in values.items()}
+        for name, values in metrics.items()
+    }
+
+
+def _named_sets(pairs: list[str]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, file = pair.partition("=")
+        if not (equals and name and file):
+            raise ConfigError(f"--set {pair}: write it as NAME=FILE")
+        if name in named:
+            raise ConfigError(
+                f"--set {pair}: {name!r} is named twice; several files of one set are joined by commas"
+            )
+        named[name] = file
+    return named
+
+
+def _choose_sets(config: DictConfig, named: dict[str, str], run_dir: Path) -> None:
+    """Put ``named`` sets in the place of the run's own; its training data is not needed, nor looked for."""
+    if named:
+        if "valid" not in config.data:
+            raise ConfigError(f"--set: {config.data._target_} has no 'valid' to put it in")
+        config.data.valid = named
+    if "valid" in config.data and not config.data.valid:
+        raise ConfigError(f"{run_dir} names no evaluation set; give one with --set NAME=FILE")
+    if config.data._target_ == "speechtrain.data.module.SpeechData":
+        config.data.train = ""  # opened at first use, and never used here
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes of evaluation, not behind them. Raises MachineError."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+        raise MachineError(f"--out {path}: cannot be written there; name a file in a folder that exists")
+
+
+def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for name, outcome in outcomes.items():
+                for example in outcome.examples:
+                    file.write(json.dumps({"set": name, **vars(example)}, ensure_ascii=False) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise MachineError(f"--out {path}: {error.strerror or error}") from error
 
 
 if __name__ == "__main__":

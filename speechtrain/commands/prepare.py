@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-from speechtrain.commands.common import guarded
+from speechtrain.commands.common import Parser, guarded
 from speechtrain.errors import ConfigError, DataError, MachineError
 
 if TYPE_CHECKING:
@@ -32,13 +32,6 @@ _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # of PCM's size that FLAC takes at most, speech being about half
 _MEASURED = ("nemo", "mlperf")  # formats that do not tell a recording's own length and rate
 _SAMPLE_UTTERANCES = 300  # of the embedded validation set, as conf/data/digits.yaml draws it
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are one line, as every error here."""
-
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
 def parser() -> argparse.ArgumentParser:

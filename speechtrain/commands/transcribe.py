@@ -4,54 +4,118 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from speechtrain.commands.common import guarded
+from speechtrain.commands.common import Parser, guarded, one_line
+from speechtrain.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from speechtrain.batch import Batch
+
+_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
+_LABELS_PER_SECOND = 50  # twice the characters of the fastest speech
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    build = argparse.ArgumentParser(
+    build = Parser(
         prog="speechtrain-transcribe",
-        description="Transcribe audio files (WAV, FLAC and what libsndfile reads; any rate, any channels).",
+        description="Transcribe audio files (WAV, FLAC and what libsndfile reads; any rate, any channels): "
+        "FILE<tab>TEXT in the order given.",
+        epilog="KEY=VALUE among the files is a key of the run's config, such as device.threads=1, "
+        "precision=bf16 or device=cpu. A file that cannot be used is one line on stderr; the others are "
+        "transcribed, and the exit code is 3. Others: 0 done, 2 usage, 4 machine, 5 no run or no sound checkpoint.",
     )
     build.add_argument("run", type=Path, help="run directory")
-    build.add_argument("audio", type=Path, nargs="+", help="audio files")
-    build.add_argument("--checkpoint", default="best", help="best, last or a folder's name (default: best)")
-    build.add_argument("--batch", type=int, default=8, metavar="N", help="files decoded together (default: 8)")
+    build.add_argument("audio", nargs="+", metavar="AUDIO", help="audio files")
+    build.add_argument("--checkpoint", default="best", help="best, last or a folder's name (best)")
+    build.add_argument("--batch", type=int, default=8, metavar="N", help="files decoded together (8)")
     build.add_argument("--json", action="store_true", help="one JSON object a file instead of FILE<tab>TEXT")
     return build
 
 
 def main() -> None:
     """Console entry point."""
-    sys.exit(guarded(lambda: run(parser().parse_args())))
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Transcribe and print, in the order given; returns the exit code."""
-    import torch
-
-    from speechtrain.commands.opening import open_run
-    from speechtrain.data.batches import audio_batch
-    from speechtrain.errors import ConfigError, DataError
-
+def run(argv: list[str]) -> int:
+    """Transcribe and print, in the order given; returns the exit code. Raises a SpeechtrainError."""
+    arguments = parser().parse_intermixed_args(argv)
+    overrides = [name for name in arguments.audio if _OVERRIDE.match(name) and not Path(name).exists()]
+    files = [name for name in arguments.audio if name not in overrides]
     if arguments.batch < 1:
         raise ConfigError(f"--batch {arguments.batch}: it must be at least 1")
-    missing = [path for path in arguments.audio if not path.is_file()]
-    if missing:
-        raise DataError(f"{missing[0]} does not exist ({len(missing)} of {len(arguments.audio)} files missing)")
-    opened = open_run(arguments.run, arguments.checkpoint, [])
-    rate = int(opened.config.data.sample_rate)
-    for begin in range(0, len(arguments.audio), arguments.batch):
-        files = arguments.audio[begin : begin + arguments.batch]
-        batch = opened.device.move(audio_batch([str(path) for path in files], rate))
+    if not files:
+        raise ConfigError("name one or more audio files; speechtrain-transcribe --help shows the usage")
+    import torch
+    from omegaconf import OmegaConf
+
+    from speechtrain.commands.opening import open_config, open_run
+    from speechtrain.task import Task
+
+    overrides = _without_limit(open_config(arguments.run, overrides), files, overrides)
+    opened = open_run(arguments.run, arguments.checkpoint, overrides)
+    if type(opened.task).transcribe is Task.transcribe:
+        raise ConfigError(f"{arguments.run}: {type(opened.task).__name__} does not transcribe speech")
+    rate = int(OmegaConf.select(opened.config, "data.sample_rate") or 16_000)
+    failed = False
+    for begin in range(0, len(files), arguments.batch):
+        chosen = files[begin : begin + arguments.batch]
+        batch = _readable(chosen, rate)
+        failed |= batch is None or len(batch.ids) < len(chosen)
+        if batch is None:
+            continue
         with torch.no_grad(), opened.precision.autocast(opened.device.name):
-            texts = opened.task.transcribe(batch)
-        for path, text in zip(files, texts, strict=True):
-            print(json.dumps({"audio": str(path), "text": text}) if arguments.json else f"{path}\t{text}", flush=True)
-    return 0
+            texts = opened.task.transcribe(opened.device.move(batch))
+        for name, text in zip(batch.ids, texts, strict=True):
+            line = json.dumps({"audio": name, "text": text}, ensure_ascii=False)
+            print(line if arguments.json else f"{name}\t{text}", flush=True)
+    return DataError.exit_code if failed else 0
+
+
+def _readable(files: list[str], rate: int) -> Batch | None:
+    """A batch of those of ``files`` that can be read, or None; each other one is a line on stderr."""
+    from speechtrain.data.batches import audio_batch
+
+    try:
+        return audio_batch(files, rate)
+    except DataError:
+        good = []
+    for name in files:
+        try:
+            audio_batch([name], rate)
+            good.append(name)
+        except DataError as error:
+            print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr, flush=True)
+    return audio_batch(good, rate) if good else None
+
+
+def _without_limit(config: DictConfig, files: list[str], overrides: list[str]) -> list[str]:
+    """Overrides that let the longest file be decoded to its end, where a limit of labels would cut it.
+
+    ``model.max_symbols`` guards evaluation against a model that babbles; a long recording needs more.
+    """
+    import soundfile
+    from omegaconf import OmegaConf
+
+    limit = OmegaConf.select(config, "model.max_symbols")
+    if not isinstance(limit, int) or any(o.startswith("model.max_symbols=") for o in overrides):
+        return overrides
+    longest = 0.0
+    for name in files:
+        try:
+            longest = max(longest, soundfile.info(name).duration)
+        except (OSError, RuntimeError):
+            continue  # named when it is read
+    needed = math.ceil(min(longest, 1e6) * _LABELS_PER_SECOND)
+    return [*overrides, f"model.max_symbols={needed}"] if needed > limit else overrides
 
 
 if __name__ == "__main__":
