@@ -37,6 +37,7 @@ from speechtrain.errors import MachineError, SpeechtrainError
 Decode = Callable[[MicroBatch], Batch]
 
 _AHEAD = 2  # micro-batches in hand for each worker
+_FOR_ALL = 0  # instead of a ticket
 _SMALL_BYTES = 2**20  # of a tensor that travels through the pipe
 _GRACE_SECONDS = 60  # a worker outlives a SIGTERM of its whole process group by this much
 
@@ -163,6 +164,8 @@ class Processes(Workers):
                         f"({_place(item)}); is the storage stuck? data.timeout_seconds sets the limit"
                     )
                 got, answer = worker.link.recv()
+            if got == _FOR_ALL:
+                raise answer
             if got in self._dropped:
                 self._dropped.remove(got)
             else:
@@ -258,6 +261,10 @@ def _work(link: Connection) -> None:
             ticket, number, decode, item = link.recv()
         except (EOFError, OSError):
             return
+        except Exception as error:  # a tokenizer, say, of a module that this process cannot import
+            problem = f"a data worker cannot load what it was sent ({type(error).__name__}: {error})"
+            answers.put((_FOR_ALL, MachineError(f"{problem}; data.workers=0 does without workers")))
+            continue
         if decode is not None:
             decoders[number] = decode
         answers.put((ticket, _decode(decoders[number], item)))

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speechtrain.batch import Batch, Footprint
+from speechtrain.data.corpora.digits import Digits
+from speechtrain.data.module import SpeechData, automatic_workers
+from speechtrain.data.sampler import Packing
+from speechtrain.data.workers import Processes
+from speechtrain.errors import DataError, MachineError
+from speechtrain.text.vocabulary import Characters
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache that holds the embedded digits, shared by this module."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEECHTRAIN_CACHE", str(folder))
+        yield folder
+
+
+def make_data(corpus: Path, **options: Any) -> SpeechData:
+    options = {"batch": Packing(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
+    options.setdefault("train", Digits("train", utterances=31))
+    options.setdefault("valid", {"unheard": Digits("valid", utterances=21)})
+    return SpeechData(tokenizer=Characters(), cache=str(corpus), **options)
+
+
+def ids_of(batches: Any) -> list[tuple[str, ...]]:
+    return [batch.ids for batch in batches]
+
+
+def assert_same(ours: Batch, theirs: Batch) -> None:
+    assert (ours.ids, ours.epoch, ours.index) == (theirs.ids, theirs.epoch, theirs.index)
+    assert torch.equal(ours.audio, theirs.audio)
+    assert torch.equal(ours.labels, theirs.labels)
+
+
+# --- resume -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.integers(0, 30),
+    accumulate=st.integers(1, 4),
+    into=st.integers(0, 3),
+    packing=st.sampled_from([Packing(count=3), Packing(count=None, seconds=9.0), Packing(count=4, window=1)]),
+)
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
+    corpus: Path, steps: int, accumulate: int, into: int, packing: Packing
+) -> None:
+    """Also from the midst of a global batch, which begins again, and over the ends of epochs."""
+    first = make_data(corpus, batch=packing)
+    stream = first.train(accumulate=accumulate)
+    for _ in range(steps * accumulate + into % accumulate):
+        next(stream)
+    state = json.loads(json.dumps(first.state_dict()))
+    whole = make_data(corpus, batch=packing).train(accumulate=accumulate)
+    expected = list(islice(whole, steps * accumulate, (steps + 2) * accumulate))
+    resumed = make_data(corpus, batch=packing)
+    resumed.load_state_dict(state)
+    for ours, theirs in zip(expected, resumed.train(accumulate=accumulate), strict=False):
+        assert_same(ours, theirs)
+
+
+def test_resume_with_workers_is_that_without(corpus: Path) -> None:
+    expected = list(islice(make_data(corpus).train(accumulate=2), 30))
+    first = make_data(corpus, workers=2)
+    second = make_data(corpus, workers=1)
+    try:
+        stream = first.train(accumulate=2)
+        found = [next(stream)]
+        assert isinstance(first.workers, Processes)
+        first.workers.wait_until_ready()
+        found += [next(stream) for _ in range(13)]
+        assert (first.state_dict()["epoch"], first.state_dict()["position"]) == (1, 3)  # 11 to an epoch
+        second.load_state_dict(first.state_dict())  # decoded ahead is not handed over
+        again = second.train(accumulate=2)
+        found += [next(again)]
+        assert isinstance(second.workers, Processes)
+        second.workers.wait_until_ready()
+        found += [next(again) for _ in range(15)]
+    finally:
+        first.close()
+        second.close()
+    for ours, theirs in zip(expected, found, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_the_state_is_an_address(corpus: Path) -> None:
+    data = make_data(corpus)
+    stream = data.train(accumulate=4)
+    for number, expected in enumerate([0, 0, 0, 4, 4, 4, 4, 8], 1):
+        next(stream)
+        assert (data.state_dict()["epoch"], data.state_dict()["position"]) == (0, expected), number
+    assert set(data.state_dict()) == {"epoch", "position", "content", "cuts", "skipped"}
+
+
+def test_a_resume_on_other_cuts_is_refused(corpus: Path) -> None:
+    state = make_data(corpus).state_dict()
+    other = make_data(corpus, train=Digits("train", utterances=32))
+    with pytest.raises(DataError, match=r"changed since the checkpoint \(31 cuts then, 32 now\)"):
+        other.load_state_dict(state)
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    split=st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)]),
+    steps=st.integers(1, 5),
+    count=st.integers(1, 8),
+)
+def test_ranks_and_accumulation_share_one_global_order(
+    corpus: Path, split: tuple[int, int], steps: int, count: int
+) -> None:
+    world, accumulate = split
+    size = world * accumulate
+    options = {"batch": Packing(count=count)}
+    expected = ids_of(islice(make_data(corpus, **options).train(accumulate=size), steps * size))
+    modules = [make_data(corpus, **options) for _ in range(world)]
+    streams = [module.train(rank, world, accumulate) for rank, module in enumerate(modules)]
+    found = []
+    for _ in range(steps):
+        taken = [[next(stream).ids for _ in range(accumulate)] for stream in streams]
+        found += [taken[rank][a] for a in range(accumulate) for rank in range(world)]
+    assert found == expected
+    states = [module.state_dict() for module in modules]
+    assert all(state == states[0] for state in states)
+    # and a run that goes on with another number of ranks goes on with the same order
+    data = make_data(corpus, **options)
+    data.load_state_dict(states[0])
+    longer = ids_of(islice(make_data(corpus, **options).train(accumulate=size), (steps + 1) * size))
+    assert ids_of(islice(data.train(accumulate=size), size)) == longer[steps * size :]
+
+
+def test_no_utterance_is_lost_or_met_twice_in_an_epoch(corpus: Path) -> None:
+    data = make_data(corpus)
+    batches = list(islice(data.train(accumulate=4), 3 * data.micro_batches_per_epoch))
+    for epoch in range(3):
+        met = [name for batch in batches if batch.epoch == epoch for name in batch.ids]
+        assert sorted(met) == [f"digits-train-0-{i:06d}" for i in range(31)]
+
+
+# --- evaluation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("packing", [Packing(count=4), Packing(count=None, seconds=8.0)])
+def test_evaluation_has_every_utterance_once_over_ranks_of_equal_counts(
+    corpus: Path, world: int, packing: Packing
+) -> None:
+    data = make_data(corpus, valid_batch=packing, max_seconds=0.5, min_seconds=0.2)
+    shares = [data.valid(rank, world)["unheard"] for rank in range(world)]
+    batches = [list(share) for share in shares]
+    assert len({len(share) for share in batches}) == 1
+    assert len(shares[0]) == len(batches[0])  # type: ignore[arg-type]
+    met = [name for share in batches for batch in share for name in batch.ids if name]
+    assert sorted(met) == [f"digits-valid-0-{i:06d}" for i in range(21)]
+    assert sum(float(batch.weight.sum()) for share in batches for batch in share) == 21
+    assert ids_of(shares[0]) == ids_of(batches[0])  # may be iterated again
+    assert all(batch.audio_lengths.min() > 0 for share in batches for batch in share)
+    padded = sum(batch.audio.numel() for batch in batches[0] if batch.utterances)
+    assert padded < 1.3 * sum(batch.seconds for batch in batches[0]) * 16_000
+
+
+def test_large_evaluation_sets_go_through_the_workers(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ids_of(make_data(corpus).valid()["unheard"])
+    monkeypatch.setattr("speechtrain.data.module._SMALL_SECONDS", 0)
+    data = make_data(corpus, workers=1)
+    try:
+        chosen = data.valid()["unheard"]
+        next(iter(chosen))
+        assert isinstance(data.workers, Processes)
+        data.workers.wait_until_ready()
+        assert ids_of(chosen) == expected
+    finally:
+        data.close()
+
+
+def test_evaluation_needs_no_training_data(corpus: Path) -> None:
+    data = make_data(corpus, train="nowhere.jsonl")
+    assert len(list(data.valid()["unheard"])) == 2
+    with pytest.raises(DataError, match=r"nowhere\.jsonl does not exist"):
+        data.check()
+
+
+# --- static shapes ------------------------------------------------------------------------------
+
+
+def test_fixed_shapes_are_the_only_ones(corpus: Path) -> None:
+    data = make_data(corpus, shapes=3, valid_batch=Packing(count=5))
+    assert 1 <= len(data.shapes()) <= 3
+    batches = list(islice(data.train(), 3 * data.micro_batches_per_epoch))
+    met = {(*batch.audio.shape, batch.labels.shape[1]) for batch in batches}
+    assert met <= set(data.shapes())
+    names = [name for batch in batches if batch.epoch == 0 for name in batch.ids if name]
+    assert sorted(names) == [f"digits-train-0-{i:06d}" for i in range(31)]
+    for batch in batches:
+        full = batch.audio_lengths.clamp(max=batch.audio.shape[1])
+        assert torch.equal(full, batch.audio_lengths)
+    shares = [list(data.valid(rank, 2)["unheard"]) for rank in range(2)]
+    assert len(shares[0]) == len(shares[1])
+    met = {(*batch.audio.shape, batch.labels.shape[1]) for share in shares for batch in share}
+    assert met <= set(data.evaluation_shapes())
+    assert sum(batch.utterances for share in shares for batch in share) == 21
+    assert make_data(corpus).shapes() == make_data(corpus).evaluation_shapes() == []
+
+
+def test_packing_by_memory_follows_the_models_prediction(corpus: Path) -> None:
+    footprint = Footprint(per_second=1e8, per_second_label=1e6)
+    data = make_data(corpus, batch=Packing(count=None, memory_gib=1.0), footprint=footprint)
+    for batch in islice(data.train(), 20):
+        rows, samples = batch.audio.shape
+        assert rows == 1 or footprint.bytes(rows, samples / 16_000, batch.labels.shape[1]) <= 1.01 * 2**30
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_ends_training_with_a_line_that_says_so(corpus: Path) -> None:
+    data = make_data(corpus, workers=1)
+    try:
+        stream = data.train()
+        next(stream)
+        assert isinstance(data.workers, Processes)
+        data.workers.wait_until_ready()
+        next(stream)
+        os.kill(data.workers.pids[0], signal.SIGKILL)
+        with pytest.raises(MachineError, match="was killed by signal 9"):
+            list(islice(stream, 100))
+    finally:
+        data.close()
+
+
+def test_check_accepts_the_embedded_corpus_and_report_begins_empty(corpus: Path) -> None:
+    data = make_data(corpus)
+    data.check()
+    assert data.report() == {}
+    assert data.micro_batches_per_epoch == 11
+    assert make_data(corpus, batch=Packing(count=None, seconds=9.0)).micro_batches_per_epoch == len(
+        make_data(corpus, batch=Packing(count=None, seconds=9.0)).sampler.plan(0)
+    )
+
+
+def test_speed_changes_the_length_by_the_drawn_factor(corpus: Path) -> None:
+    slow = next(make_data(corpus, speed=[0.8, 0.8]).train())
+    plain = next(make_data(corpus, speed=None).train())
+    assert slow.ids == plain.ids
+    assert slow.audio_lengths.tolist() == [-(-n * 100 // 80) for n in plain.audio_lengths.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"min_seconds": 5.0, "max_seconds": 1.0}, "min_seconds=5.0"),
+        ({"workers": -2}, "workers=-2"),
+        ({"speed": [1.1, 0.9]}, "speed="),
+        ({"sample_rate": 0}, "sample_rate=0"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds=0"),
+    ],
+)
+def test_arguments_that_fit_no_data_are_refused(corpus: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_data(corpus, **options)
+
+
+def test_the_automatic_number_of_workers_is_a_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert automatic_workers() == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert automatic_workers() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert automatic_workers() == 0

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from speechtrain.batch import Batch
+from speechtrain.data.batches import Decoder
+from speechtrain.data.index import open_index
+from speechtrain.data.sampler import MicroBatch
+from speechtrain.data.sources import open_source
+from speechtrain.data.workers import InProcess, Processes
+from speechtrain.errors import DataError, MachineError
+from speechtrain.text.vocabulary import Characters
+
+
+def planned(count: int, first: int = 0) -> Iterator[MicroBatch]:
+    for i in range(first, first + count):
+        yield MicroBatch(np.array([i % 4], np.int32), np.array([100 + i % 5], np.int16), None, 0, i)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for_the_end_of(pids: list[int]) -> bool:
+    for _ in range(300):
+        if not any(is_alive(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def decoder(cache: Path, recordings: Any) -> Decoder:
+    return Decoder(open_index(open_source(recordings.corpus("m", 4))), Characters())
+
+
+@pytest.fixture
+def workers() -> Iterator[Processes]:
+    pool = Processes(2, timeout_seconds=60)
+    yield pool
+    pool.close()
+
+
+DECODERS = """
+import time
+import torch
+from speechtrain.batch import Batch
+from speechtrain.errors import DataError
+
+def stuck(item):
+    time.sleep(60)
+
+def broken(item):
+    if item.index == 2:
+        raise DataError("the file is bad")
+    raise ZeroDivisionError("a bug")
+
+def large(item):
+    audio = torch.full((2, 400_000), float(item.index))
+    ones = torch.ones(2)
+    ids, texts = ("x" * 40_000, ""), ("y" * 40_000, "")
+    return Batch(audio, ones, ones, ones, ones, ones, ids, texts, index=item.index)
+"""
+
+
+@pytest.fixture
+def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Decoders that misbehave, in a module that workers can import."""
+    (tmp_path / "decoders_under_test.py").write_text(DECODERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "decoders_under_test", raising=False)
+    return importlib.import_module("decoders_under_test")
+
+
+def unknown(item: MicroBatch) -> Batch:
+    """A decoder whose module the workers cannot import."""
+    raise AssertionError
+
+
+def ready(pool: Processes, decoder: Any) -> Processes:
+    """The pool once its processes run."""
+    list(pool.map(decoder, iter(())))
+    pool.wait_until_ready()
+    assert len(pool.pids) == pool.count
+    return pool
+
+
+def test_batches_are_the_same_and_in_order_wherever_they_are_decoded(
+    decoder: Decoder, workers: Processes
+) -> None:
+    expected = list(InProcess().map(decoder, planned(12)))
+    stream = workers.map(decoder, planned(12))
+    first = [next(stream) for _ in range(3)]  # decoded here, or there, as it happens
+    workers.wait_until_ready()
+    found = first + list(stream)
+    assert [batch.index for batch in found] == list(range(12))
+    for ours, theirs in zip(expected, found, strict=True):
+        assert ours.ids == theirs.ids
+        assert torch.equal(ours.audio, theirs.audio)
+        assert torch.equal(ours.labels, theirs.labels)
+        theirs.audio.add_(1)  # writable, as the trainer may want
+
+
+def test_streams_take_turns(decoder: Decoder, workers: Processes) -> None:
+    """Validation in the midst of training, and a validation that is given up."""
+    ready(workers, decoder)
+    training = workers.map(decoder, planned(100))
+    other = Decoder(decoder.index, decoder.tokenizer, is_evaluation=True)
+    found = [next(training).index for _ in range(5)]
+    assert [batch.index for batch in workers.map(other, planned(9, 50))] == list(range(50, 59))
+    given_up = workers.map(other, planned(50))
+    next(given_up)
+    del given_up
+    found += [batch.index for batch in islice(training, 20)]
+    assert found == list(range(25))
+    assert len(workers._results) == 0
+
+
+def test_large_batches_and_long_names_do_not_block(workers: Processes, decoders: Any) -> None:
+    ready(workers, decoders.large)
+    training, evaluation = workers.map(decoders.large, planned(20)), workers.map(decoders.large, planned(20))
+    for i in range(20):
+        for stream in (training, evaluation):
+            batch = next(stream)
+            assert (batch.index, float(batch.audio[1, -1]), len(batch.ids[0])) == (i, float(i), 40_000)
+
+
+def test_errors_come_back_where_they_belong(workers: Processes, decoders: Any) -> None:
+    ready(workers, decoders.broken)
+    stream = workers.map(decoders.broken, planned(3, 2))
+    with pytest.raises(DataError, match="the file is bad"):
+        next(stream)
+    with pytest.raises(RuntimeError, match=r"ZeroDivisionError: a bug \(.*decoders_under_test\.py:\d+\)"):
+        next(workers.map(decoders.broken, planned(1)))
+
+
+def test_a_decoder_that_does_not_travel_is_an_error(workers: Processes, decoder: Decoder) -> None:
+    ready(workers, decoder)
+    with pytest.raises(MachineError, match=r"cannot load what it was sent.*data\.workers=0"):
+        next(workers.map(unknown, planned(1)))
+    assert next(workers.map(decoder, planned(1))).index == 0
+
+
+def test_a_killed_worker_is_an_error_that_says_so(decoder: Decoder, workers: Processes) -> None:
+    ready(workers, decoder)
+    stream = workers.map(decoder, planned(1000))
+    next(stream)
+    os.kill(workers.pids[1], signal.SIGKILL)
+    with pytest.raises(MachineError, match=r"was killed by signal 9 .*lower data\.workers") as caught:
+        list(stream)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
+    pool = Processes(1, timeout_seconds=0.5)
+    try:
+        ready(pool, decoders.stuck)
+        with pytest.raises(MachineError, match=r"gave no answer for 0\.5 s \(at micro-batch 0 of epoch 0\)"):
+            next(pool.map(decoders.stuck, planned(1)))
+    finally:
+        pids = pool.pids
+        for worker in pool._workers:
+            worker.process.kill()
+        pool.close()
+    assert wait_for_the_end_of(pids)
+
+
+def test_a_worker_outlives_the_signals_of_its_group(decoder: Decoder, workers: Processes) -> None:
+    """Ctrl-C and Slurm signal every process; the rank still needs batches up to its last step."""
+    ready(workers, decoder)
+    stream = workers.map(decoder, planned(50))
+    next(stream)
+    for pid in workers.pids:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    assert len(list(stream)) == 49
+
+
+def test_closing_ends_the_workers(decoder: Decoder, workers: Processes) -> None:
+    ready(workers, decoder)
+    stream = workers.map(decoder, planned(100))
+    next(stream)
+    pids = workers.pids
+    workers.close()
+    assert wait_for_the_end_of(pids)
+    workers.close()
+
+
+@pytest.mark.parametrize("end", ["kill", "error"])
+def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: Path, end: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import itertools, os, sys, time\n"
+        "from speechtrain.data.module import SpeechData\n"
+        "from speechtrain.text.vocabulary import Characters\n"
+        "if __name__ == '__main__':\n"
+        "    data = SpeechData(sys.argv[1], {}, Characters(), workers=2)\n"
+        "    stream = data.train()\n"
+        "    next(stream)\n"
+        "    data.workers.wait_until_ready()\n"
+        "    next(stream)\n"
+        "    print(*data.workers.pids, flush=True)\n"
+        "    if sys.argv[2] == 'kill': time.sleep(60)\n"
+        "    if sys.argv[2] == 'error': raise ValueError('on purpose')\n"
+    )
+    command = [sys.executable, str(program), recordings.corpus("m", 4), end]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2, process.stderr and process.stderr.read()
+    if end == "kill":
+        process.kill()
+    _, errors = process.communicate(timeout=60)
+    assert wait_for_the_end_of(pids)
+    assert ("on purpose" in errors) == (end == "error")
