@@ -18,7 +18,7 @@ EVERYONE = {"errors", "batch", "randomness", "__init__"}
 MAY_IMPORT = {
     "commands": {"config", "launch", "run", "worker", "evaluation", "distributed", "checkpoint", "task"}
     | {"precision", "devices.base", "data.source", "data.sources", "data.base", "data.corpora", "text", "report", "metrics"}
-    | {"devices.cpu", "data.audio", "data.batches", "data.manifests", "data.module", "data.sampler", "nn.features"},
+    | {"devices.cpu", "data.audio", "data.batches", "data.index", "data.manifests", "data.module", "data.sampler", "nn.features"},
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
     | {"devices.base", "data.base", "optim.ema", "text.vocabulary", "tracking.base"},

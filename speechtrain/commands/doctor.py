@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from importlib import metadata, util
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speechtrain import __version__
 from speechtrain.commands.common import guarded, one_line
+from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from speechtrain.batch import Batch
+    from speechtrain.data.base import DataModule
+    from speechtrain.data.index import Index
+    from speechtrain.devices.base import Device
+    from speechtrain.precision import Precision
+    from speechtrain.task import Task
+    from speechtrain.text.vocabulary import Tokenizer
+
 GREEN, AMBER, RED = "green", "amber", "red"
-Finding = tuple[str, str, str]
-"""How it stands, what was looked at, what was found and what to do."""
+_PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
+_LOOKED_AT = 10_000  # transcripts
 
 HELP = f"""speechtrain-doctor {__version__}: look at this machine, and at a recipe on it.
 
-usage: speechtrain-doctor [GROUP=CHOICE ...] [KEY=VALUE ...]
+usage: speechtrain-doctor [GROUP=CHOICE ...] [KEY=VALUE ...] [--config-dir DIR]
 
-Takes what speechtrain-train takes. Prints a line for each thing looked at: green (fine), amber (works, but),
-red (will not work, and what to do). Trains nothing that stays. Exit code 0, or 4 where a line is red.
+Takes what speechtrain-train takes; without arguments it looks at the defaults. Prints a line for each thing
+looked at: green (fine), amber (works, but), red (will not work, and what to do). The last lines are of the
+recipe: its config, its model, its recordings and transcripts, and one training step of its largest batch.
+Leaves nothing behind but the data cache that training would make (SPEECHTRAIN_CACHE).
+
+exit codes: 0 nothing is red; else that of the first red line: 2 config, 3 data, 4 machine or training step
 """
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How something stands, what was looked at, what was found and what to do."""
+
+    state: str
+    what: str
+    found: str
+    exit_code: int = MachineError.exit_code  # of a red one
 
 
 def main() -> None:
@@ -41,76 +67,111 @@ def run(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return 0
-    worst = GREEN
-    paint = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"} if sys.stdout.isatty() else {}
-    for state, what, found in findings(argv):
-        print(f"{paint.get(state, '')}{state:<5}{chr(27) + '[0m' if paint else ''}  {what:<22} {found}", flush=True)
-        worst = max(worst, state, key=[GREEN, AMBER, RED].index)
-    return 4 if worst == RED else 0
+    overrides, config_dir = _split(argv)
+    paint = _PAINT if sys.stdout.isatty() else {}
+    code = 0
+    for finding in findings(overrides, config_dir):
+        state = f"{paint.get(finding.state, '')}{finding.state:<5}{chr(27) + '[0m' if paint else ''}"
+        print(f"{state}  {finding.what:<13} {finding.found}", flush=True)
+        if finding.state == RED and not code:
+            code = finding.exit_code
+    return code
 
 
-def findings(argv: list[str]) -> Iterator[Finding]:
+def _split(argv: list[str]) -> tuple[list[str], str | None]:
+    """Overrides, and the folder behind --config-dir. Raises ConfigError for another option."""
+    overrides, config_dir = [], None
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            config_dir = value if equals else next(arguments, None)
+            if not config_dir or not Path(config_dir).is_dir():
+                raise ConfigError(f"--config-dir {config_dir}: is no folder")
+        elif argument.startswith("-"):
+            raise ConfigError(f"unknown option {name}; speechtrain-doctor --help shows the usage")
+        else:
+            overrides.append(argument)
+    return overrides, config_dir
+
+
+def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Finding]:
     """Everything that is looked at, cheapest first."""
     yield from machine()
     yield from packages()
     yield from tried("audio", decode_sample)
-    from speechtrain.commands.composition import compose
-    from speechtrain.commands.train import rewrite
-
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
-
-        def composed() -> str:
-            from speechtrain.config import check
-
-            config.append(compose(rewrite(argv)))
-            config[0].run_dir = folder
-            check(config[0])
-            return f"{' '.join(argv) or 'the defaults'}: every key fits"
-
-        yield from tried("recipe", composed)
-        if config and config[0].run_dir:
+        yield from tried("recipe", lambda: composed(config, overrides, config_dir, folder))
+        if config:
             yield from recipe(config[0])
 
 
 def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
     """One finding: green with what ``look`` returns, or red with what it raised."""
     try:
-        yield GREEN, what, look()
+        yield Finding(GREEN, what, look())
     except Exception as error:  # a doctor reports whatever it finds
-        yield RED, what, one_line(f"{error}")[:300] or type(error).__name__
+        yield failure(what, error)
+
+
+def failure(what: str, error: Exception) -> Finding:
+    """What was raised as a red finding."""
+    if isinstance(error, SpeechtrainError):
+        return Finding(RED, what, one_line(str(error)), error.exit_code)
+    return Finding(RED, what, one_line(f"{type(error).__name__}: {error}")[:300])
 
 
 def machine() -> Iterator[Finding]:
-    """Python, cores, memory, disk."""
+    """Python, cores, memory, disk, cache."""
     good = sys.version_info >= (3, 11)
-    yield GREEN if good else RED, "python", platform.python_version() + ("" if good else "; 3.11 or newer is needed")
+    version = platform.python_version()
+    yield Finding(GREEN if good else RED, "python", version + ("" if good else "; 3.11 or newer is needed"))
     from speechtrain.devices.cpu import available_memory, usable_cores
 
-    yield GREEN, "cores", f"{usable_cores()} usable of {os.cpu_count()} ({platform.machine()})"
-    memory = available_memory() / 2**30
-    yield GREEN if memory >= 2 else AMBER, "memory", f"{memory:.1f} GiB available" + ("" if memory >= 2 else "; small")
-    free = shutil.disk_usage(os.environ.get("OUTPUT_DIR") or Path.cwd()).free / 2**30
+    yield Finding(GREEN, "cores", f"{usable_cores()} usable of {os.cpu_count()} ({platform.machine()})")
+    try:
+        memory = available_memory() / 2**30
+    except (OSError, MachineError):
+        yield Finding(AMBER, "memory", "this system does not say how much there is")
+    else:
+        small = "" if memory >= 2 else "; small: use model=rnnt_small"
+        yield Finding(AMBER if small else GREEN, "memory", f"{memory:.1f} GiB available{small}")
+    yield _room("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
+    from speechtrain.data.corpora.connected import cache_folder
+
+    yield _room("cache", cache_folder(), "SPEECHTRAIN_CACHE")
+
+
+def _room(what: str, wanted: Path, variable: str) -> Finding:
+    """Whether a folder can be written to, and has room."""
+    whole = wanted.expanduser().absolute()
+    folder = next(path for path in (whole, *whole.parents) if path.is_dir())
+    if not os.access(folder, os.W_OK):
+        return Finding(RED, what, f"{folder} is not writable; set {variable} to a folder that is")
+    free = shutil.disk_usage(folder).free / 2**30
     state = GREEN if free >= 5 else AMBER if free >= 0.25 else RED
-    yield state, "disk", f"{free:.1f} GiB free" + ("" if state == GREEN else "; set OUTPUT_DIR to a larger disk")
+    found = f"{free:.1f} GiB free at {folder}"
+    return Finding(state, what, found + ("" if state == GREEN else f"; set {variable} to a larger disk"))
 
 
 def packages() -> Iterator[Finding]:
     """Versions of what is needed, and of what could be used."""
     for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "jiwer", "safetensors"):
         try:
-            yield GREEN, name, metadata.version(name)
+            yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield RED, name, "not installed; pip install speechtrain brings it"
+            yield Finding(RED, name, f"not installed; pip install {name} brings it")
+    if importlib.util.find_spec("tensorboard") is None:
+        yield Finding(AMBER, "tensorboard", "not installed, events are not written; pip install tensorboard")
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
-    native = "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags()
-    yield GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads; precision=fp32 | bf16"
-    if not native:
-        yield AMBER, "bf16", "this chip computes bf16 in software; precision=fp32 will be faster"
-    if util.find_spec("tensorboard") is None:
-        yield AMBER, "tensorboard", "not installed; events are not written"
+    yield Finding(
+        GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
+    )
+    if not {"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags():
+        yield Finding(AMBER, "bf16", "this chip computes bf16 in software; precision=fp32 will be faster")
 
 
 def _cpu_flags() -> set[str]:
@@ -118,7 +179,9 @@ def _cpu_flags() -> set[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return set()
-    return set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+    return set(
+        next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "").split()
+    )
 
 
 def decode_sample() -> str:
@@ -137,57 +200,191 @@ def decode_sample() -> str:
     return f"WAV and FLAC are read (libsndfile {soundfile.__libsndfile_version__})"
 
 
-def recipe(config: DictConfig) -> Iterator[Finding]:
-    """The data, the tokenizer and one training step of a recipe."""
-    import torch
+def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
+    """Compose and check the config of a run; it is left in ``config`` once it fits."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
-    from speechtrain.batch import Batch
+    from speechtrain.commands.composition import compose, explain
+    from speechtrain.commands.train import rewrite
+    from speechtrain.config import check
+
+    try:
+        found = compose(rewrite(overrides), config_dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides) from None
+    found.run_dir = run_dir
+    check(found)
+    config.append(found)
+    return f"{' '.join(overrides) or 'the defaults'}: every key fits"
+
+
+def recipe(config: DictConfig) -> Iterator[Finding]:
+    """The model, the data, the transcripts and one training step of a recipe."""
     from speechtrain.config import build
     from speechtrain.worker import build_task, open_device
 
     try:
         device, precision = open_device(config, 0)
         task, tokenizer = build_task(config)
+        task.to(device.tensor(_zero()).device)
     except Exception as error:  # a doctor reports whatever it finds
-        yield RED, "model", one_line(str(error))[:300]
+        yield failure("model", error)
         return
     parameters = sum(p.numel() for p in task.parameters())
-    yield GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank"
-    batches: list[Batch] = []
-
-    def data_layer() -> str:
-        data = build(config, "data", tokenizer=tokenizer, footprint=task.footprint())
-        try:
-            data.check()
-            batches.append(next(iter(data.train())))
-            shapes = data.shapes()
-            fixed = f", {len(shapes)} fixed shapes" if shapes else ""
-            return f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; every transcript can be spelled"
-        finally:
-            data.close()
-
-    yield from tried("data", data_layer)
-    if not batches:
+    yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
+    try:
+        data: DataModule = build(config, "data", tokenizer=tokenizer, footprint=task.footprint())
+    except Exception as error:  # as above
+        yield _data_failure(config, error)
         return
-    batch = batches[0]
+    try:
+        yield from _look_at_data(config, data, task, tokenizer)
+        yield from tried("one step", lambda: step(config, data, task, device, precision))
+    finally:
+        data.close()
 
-    def lengths() -> str:
-        seconds, labels = batch.audio_lengths.max().item() / 16000, batch.label_lengths.max().item()
-        return f"first batch: {len(batch.ids)} rows, up to {seconds:.1f} s and {labels} labels"
 
-    yield from tried("lengths", lengths)
+def _zero() -> Any:
+    import torch
 
-    def step() -> str:
-        torch.manual_seed(0)
-        with precision.autocast(device.name):
-            loss = task.train()(device.move(batch))
-        torch.autograd.backward(loss.total)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in task.parameters() if p.grad is not None])
-        if not (torch.isfinite(loss.total) and torch.isfinite(norm)):
-            raise ValueError("the loss or the gradient of the first batch is not finite")
-        return f"loss {loss.total.item() / max(1.0, loss.weight.item()):.3f}, peak memory {device.memory() / 2**20:.0f} MiB"
+    return torch.zeros(())
 
-    yield from tried("one step", step)
+
+def _data_failure(config: DictConfig, error: Exception) -> Finding:
+    """A red line of the data; where a folder that the environment should name is missing, it says so."""
+    from omegaconf import OmegaConf
+
+    finding = failure("data", error)
+    unset = "DATASET_DIR" not in os.environ and "oc.env:DATASET_DIR" in OmegaConf.to_yaml(config.data)
+    if not unset:
+        return finding
+    return Finding(
+        RED, "data", f"{finding.found} (DATASET_DIR is not set: it names that folder)", finding.exit_code
+    )
+
+
+def _look_at_data(
+    config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer
+) -> Iterator[Finding]:
+    """Recordings, spelling, and labels against encoder frames."""
+    from speechtrain.data.module import EvaluationBatches, SpeechData
+
+    try:
+        data.check()
+        shapes = data.shapes()
+        fixed = f", {len(shapes)} fixed shapes" if shapes else ""
+        found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are where they should be"
+        sets = data.valid()
+    except Exception as error:  # a doctor reports whatever it finds
+        yield _data_failure(config, error)
+        return
+    yield Finding(GREEN, "data", found) if sets else Finding(AMBER, "data", f"{found}; no evaluation set")
+    if not isinstance(data, SpeechData):
+        return
+    yield from transcripts("train", data.index, tokenizer, task, data.sample_rate)
+    for name, batches in sets.items():
+        if isinstance(batches, EvaluationBatches):
+            yield from transcripts(name, batches.chosen.index, tokenizer, task, data.sample_rate)
+
+
+def transcripts(
+    name: str, index: Index, tokenizer: Tokenizer, task: Task, sample_rate: int
+) -> Iterator[Finding]:
+    """Which transcripts cannot be spelled, and which have more labels than the encoder has frames."""
+    import numpy as np
+
+    rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
+    frames_of = getattr(getattr(task, "encoder", None), "frames", None)
+    unspelt, symbols, crowded, worst = 0, set[str](), 0, ""
+    for row in rows.tolist():
+        cut = index.cut(row)
+        text = tokenizer.normalise(_text_of(cut))
+        try:
+            labels = len(tokenizer.encode(text))
+        except (KeyError, ValueError):
+            unspelt += 1
+            symbols |= tokenizer.unknown(text)
+            continue
+        frames = frames_of(round(float(index.seconds[row]) * sample_rate)) if frames_of else labels
+        if labels > frames:
+            crowded += 1
+            worst = worst or f"{cut['id']!r} has {labels} labels and {frames} frames"
+    if unspelt:
+        shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
+        fate = "are left out" if name == "train" else "count as errors"
+        yield Finding(
+            AMBER,
+            f"text {name}",
+            f"{unspelt} of {len(rows)} transcripts cannot be spelled ({shown}) and {fate}; "
+            "change tokenizer.normaliser or the vocabulary",
+        )
+    else:
+        yield Finding(
+            GREEN, f"text {name}", f"{len(rows)} of {len(index)} transcripts looked at, all can be spelled"
+        )
+    if crowded:
+        yield Finding(
+            AMBER,
+            f"lengths {name}",
+            f"{crowded} of {len(rows)} have more labels than encoder frames, {worst}: hard to learn, impossible "
+            "for CTC; lower encoder.stack_time, or train larger subwords (speechtrain-prepare tokenizer)",
+        )
+
+
+def _text_of(cut: dict[str, Any]) -> str:
+    from speechtrain.data.manifests import text_of
+
+    return text_of(cut)
+
+
+def largest_batch(data: DataModule) -> Batch:
+    """The micro-batch of the first epoch with the most audio, padding included."""
+    import numpy as np
+
+    from speechtrain.data.batches import Decoder
+    from speechtrain.data.module import SpeechData
+    from speechtrain.data.sampler import planned_samples
+
+    if not isinstance(data, SpeechData):
+        return next(iter(data.train()))
+    plan = data.sampler.plan(0)
+    samples = planned_samples(data.index.seconds[plan.rows], plan.percents, data.sample_rate)
+    sizes = np.diff(plan.bounds) * np.maximum.reduceat(samples, plan.bounds[:-1])
+    if len(plan.buckets):
+        sizes = np.array([plan.shapes[bucket].rows * plan.shapes[bucket].samples for bucket in plan.buckets])
+    decoder = Decoder(
+        data.index, data.tokenizer, data.sample_rate, data.max_labels_per_second, data.allow_empty
+    )
+    return decoder(plan[int(sizes.argmax())])
+
+
+def step(config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision) -> str:
+    """Forward, backward and update on the largest batch. Raises ValueError where it is not finite."""
+    import torch
+
+    from speechtrain.config import build
+
+    batch = largest_batch(data)
+    optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
+    torch.manual_seed(0)
+    begun = time.perf_counter()
+    with precision.autocast(device.name):
+        loss = task.train()(device.move(batch))
+    torch.autograd.backward(loss.total)
+    device.mark()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in task.parameters() if p.grad is not None])
+    if not (torch.isfinite(loss.total) and torch.isfinite(norm)):
+        raise ValueError("the loss or the gradient of the largest batch is not finite")
+    optimizer.step()
+    device.mark()
+    device.synchronize()
+    seconds = int(batch.audio.shape[1]) / int(config.data.get("sample_rate") or 16_000)
+    return (
+        f"{len(batch.ids)} rows of up to {seconds:.1f} s and {int(batch.labels.shape[1])} labels, the largest batch: "
+        f"loss {loss.total.item() / max(1.0, loss.weight.item()):.1f}, {time.perf_counter() - begun:.1f} s, "
+        f"peak memory {device.memory() / 2**20:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ def parser() -> argparse.ArgumentParser:
         description="Transcribe audio files (WAV, FLAC and what libsndfile reads; any rate, any channels): "
         "FILE<tab>TEXT in the order given.",
         epilog="KEY=VALUE among the files is a key of the run's config, such as device.threads=1, "
-        "precision=bf16 or device=cpu. A file that cannot be used is one line on stderr; the others are "
-        "transcribed, and the exit code is 3. Others: 0 done, 2 usage, 4 machine, 5 no run or no sound checkpoint.",
+        "precision=bf16 or device=cpu. A file that cannot be used is one line on stderr, the others are "
+        "transcribed, and the exit code is 3. Others: 0 done, 2 usage, 4 machine, 5 no run or no sound "
+        "checkpoint.",
     )
     build.add_argument("run", type=Path, help="run directory")
     build.add_argument("audio", nargs="+", metavar="AUDIO", help="audio files")
