@@ -12,11 +12,13 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +108,11 @@ def dump(config: DictConfig) -> str:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """The config as plain containers. Raises ConfigError naming the key that does not resolve or is missing."""
-    missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        raise ConfigError(f"{missing[0]} is not set; give it on the command line as {missing[0]}=VALUE")
+    """The config as plain containers. Raises ConfigError naming a key that is missing or does not resolve."""
     try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(f"{missing[0]} is not set; give it on the command line as {missing[0]}=VALUE")
         plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from None
@@ -172,18 +174,34 @@ def check(config: DictConfig) -> dict[str, Any]:
     Raises ConfigError, one line that names the key and the nearest valid name.
     """
     plain = resolved(config)
+    _check_root(plain)
     if plain["resume"] not in ("auto", "never", "must"):
         raise ConfigError(f"resume={plain['resume']}: it is auto, never or must")
     _check_limits(plain)
     for group, interface in INTERFACES.items():
         node = plain[group]
         if not isinstance(node, dict) or "_target_" not in node:
-            raise ConfigError(f"{group} is {node!r}; choose one with {group}=NAME")
-        found = _check_node(group, node, OFFERED.get(group, set()))
-        wanted = _import(interface, group)
-        if not issubclass(found, wanted):
-            raise ConfigError(f"{group}._target_: {node['_target_']} is no {wanted.__name__}")
+            raise ConfigError(f"{group} names no class; choose one with {group}=NAME")
+        found, wanted = target_class(str(node["_target_"]), group), _import(interface, group)
+        if not issubclass(found, wanted) or inspect.isabstract(found):
+            fault = "is abstract" if inspect.isabstract(found) else f"is no {wanted.__name__}"
+            raise ConfigError(f"{group}._target_: {node['_target_']} {fault}; choose one with {group}=NAME")
+        _check_node(group, node, OFFERED.get(group, set()))
     return plain
+
+
+def _check_root(plain: Mapping[str, Any]) -> None:
+    """Keys that a + or a file added to the typed root."""
+    roots = (("", plain, fields(Config)), ("trainer.", plain["trainer"], fields(Limits)))
+    for prefix, node, typed in roots:
+        if not isinstance(node, dict):
+            raise ConfigError(f"{prefix[:-1]} is {node!r}; set its keys, as in trainer.max_steps=100")
+        known = [entry.name for entry in typed]
+        for key in node:
+            if key not in known:
+                names = [prefix + name for name in known]
+                near = nearest(f"{prefix}{key}", names) or "; --cfg job lists every key"
+                raise ConfigError(f"{prefix}{key}: there is no such key{near}")
 
 
 def _check_limits(plain: Mapping[str, Any]) -> None:
@@ -194,6 +212,16 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
             raise ConfigError(f"trainer.{key}={limits[key]}: it must be above 0")
     if not 0 <= limits["ema"] < 1:
         raise ConfigError(f"trainer.ema={limits['ema']}: it must be at least 0 (off) and below 1")
+    for key in ("clip", "target"):
+        if limits[key] is not None and not limits[key] >= 0:
+            raise ConfigError(f"trainer.{key}={limits[key]}: it must be at least 0")
+    if not 0 <= plain["seed"] < 2**63:
+        raise ConfigError(f"seed={plain['seed']}: it must be at least 0 and below 2**63")
+    steps = re.fullmatch(r"(\d+):(\d+)", limits["profile"])
+    if limits["profile"] and not (steps and 0 < int(steps[1]) <= int(steps[2])):
+        raise ConfigError(
+            f"trainer.profile={limits['profile']}: it is A:B, the first and the last step to profile"
+        )
     if limits["on_save_error"] not in ("continue", "stop"):
         raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: it is continue or stop")
     if plain["world_size"] < 1:
@@ -203,16 +231,22 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
     world = plain["world_size"] * limits["accumulate"]
     simulated = limits["simulate_world"]
     if simulated is not None and simulated % plain["world_size"]:
-        raise ConfigError(f"trainer.simulate_world={simulated}: world_size={plain['world_size']} does not divide it")
+        raise ConfigError(
+            f"trainer.simulate_world={simulated}: world_size={plain['world_size']} does not divide it"
+        )
     if simulated is not None and limits["accumulate"] != 1 and world != simulated:
-        raise ConfigError(f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree")
+        raise ConfigError(
+            f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree"
+        )
 
 
 def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
     """Check one ``_target_`` node and those nested in it; return its class."""
     found = target_class(str(node["_target_"]), path)
     signature = inspect.signature(found)
-    parameters = {n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    parameters = {
+        n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     known = [name for name in parameters if name not in offered]
     try:
         hints = typing.get_type_hints(found.__init__)  # type: ignore[misc]
@@ -264,7 +298,7 @@ def mismatch(value: Any, annotation: Any) -> str:
     elif annotation is int:
         fits = isinstance(value, int) and not isinstance(value, bool)
     elif annotation is float:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     elif annotation is str:
         fits = isinstance(value, str)
     elif annotation in (None, types.NoneType):
@@ -286,7 +320,13 @@ def mismatch(value: Any, annotation: Any) -> str:
 def _describe(annotation: Any) -> str:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in typing.get_args(annotation))
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "null"}
+    names = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a finite number",
+        str: "a text",
+        types.NoneType: "null",
+    }
     if annotation in names:
         return names[annotation]
     if (typing.get_origin(annotation) or annotation) in (list, tuple):
@@ -334,7 +374,9 @@ def _import(target: str, path: str) -> type:
         except ModuleNotFoundError as error:
             if error.name and (name == error.name or name.startswith(error.name + ".")):
                 continue
-            raise ConfigError(f"{path}._target_: {target} needs the package {error.name!r}; install it") from None
+            raise ConfigError(
+                f"{path}._target_: {target} needs the package {error.name!r}; install it"
+            ) from None
         for part in parts[cut:]:
             if not hasattr(found, part):
                 where = getattr(found, "__name__", name)
@@ -367,7 +409,7 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
     taken = {name: offer for name, offer in offers.items() if name in inspect.signature(found).parameters}
     try:
         return found(**arguments, **taken)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         message = first_line(error)
         raise ConfigError(message if message.startswith(path) else f"{path}: {message}") from error
 
@@ -380,3 +422,27 @@ def _construct_nested(path: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_construct_nested(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
     return value
+
+
+def rehearse(config: DictConfig) -> None:
+    """Build every part that costs nothing: what a constructor refuses is known before a process starts.
+
+    Networks are built on torch's meta device, which holds no numbers; one that cannot be built there
+    is left to the ranks. Trackers open files and are left to them too. Raises what ``build`` raises.
+    """
+    import torch  # only here: --cfg job and dry checks of the root need none
+
+    tokenizer = build(config, "tokenizer")
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    build(config, "optimizer", params=[{"params": [weight]}])
+    build(config, "schedule", steps_per_epoch=1, planned_steps=1)
+    build(config, "data", tokenizer=tokenizer)
+    try:
+        with torch.device("meta"):
+            encoder = build(config, "encoder", augment=build(config, "augment"))
+            build(config, "model", tokenizer=tokenizer, encoder=encoder)
+    except NotImplementedError:
+        return
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise ConfigError(f"model or encoder: {first_line(error)}") from error

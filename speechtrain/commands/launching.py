@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from omegaconf import DictConfig
 
 from speechtrain import errors
 from speechtrain.checkpoint import write_json
-from speechtrain.config import ALLOW_TARGETS, build, check, dump, identity, load, resolved
+from speechtrain.config import ALLOW_TARGETS, build, check, dump, identity, load, rehearse, resolved
 from speechtrain.devices.base import Device
-from speechtrain.errors import MachineError, Preempted, RunError, SpeechtrainError
+from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.launch import Job, Launcher
 from speechtrain.precision import Precision
 from speechtrain.run import ABOUT, CONFIG, RESULT, RunLock, about, read_result
@@ -28,24 +29,26 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     """
     run_dir = run_dir.resolve()
     config.run_dir = str(run_dir)
-    try:
-        plain = check(config)
-        device, launcher = _parts(config)
-        job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
-        launcher.check(job)
-        _check_disk(run_dir)
-        _check_same_run(run_dir, plain)
-    except SpeechtrainError:
-        _remove_if_empty(run_dir)
-        raise
+    plain = check(config)
+    rehearse(config)
+    device, launcher = _parts(config)
+    job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
+    launcher.check(job)
+    _check_disk(run_dir)
+    _check_same_run(run_dir, plain)
     if config.dry_run:
         print(launcher.render(job))
-        _remove_if_empty(run_dir)
         return {"status": "dry run", "metric": None}
     done = read_result(run_dir)
-    if done and done.get("limits") == plain["trainer"] and done.get("status") in ("finished", "target", "time"):
+    if (
+        done
+        and done.get("limits") == plain["trainer"]
+        and done.get("status") in ("finished", "target", "time")
+    ):
         print(f"{run_dir} is done: {_describe(done)}")
         return done
+    is_new = not (run_dir / CONFIG).exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run_dir).acquire()
     (run_dir / CONFIG).write_text(dump(config))
     write_json(run_dir / ABOUT, {**about(argv, overrides), "seed": config.seed, "device": device.name})
@@ -56,7 +59,10 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     if result is None:
         raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
     if result["status"] == "failed":
-        raise _error_of(result, run_dir)
+        error = _error_of(result, run_dir)
+        if is_new and isinstance(error, (ConfigError, DataError, MachineError)):
+            _discard(run_dir)
+        raise error
     result["limits"] = plain["trainer"]
     write_json(run_dir / RESULT, result)
     if result["status"] == "preempted":
@@ -67,10 +73,13 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
 
 def _parts(config: DictConfig) -> tuple[Device, Launcher]:
     device: Device = build(config, "device")
-    precision: Precision = build(config, "precision")
+    with warnings.catch_warnings():  # the fp16 scaler warns where there is no GPU; the line below says it
+        warnings.simplefilter("ignore")
+        precision: Precision = build(config, "precision")
     if not device.supports(precision.dtype):
         raise MachineError(
-            f"precision={precision.name}: device={device.name} does not train in it; use precision=bf16 or precision=fp32"
+            f"precision={precision.name}: device={device.name} does not train in it; "
+            "use precision=bf16 or precision=fp32"
         )
     return device, build(config, "launcher")
 
@@ -88,7 +97,9 @@ def _check_disk(run_dir: Path) -> None:
         raise MachineError(f"{folder} is not writable; set run_dir or OUTPUT_DIR to a folder that is")
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < _MIN_FREE:
-        raise MachineError(f"{folder} has {free >> 20} MiB free, a run needs {_MIN_FREE >> 20}; free some or set run_dir")
+        raise MachineError(
+            f"{folder} has {free >> 20} MiB free, a run needs {_MIN_FREE >> 20}; free some or set run_dir"
+        )
 
 
 def _check_same_run(run_dir: Path, plain: dict[str, Any]) -> None:
@@ -104,19 +115,25 @@ def _check_same_run(run_dir: Path, plain: dict[str, Any]) -> None:
     ]
     if differ:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise RunError(f"{run_dir} belongs to another config ({'; '.join(differ[:3])}{more}); set another run_dir")
+        raise RunError(
+            f"{run_dir} belongs to another config ({'; '.join(differ[:3])}{more}); set another run_dir"
+        )
 
 
-def _remove_if_empty(run_dir: Path) -> None:
-    """Undo Hydra's making of the folder for a command that started nothing."""
-    try:
-        run_dir.rmdir()
-    except OSError:
-        return
+def _discard(run_dir: Path) -> None:
+    """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
+    begun = {CONFIG, ABOUT, RESULT, "lock", "error.log"}
+    if {path.name for path in run_dir.iterdir()} <= begun:
+        for name in begun:
+            (run_dir / name).unlink(missing_ok=True)
 
 
 def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
-    by_code = {c.exit_code: c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, SpeechtrainError)}
+    by_code = {
+        c.exit_code: c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, SpeechtrainError)
+    }
     found = by_code.get(result["exit_code"], SpeechtrainError)
     trace = "" if found is not SpeechtrainError else f" (trace in {run_dir / 'error.log'})"
     return found(result["error"] + trace)
@@ -126,5 +143,3 @@ def _describe(result: dict[str, Any]) -> str:
     metrics = result.get("metrics", {})
     named = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k and isinstance(v, float))
     return f"{result['status']} at step {result.get('steps')}{', ' + named if named else ''}"
-
-

@@ -27,7 +27,7 @@ groups (the choices of each follow; those of your --config-dir add to them)
 {{groups}}
 
 keys
-  world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs the jobs of a sweep)
+  world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
   seed=N                     of every random decision
   run_dir=DIR                default runs/<model>-<data>-<hash>; the same command continues the run in it
   resume=auto|never|must     what to do with a run directory that holds checkpoints
@@ -76,10 +76,13 @@ def run(argv: list[str]) -> int:
 
 
 def _groups(argv: list[str]) -> str:
-    folders = [Path(__file__).resolve().parents[2] / "conf", Path(__file__).resolve().parents[1] / "conf"]
-    for flag, value in zip(argv, argv[1:], strict=False):
-        if flag in ("--config-dir", "-cd"):
-            folders.append(Path(value))
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "conf"  # a wheel maps it into the package; a checkout has it beside
+    folders = [installed if installed.is_dir() else package.parent / "conf"]
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, attached = flag.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folders.append(Path(attached if equals else value))
     choices: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
