@@ -274,7 +274,7 @@ def _look_at_data(
         data.check()
         shapes = data.shapes()
         fixed = f", {len(shapes)} fixed shapes" if shapes else ""
-        found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are where they should be"
+        found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are in place"
         sets = data.valid()
     except Exception as error:  # a doctor reports whatever it finds
         yield _data_failure(config, error)
@@ -321,14 +321,14 @@ def transcripts(
         )
     else:
         yield Finding(
-            GREEN, f"text {name}", f"{len(rows)} of {len(index)} transcripts looked at, all can be spelled"
+            GREEN, f"text {name}", f"all of {len(rows)} transcripts can be spelled ({len(index)} in all)"
         )
     if crowded:
         yield Finding(
             AMBER,
             f"lengths {name}",
-            f"{crowded} of {len(rows)} have more labels than encoder frames, {worst}: hard to learn, impossible "
-            "for CTC; lower encoder.stack_time, or train larger subwords (speechtrain-prepare tokenizer)",
+            f"{crowded} of {len(rows)} have more labels than encoder frames, {worst}: hard to learn, "
+            "impossible for CTC; lower encoder.stack_time, or train larger subwords (speechtrain-prepare tokenizer)",
         )
 
 
@@ -380,8 +380,9 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     device.mark()
     device.synchronize()
     seconds = int(batch.audio.shape[1]) / int(config.data.get("sample_rate") or 16_000)
+    rows, labels = batch.labels.shape
     return (
-        f"{len(batch.ids)} rows of up to {seconds:.1f} s and {int(batch.labels.shape[1])} labels, the largest batch: "
+        f"largest batch, {rows} rows of up to {seconds:.1f} s and {labels} labels: "
         f"loss {loss.total.item() / max(1.0, loss.weight.item()):.1f}, {time.perf_counter() - begun:.1f} s, "
         f"peak memory {device.memory() / 2**20:.0f} MiB"
     )
