@@ -8,8 +8,9 @@ The full lattice is the usual way, written as well as plain PyTorch allows: one 
 of logits, one log-softmax, one gather of blank and label together, and the same recursion as ours as one
 autograd function on top. All utterances have full length, so no contender gains from padding.
 
-Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; figures are
-medians of each round's ratio to the full lattice in fp32 of the same round. Peak memory is the growth of
+Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; ratios are
+medians of each round's ratio to the full lattice in fp32 of the same round. With one thread, processor
+time (of user and kernel) is what wall time would be on an idle machine. Peak memory is the growth of
 the resident set over a forward and backward, each contender in a fresh process, after a small lattice
 has loaded the libraries.
 """
@@ -163,17 +164,16 @@ def contenders() -> dict[str, Contender]:
     return plain | dropping
 
 
-def seconds(names: list[str], problem: Problem, repeats: int) -> dict[str, list[float]]:
-    """Wall time of each contender's runs, in turn; the first round warms up and is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in names}
+def seconds(names: list[str], problem: Problem, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and processor seconds of each contender's runs, in turn; the first round is not counted."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     known = contenders()
-    for round_ in range(repeats + 1):
+    for _ in range(repeats + 1):
         for name in names:
-            start = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             known[name].run(problem)
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return times
+            times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    return {name: runs[1:] for name, runs in times.items()}
 
 
 def peak_bytes(name: str, shape: Shape, initialisation: str) -> int:
@@ -221,13 +221,16 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
     problem = Problem.draw(shape, arguments.initialisation)
     times = seconds(names, problem, arguments.repeats)
     memory = {name: peak_bytes_apart(name, arguments) for name in names}
-    print("| contender | time, s | of full fp32 | peak MiB | of full fp32 | gradient error |")
-    print("|---|---|---|---|---|---|")
+    print("| contender | wall s | ratio | processor s | ratio | peak MiB | ratio | gradient error |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in names:
-        ratios = [own / base for own, base in zip(times[name], times[BASELINE], strict=True)]
+        clocks = []
+        for own, base in zip(zip(*times[name], strict=True), zip(*times[BASELINE], strict=True), strict=True):
+            ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
+            clocks.append(f"{statistics.median(own):.2f} | {ratio:.2f}")
         wrong = "" if "dropout" in name else f"{error(problem, contenders()[name]):.1e}"
         print(
-            f"| {name} | {statistics.median(times[name]):.2f} | {statistics.median(ratios):.2f} "
+            f"| {name} | {clocks[0]} | {clocks[1]} "
             f"| {memory[name] / MiB:.0f} | {memory[name] / memory[BASELINE]:.3f} | {wrong} |",
             flush=True,
         )
