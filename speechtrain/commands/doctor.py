@@ -327,8 +327,9 @@ def transcripts(
         yield Finding(
             AMBER,
             f"lengths {name}",
-            f"{crowded} of {len(rows)} have more labels than encoder frames, {worst}: hard to learn, "
-            "impossible for CTC; lower encoder.stack_time, or train larger subwords (speechtrain-prepare tokenizer)",
+            f"{crowded} of {len(rows)} have more labels than encoder frames, {worst}: "
+            "hard to learn, impossible for CTC; lower encoder.stack_time, "
+            "or train larger subwords (speechtrain-prepare tokenizer)",
         )
 
 

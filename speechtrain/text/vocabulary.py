@@ -224,7 +224,7 @@ def train_sentencepiece(
             eos_id=-1,
             unk_id=0,
             # longer lines would be left out without a word
-            max_sentence_length=max(len(line.encode()) for line in lines) + 1,
+            max_sentence_length=max(10, *(len(line.encode()) + 1 for line in lines)),
             num_threads=1,  # threads add expected counts in the order in which they finish
             minloglevel=2,
         )

@@ -1,0 +1,225 @@
+"""speechtrain-prepare: each subcommand in this process, on a folder of its own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from speechtrain.commands import prepare
+from speechtrain.commands.common import guarded
+from speechtrain.errors import ConfigError, DataError, MachineError
+
+Command = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def tone(path: Path, seconds: float = 0.5, rate: int = 16_000, channels: int = 1) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wave = 0.1 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)
+    soundfile.write(path, np.stack([wave] * channels, axis=1), rate)
+    return path
+
+
+def nemo(path: Path, *entries: tuple[str, float, str]) -> Path:
+    lines = [json.dumps({"audio_filepath": a, "duration": d, "text": t}) for a, d, t in entries]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def lines(path: Path) -> list[dict]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_help_answers_without_torch() -> None:
+    code = "import sys; from speechtrain.commands import prepare, evaluate, transcribe\n"
+    code += "for c in (prepare, evaluate, transcribe): c.parser().format_help()\n"
+    code += "assert not {'torch', 'hydra', 'lhotse'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["manifst"], ["manifest", "--out", "x.jsonl"], ["tokenizer", "a", "--out", "t", "--size", "x"]],
+)
+def test_usage_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: prepare.run(argv)) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# --- tokenizer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_a_tokenizer_spells_its_transcripts(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from speechtrain.text.vocabulary import SentencePiece
+
+    texts = ["One two three", "two two FOUR", "three four one", "five"]
+    source = nemo(Path("a.jsonl"), *((f"{i}.wav", 1.0, text) for i, text in enumerate(texts)))
+    assert prepare.run(["tokenizer", str(source), "--out", "t.model", "--kind", kind, "--size", "18"]) == 0
+    made = SentencePiece("t.model")
+    assert made.size == 19
+    assert made.decode(made.encode("one four")) == "one four"
+    told = capsys.readouterr().out
+    assert f"tokenizer=sentencepiece tokenizer.model={Path('t.model').absolute()}" in told
+
+
+def test_a_tokenizer_is_the_same_from_the_same_texts_through_any_format() -> None:
+    nemo(Path("a.jsonl"), *((f"{i}.wav", 1.0, t) for i, t in enumerate(["one two", "two three one"])))
+    assert prepare.run(["manifest", "a.jsonl", "--out", "b.jsonl.gz"]) == 0
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert prepare.run(["tokenizer", name, "--out", f"{name}.model", "--size", "12"]) == 0
+    assert Path("a.jsonl.model").read_bytes() == Path("b.jsonl.gz.model").read_bytes()
+
+
+def test_a_tokenizer_too_large_names_the_largest_size() -> None:
+    nemo(Path("a.jsonl"), ("a.wav", 1.0, "one two"))
+    with pytest.raises(DataError, match="the largest possible size is"):
+        prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--size", "500"])
+    with pytest.raises(ConfigError, match="did you mean 'lower'"):
+        prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--normaliser", "lowr"])
+
+
+def test_the_embedded_corpus_needs_no_manifest() -> None:
+    assert prepare.run(["tokenizer", "--corpus", "digits", "--out", "t.model", "--size", "20"]) == 0
+    with pytest.raises(ConfigError, match="SOURCE"):
+        prepare.run(["tokenizer", "x", "--corpus", "digits", "--out", "t.model"])
+
+
+# --- manifest -----------------------------------------------------------------------------------
+
+
+def test_a_folder_becomes_cuts_that_lhotse_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    from lhotse import CutSet
+
+    tone(Path("data/a.wav")).with_suffix(".txt").write_text("one\n")
+    tone(Path("data/b.flac"), 1.0, 8_000).with_suffix(".txt").write_text("two two\n")
+    assert prepare.run(["manifest", "data", "--out", "cuts.jsonl.gz", "--check"]) == 0
+    cuts = CutSet.from_file("cuts.jsonl.gz")
+    assert [c.supervisions[0].text for c in cuts] == ["one", "two two"]
+    assert [c.load_audio().shape for c in cuts] == [(1, 8_000), (1, 8_000)]
+    assert "2 utterances, 0.00 h, 10 characters" in capsys.readouterr().out
+
+
+def test_nemo_lines_get_their_recordings_own_rate_length_and_channels() -> None:
+    from lhotse import CutSet
+
+    tone(Path("s.wav"), 0.5, 44_100, channels=2)
+    nemo(Path("a.jsonl"), ("s.wav", 0.51, "one"))  # rounded up
+    assert prepare.run(["manifest", "a.jsonl", "--out", "cuts.jsonl", "--check"]) == 0
+    (cut,) = CutSet.from_file("cuts.jsonl")
+    assert cut.sampling_rate == 44_100
+    assert cut.duration == 0.5
+    assert cut.load_audio().shape == (2, 22_050)
+
+
+def test_bad_recordings_are_listed_and_dropped_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    tone(Path("good.wav"))
+    Path("empty.wav").touch()
+    nemo(Path("a.jsonl"), ("good.wav", 0.5, "one"), ("empty.wav", 1.0, "two"), ("none.wav", 1.0, "three"))
+    assert prepare.run(["manifest", "a.jsonl", "--out", "all.jsonl", "--check"]) == 3
+    assert len(lines(Path("all.jsonl"))) == 3
+    told = capsys.readouterr().out
+    assert "\tempty_file\t" in told
+    assert "\tmissing\t" in told
+    assert "bad: 1 empty_file, 1 missing" in told
+    assert prepare.run(["manifest", "a.jsonl", "--out", "good.jsonl", "--drop-bad"]) == 0
+    assert [cut["supervisions"][0]["text"] for cut in lines(Path("good.jsonl"))] == ["one"]
+
+
+def test_a_failure_leaves_the_old_manifest() -> None:
+    nemo(Path("a.jsonl"), ("a.wav", 1.0, "one"))
+    assert prepare.run(["manifest", "a.jsonl", "--out", "out.jsonl"]) == 0
+    before = Path("out.jsonl").read_bytes()
+    cut = lines(Path("out.jsonl"))[0]
+    Path("twice.jsonl").write_text(f"{json.dumps(cut)}\n{json.dumps(cut)}\n")
+    with pytest.raises(DataError, match=r"twice\.jsonl:2: cut id .* is there already"):
+        prepare.run(["manifest", "twice.jsonl", "--out", "out.jsonl"])
+    with pytest.raises(DataError, match="no usable recording"):
+        prepare.run(["manifest", "a.jsonl", "--out", "out.jsonl", "--drop-bad"])
+    assert Path("out.jsonl").read_bytes() == before
+    assert not list(Path().glob(".out*"))
+
+
+def test_an_output_that_cannot_be_written_is_one_line() -> None:
+    nemo(Path("a.jsonl"), ("a.wav", 1.0, "one"))
+    Path("file").touch()
+    with pytest.raises(MachineError, match="name another --out"):
+        prepare.run(["manifest", "a.jsonl", "--out", "file/out.jsonl"])
+
+
+# --- convert, digits, sample --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format_", "subtype"), [("wav", "PCM_16"), ("flac", "PCM_16")])
+def test_conversion_decodes_once_and_resumes(format_: str, subtype: str) -> None:
+    tone(Path("data/a b.wav"), 0.5, 44_100, channels=2).with_suffix(".txt").write_text("one")
+    tone(Path("data/c.wav"), 1.0, 8_000).with_suffix(".txt").write_text("two")
+    argv = ["convert", "data", "--out", "out", "--format", format_]
+    assert prepare.run(argv) == 0
+    cuts = lines(Path("out/cuts.jsonl"))
+    files = [Path(cut["recording"]["sources"][0]["source"]) for cut in cuts]
+    infos = [soundfile.info(str(file)) for file in files]
+    assert [(i.samplerate, i.channels, i.frames, i.subtype) for i in infos] == [
+        (16_000, 1, 8_000, subtype),
+        (16_000, 1, 16_000, subtype),
+    ]
+    assert [cut["supervisions"][0]["text"] for cut in cuts] == ["one", "two"]
+    times = [file.stat().st_mtime_ns for file in files]
+    files[1].unlink()
+    assert prepare.run(argv) == 0
+    assert files[0].stat().st_mtime_ns == times[0]
+    assert files[1].exists()
+    assert lines(Path("out/cuts.jsonl")) == cuts
+    assert prepare.run(["manifest", "out/cuts.jsonl", "--out", "again.jsonl", "--check"]) == 0
+
+
+def test_conversion_goes_on_past_bad_recordings(capsys: pytest.CaptureFixture[str]) -> None:
+    tone(Path("data/a.wav")).with_suffix(".txt").write_text("one")
+    Path("data/b.wav").write_bytes(b"RIFF no")
+    assert prepare.run(["convert", "data", "--out", "out"]) == 3
+    assert len(lines(Path("out/cuts.jsonl"))) == 1
+    assert "1 unreadable" in capsys.readouterr().out
+
+
+def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tone(Path("data/a.wav"), 5.0)
+    full = prepare.shutil._ntuple_diskusage(10, 10, 0)
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(MachineError, match="needs up to 0 MB, 0 MB are free"):
+        prepare.run(["convert", "data", "--out", "out"])
+    assert not Path("out").exists()
+
+
+def test_the_embedded_corpus_as_files_holds_what_training_hears() -> None:
+    from speechtrain.data.corpora.digits import Digits
+
+    assert prepare.run(["digits", "--out", "d", "--train", "3", "--valid", "2"]) == 0
+    cuts = lines(Path("d/valid.jsonl"))
+    source = Digits("valid", 2)
+    assert [c["supervisions"][0]["text"] for c in cuts] == [u.text for u in source.plan()]
+    samples, _ = soundfile.read(cuts[1]["recording"]["sources"][0]["source"], dtype="int16")
+    assert np.array_equal(samples, source.plan()[1].audio(source.clips))
+    assert len(lines(Path("d/train.jsonl"))) == 3
+
+
+def test_a_sample_is_written_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.run(["sample", "runs/new/s.wav"]) == 0
+    told = capsys.readouterr().out
+    assert soundfile.info("runs/new/s.wav").samplerate == 16_000
+    assert told.startswith("runs/new/s.wav: voice valid-")
+    with pytest.raises(ConfigError, match="0 to 299"):
+        prepare.run(["sample", "s.wav", "--utterance", "300"])
