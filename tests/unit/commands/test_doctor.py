@@ -1,0 +1,113 @@
+"""speechtrain-doctor: what it finds right and wrong, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from speechtrain.commands import doctor
+from speechtrain.commands.common import guarded
+
+TINY = (
+    *("recipe=demo", "device.threads=1", "data.workers=0"),
+    *("data.train.utterances=16", "data.valid.unheard.utterances=4"),
+    *(
+        "encoder.hidden=16",
+        "model.prediction_hidden=16",
+        "model.prediction_embedding=8",
+        "model.joint_hidden=16",
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("DATASET_DIR", raising=False)
+
+
+def look(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and state and finding by what was looked at."""
+    code = doctor.run(list(argv))
+    out = capsys.readouterr().out
+    return code, {line[7:20].strip(): (line[:5].strip(), line[21:]) for line in out.splitlines()}
+
+
+def test_a_sound_recipe_is_green_and_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = look(capsys, *TINY)
+    assert code == 0
+    for what in (
+        "python",
+        "torch",
+        "audio",
+        "recipe",
+        "model",
+        "data",
+        "text train",
+        "text unheard",
+        "one step",
+    ):
+        assert found[what][0] == "green", found
+    assert "largest batch, 8 rows" in found["one step"][1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_corpus_is_red_with_the_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = look(capsys, "recipe=fsdd", "device.threads=1")
+    assert code == 3
+    assert [what for what, (state, _) in found.items() if state == "red"] == ["data"]
+    assert "DATASET_DIR" in found["data"][1]
+
+
+def test_a_wrong_key_is_red_and_the_machine_is_still_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = look(capsys, "modl=rnnt")
+    assert code == 2
+    assert found["recipe"] == ("red", "modl: there is no such key; did you mean 'model'?")
+    assert found["audio"][0] == "green"
+
+
+def test_a_precision_that_the_device_lacks_is_red(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = look(capsys, *TINY, "precision=fp16")
+    assert code == 4
+    assert found["model"][0] == "red"
+    assert "precision=fp32" in found["model"][1]
+
+
+def test_transcripts_are_held_against_symbols_and_frames(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = []
+    for i, text in enumerate(["one two", "one 2", "o" * 20, "three"] * 3):
+        soundfile.write(tmp_path / f"{i}.wav", 0.1 * np.random.default_rng(i).standard_normal(8_000), 16_000)
+        entries.append({"audio_filepath": f"{i}.wav", "duration": 0.5, "text": text})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    own = ["data=manifest", "data.train=a.jsonl", "data.valid.dev=a.jsonl"]
+    tiny = [argument for argument in TINY if "utterances" not in argument]
+    code, found = look(capsys, *tiny, *own)
+    assert code == 0, found
+    assert found["text train"][0] == "amber"
+    assert found["text train"][1].startswith("3 of 12 transcripts cannot be spelled ('2')")
+    assert found["lengths train"][0] == "amber"
+    assert "20 labels and 9 frames" in found["lengths train"][1]
+    assert found["one step"][0] == "green"
+
+
+def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(lambda: doctor.run(["--verbose"])) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_disk_that_is_read_only_or_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert doctor._room("disk", tmp_path / "not" / "made", "OUTPUT_DIR").state != doctor.RED
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    finding = doctor._room("disk", tmp_path, "OUTPUT_DIR")
+    assert finding.state == doctor.RED
+    assert "set OUTPUT_DIR" in finding.found

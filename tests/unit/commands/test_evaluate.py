@@ -1,0 +1,129 @@
+"""speechtrain-evaluate: the figures of training, on any set, of a run wherever it lies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from speechtrain.commands import evaluate, prepare
+from speechtrain.commands.common import guarded
+from speechtrain.errors import ConfigError, DataError, MachineError, RunError
+from speechtrain.run import RunLock
+
+ONE = "device.threads=1"
+
+
+@pytest.fixture(scope="module")
+def dev(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("digits")
+    assert prepare.run(["digits", "--out", str(folder), "--train", "3", "--valid", "4"]) == 0
+    return folder
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> dict:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_figures_are_those_of_training(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.run([str(run_dir), ONE, "--json"]) == 0
+    metrics = printed(capsys)["metrics"]["unheard"]
+    trained = json.loads((run_dir / "result.json").read_text())["metrics"]
+    assert metrics
+    assert {f"unheard/{name}": value for name, value in metrics.items()}.items() <= trained.items()
+
+
+def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = []
+    for count in (1, 4):
+        assert evaluate.run([str(run_dir), ONE, f"data.valid_batch.count={count}", "--json"]) == 0
+        rates.append(printed(capsys)["metrics"]["unheard"]["cer"])
+    assert rates[0] == rates[1]
+
+
+def test_a_moved_run_in_use_scores_other_sets(
+    run_dir: Path, dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = Path(shutil.copytree(run_dir, tmp_path / "elsewhere"))
+    before = {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()}
+    out = tmp_path / "hypotheses.jsonl"
+    lock = RunLock(moved).acquire()
+    try:
+        before[moved / "lock"] = (moved / "lock").read_bytes()
+        argv = [str(moved), "--set", f"dev={dev / 'valid.jsonl'}", "--set", f"both={dev / 'audio'}"]
+        assert evaluate.run([*argv, ONE, "--json", "--out", str(out), "--checkpoint", "last"]) == 0
+    finally:
+        lock.release()
+    assert set(printed(capsys)["metrics"]) == {"dev", "both"}
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["set"] for line in written] == ["dev"] * 4 + ["both"] * 7
+    assert set(written[0]) == {"set", "id", "reference", "hypothesis"}
+    assert {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()} == before
+
+
+def test_training_data_is_not_looked_for(run_dir: Path, dev: Path, tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    moved = Path(shutil.copytree(run_dir, tmp_path / "elsewhere"))
+    config = OmegaConf.load(moved / "config.yaml")
+    config.data.train.root = "/nowhere"
+    OmegaConf.save(config, moved / "config.yaml")
+    assert evaluate.run([str(moved), ONE, "--set", f"dev={dev / 'valid.jsonl'}"]) == 0
+
+
+def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for precision in ("fp32", "bf16"):
+        assert evaluate.run([str(run_dir), ONE, f"precision={precision}", "--json"]) == 0
+        losses.append(printed(capsys)["metrics"]["unheard"]["loss"])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_json_is_valid_where_a_figure_is_not_finite() -> None:
+    found = evaluate.finite({"dev": {"wer": float("inf"), "loss": float("nan"), "cer": 0.5}})
+    assert json.dumps(found, allow_nan=False) == '{"dev": {"wer": null, "loss": null, "cer": 0.5}}'
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "match"),
+    [
+        (["device.threds=1"], ConfigError, "did you mean 'device.threads'"),
+        (["device.threads=abc"], ConfigError, "device.threads: 'abc' is not an integer"),
+        (["trainer.max_steps=abc"], ConfigError, "trainer.max_steps"),
+        (["data=fsdd"], ConfigError, "a trained run keeps its data"),
+        (["precision=fp8"], ConfigError, "precision is one of"),
+        (["device.threads"], ConfigError, "no KEY=VALUE"),
+        (["precision=fp16"], MachineError, "precision=bf16"),
+        (["--set", "dev"], ConfigError, "NAME=FILE"),
+        (["--set", "a=x", "--set", "a=y"], ConfigError, "named twice"),
+        (["--set", "dev=nowhere.jsonl"], DataError, "nowhere.jsonl does not exist"),
+        (["--checkpoint", "step-00000009"], RunError, "there are best, last, step-00000002"),
+        (["--out", "nowhere/x.jsonl"], MachineError, "--out nowhere/x.jsonl"),
+    ],
+)
+def test_errors_are_told_in_one_line(
+    run_dir: Path, argv: list[str], error: type[Exception], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error, match=match):
+        evaluate.run([str(run_dir), *argv])
+    assert guarded(lambda: evaluate.run([str(run_dir), *argv])) == error.exit_code  # type: ignore[attr-defined]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_run_no_checkpoint_and_a_damaged_one(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nothing holds no config\.yaml"):
+        evaluate.run([str(tmp_path / "nothing")])
+    started = tmp_path / "started"
+    started.mkdir()
+    shutil.copy(run_dir / "config.yaml", started)
+    shutil.copy(run_dir / "tokenizer.model", started)
+    with pytest.raises(RunError, match="holds no checkpoint"):
+        evaluate.run([str(started)])
+    damaged = Path(shutil.copytree(run_dir, tmp_path / "damaged"))
+    weights = damaged / "checkpoints/step-00000002/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(RunError, match="does not match its sha256"):
+        evaluate.run([str(damaged)])

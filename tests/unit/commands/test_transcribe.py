@@ -1,0 +1,72 @@
+"""speechtrain-transcribe: text of any audio file, whatever lies beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from speechtrain.commands import prepare, transcribe
+from speechtrain.errors import ConfigError, RunError
+
+ONE = "device.threads=1"
+
+
+@pytest.fixture(scope="module")
+def folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same utterance at two rates, in one and two channels, and an empty file."""
+    made = tmp_path_factory.mktemp("audio")
+    prepare.run(["sample", str(made / "a.wav")])
+    samples, rate = soundfile.read(made / "a.wav")
+    soundfile.write(made / "stereo.flac", np.stack([samples, samples], axis=1), rate)
+    soundfile.write(made / "b=c.wav", samples[::2], rate // 2)
+    (made / "empty.wav").touch()
+    return made
+
+
+def test_files_are_transcribed_in_order(
+    run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("DATASET_DIR", raising=False)
+    assert transcribe.run([str(run_dir), "stereo.flac", "b=c.wav", ONE, "a.wav", "--batch", "2"]) == 0
+    lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == ["stereo.flac", "b=c.wav", "a.wav"]
+    assert transcribe.run([str(run_dir), "a.wav", ONE, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"audio": "a.wav", "text": lines[2][1]}
+
+
+def test_a_file_that_cannot_be_used_stops_no_other(
+    run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(folder / name) for name in ("empty.wav", "a.wav", "none.wav")]
+    assert transcribe.run([str(run_dir), *files, ONE]) == 3
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 1
+    assert told.out.startswith(f"{files[1]}\t")
+    assert "empty.wav: the file has no bytes" in told.err
+    assert "none.wav: there is no such file" in told.err
+    assert told.err.count("\n") == 2
+
+
+def test_a_long_file_is_decoded_to_its_end(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples, rate = soundfile.read(folder / "a.wav")
+    soundfile.write(tmp_path / "long.wav", np.tile(samples, 2), rate)
+    for overrides in ([], ["model.max_symbols=1"]):
+        assert transcribe.run([str(run_dir), str(tmp_path / "long.wav"), ONE, *overrides]) == 0
+    free, limited = (line.partition("\t")[2] for line in capsys.readouterr().out.splitlines())
+    assert len(free) > len(limited)  # the run's own limit is 40 labels
+
+
+def test_usage(run_dir: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="name one or more audio files"):
+        transcribe.run([str(run_dir), ONE])
+    with pytest.raises(ConfigError, match="--batch 0"):
+        transcribe.run([str(run_dir), "a.wav", "--batch", "0"])
+    with pytest.raises(RunError):
+        transcribe.run([str(folder), str(folder / "a.wav")])
