@@ -1,0 +1,31 @@
+"""Write the losses of record anew: ``python tests/golden/make.py``, after a change that is meant to move them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+
+def main() -> None:
+    from integration.conftest import Command
+    from integration.test_figures import BANDS, GOLDEN_OVERRIDES
+
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in BANDS:
+            run = Command(
+                Path(folder) / precision, dict(os.environ), [*GOLDEN_OVERRIDES, f"precision={precision}"]
+            )
+            done = run.run()
+            if done.returncode:
+                sys.exit(done.stderr)
+            lines = [f"{step} {loss:.9g}\n" for step, loss in sorted(run.losses().items())]
+            (HERE / f"rnnt_small_{precision}.txt").write_text("# step, loss per utterance\n" + "".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Real runs through the console command: a tiny recipe, in processes that can be signalled and killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+TINY = [
+    *("recipe=demo", "device.threads=1", "tracking=jsonl", "data.workers=0"),
+    *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
+    *("encoder.hidden=32", "encoder.features.mels=20", "model.prediction_hidden=32"),
+    *("model.prediction_embedding=16", "model.joint_hidden=32", "model.max_symbols=30"),
+    *("trainer.max_epochs=null", "trainer.max_steps=30", "trainer.log_every=1"),
+    *("trainer.save_every=3", "trainer.validate_every=10", "schedule.warmup_steps=5"),
+]
+"""30 updates of 12 utterances' seconds each; dropout, noise, warping, speed and EMA as in the demo."""
+
+RECORDED = ["data._target_=recording.RecordingData", "allow_targets=recording"]
+DEADLINE = 300.0  # seconds; nothing here takes a tenth of it on a free machine
+
+
+class Command:
+    """``speechtrain-train`` with the tiny recipe on one run directory."""
+
+    def __init__(self, run_dir: Path, environment: dict[str, str], overrides: list[str]) -> None:
+        self.run_dir = run_dir
+        self.environment = environment
+        self.arguments = [*TINY, *overrides, f"run_dir={run_dir}"]
+
+    def start(self, *extra: str) -> subprocess.Popen[str]:
+        """The command, in the background."""
+        line = [sys.executable, "-m", "speechtrain.commands.train", *self.arguments, *extra]
+        return self._popen(line)
+
+    def start_worker(self) -> subprocess.Popen[str]:
+        """Only the rank, on the config that the command has written: what a launcher runs."""
+        allowed = {"SPEECHTRAIN_ALLOW_TARGETS": "recording", "OMP_NUM_THREADS": "1"}
+        return self._popen(
+            [sys.executable, "-m", "speechtrain.worker", str(self.run_dir / "config.yaml")], allowed
+        )
+
+    def _popen(
+        self, line: list[str], extra: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        environment = {**self.environment, **extra}
+        return subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *extra: str) -> subprocess.CompletedProcess[str]:
+        """The command, to its end."""
+        return finish(self.start(*extra))
+
+    def tool(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another of the package's commands, to its end."""
+        return finish(self._popen([sys.executable, "-m", f"speechtrain.commands.{name}", *arguments]))
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """What the run's record says, attempts that were made void included."""
+        try:
+            text = (self.run_dir / "metrics.jsonl").read_text()
+        except OSError:
+            return []
+        lines = [line for line in text.split("\n")[:-1] if line]
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        return [r for r in records if not kind or r["event"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each update. Where several attempts made the same update, they must agree."""
+        found: dict[int, float] = {}
+        for record in self.events("train"):
+            assert found.setdefault(record["step"], record["loss"]) == record["loss"]
+        return found
+
+    def handed(self) -> list[list[Any]]:
+        """Training batches in the order of their addresses. Every attempt must have had the same ones."""
+        found: dict[tuple[int, int], list[Any]] = {}
+        for line in (self.run_dir / "handed.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            assert found.setdefault((record[0], record[1]), record) == record
+        return list(found.values())
+
+    def result(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
+        return content
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.run_dir / "checkpoints").glob("step-????????"))
+
+    def weights(self) -> str:
+        """sha256 of the newest checkpoint's weights."""
+        return hashlib.sha256((self.checkpoints()[-1] / "model.safetensors").read_bytes()).hexdigest()
+
+    def pid(self) -> int:
+        """The process that trains."""
+        return int((self.run_dir / "lock").read_text().split()[1])
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for a process and its output."""
+    out, err = process.communicate(timeout=DEADLINE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Poll until ``reached`` says something true; fails where ``process`` ends first."""
+    begun = time.monotonic()
+    while not reached():
+        if process is not None and process.poll() is not None and not reached():
+            out, err = process.communicate()
+            pytest.fail(f"the process ended with {process.returncode} first: {out}{err}")
+        assert time.monotonic() - begun < DEADLINE, "nothing came of it"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One cache of joined utterances for all runs."""
+    cache = tmp_path_factory.mktemp("cache")
+    ours = {"SPEECHTRAIN_CACHE": str(cache), "PYTHONPATH": str(Path(__file__).parent)}
+    return {**os.environ, **ours}
+
+
+@pytest.fixture
+def command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Command]:
+    """``command("name", *overrides)``: the tiny recipe in a run directory of that name."""
+    return lambda name, *overrides: Command(tmp_path / name, environment, list(overrides))

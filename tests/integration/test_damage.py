@@ -1,0 +1,103 @@
+"""Damaged checkpoints and a full disk: named, never loaded, and training goes on from what is sound."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Command, finish
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "state.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / "state.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def delete(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+
+
+def half_write(folder: Path) -> None:
+    """As a kill leaves it on a file system that reorders writes: the name is there, the content is not."""
+    (folder / "state.pt").write_bytes(b"\0" * 4096)
+    (folder / "checkpoint.json").write_text("{")
+
+
+def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
+    command: Callable[..., Command],
+) -> None:
+    run = command(
+        "run", "trainer.max_steps=6", "trainer.save_every=2", "trainer.validate_every=6", "trainer.keep=3"
+    )
+    assert run.run().returncode == 0
+    losses = run.losses()
+    kept = run.run_dir.with_name("kept")
+    shutil.copytree(run.run_dir, kept)
+    for damage in (truncate, flip, delete, half_write):
+        shutil.rmtree(run.run_dir)
+        shutil.copytree(kept, run.run_dir)
+        (run.run_dir / "result.json").unlink()
+        damage(run.checkpoints()[-1])
+        if damage is half_write:
+            (run.run_dir / "checkpoints" / ".writing-step-00000009").mkdir()
+        done = finish(run.start_worker())
+        assert done.returncode == 0
+        assert done.stderr.count("\n") == 1
+        assert "checkpoint not loaded" in done.stderr
+        assert "step-00000006" in done.stderr
+        assert [e["step"] for e in run.events("resume")] == [4]
+        assert run.losses() == losses  # checks that the updates made again are the same ones
+        assert run.result()["status"] == "finished"
+        assert not list((run.run_dir / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_a_disk_that_is_full_during_a_save(command: Callable[..., Command], policy: str) -> None:
+    """A limit on the size of files stands for it: writes fail half-way, as on a full disk."""
+    run = command("run", "trainer.max_steps=2", "trainer.save_every=2", "trainer.validate_every=100")
+    assert run.run().returncode == 0
+    sound = run.weights()
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
+        "from speechtrain.commands.train import run; from speechtrain.commands.common import guarded\n"
+        "sys.exit(guarded(lambda: run(sys.argv[1:])))"
+    )
+    assert (run.checkpoints()[0] / "model.safetensors").stat().st_size > 100_000
+    line = [
+        sys.executable,
+        "-c",
+        code,
+        *run.arguments,
+        "trainer.max_steps=4",
+        f"trainer.on_save_error={policy}",
+    ]
+    done = subprocess.run(line, env=run.environment, capture_output=True, text=True, timeout=300)
+    assert "checkpoint of step 4 could not be written" in done.stderr
+    assert [c.name for c in run.checkpoints()] == ["step-00000002"]
+    assert run.weights() == sound
+    if policy == "stop":
+        assert done.returncode == 4
+        assert done.stderr.count("\n") == 1
+        assert (run.result()["status"], run.result()["exit_code"]) == ("failed", 4)
+        assert run.result()["steps"] == 4
+        assert run.events()[-1]["status"] == "failed"
+        assert (run.run_dir / "error.log").exists()
+    else:
+        assert done.returncode == 0
+        assert "training goes on" in done.stderr
+        assert sorted(run.losses()) == [1, 2, 3, 4]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

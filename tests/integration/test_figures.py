@@ -1,0 +1,73 @@
+"""The same seed gives the same losses, the losses of record, and every command the same score."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from .conftest import Command, finish
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+STEPS = 20
+GOLDEN_OVERRIDES = [f"trainer.max_steps={STEPS}", "trainer.save_every=100", "trainer.validate_every=100"]
+
+# rounding differs between CPUs, and each update carries it on: a narrow band first, a wider one later
+BANDS = {"fp32": (1e-4, 5e-3), "bf16": (2e-2, 6e-2)}
+
+
+@pytest.mark.parametrize("precision", BANDS)
+def test_golden_losses(command: Callable[..., Command], precision: str) -> None:
+    run = command("run", *GOLDEN_OVERRIDES, f"precision={precision}")
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    golden = np.loadtxt(GOLDEN / f"rnnt_small_{precision}.txt")
+    first, last = BANDS[precision]
+    band = np.linspace(first, last, STEPS)
+    losses = np.array([run.losses()[int(step)] for step in golden[:, 0]])
+    np.testing.assert_array_less(abs(losses / golden[:, 1] - 1), band)
+    if precision == "fp32":
+        again = command("again", *GOLDEN_OVERRIDES, "precision=fp32")
+        assert again.run().returncode == 0
+        assert again.losses() == run.losses()
+        assert again.weights() == run.weights()
+
+
+@pytest.mark.parametrize("decay", ["0.0", "0.9"])
+def test_one_checkpoint_one_score(command: Callable[..., Command], tmp_path: Path, decay: str) -> None:
+    run = command("run", f"trainer.ema={decay}", "trainer.max_steps=12", "trainer.validate_every=6")
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    scored = run.tool("evaluate", str(run.run_dir), "--checkpoint", "last", "--json")
+    assert scored.returncode == 0, scored.stderr
+    metrics = json.loads(scored.stdout)["metrics"]["unheard"]
+    trained = {k.removeprefix("unheard/"): v for k, v in run.result()["metrics"].items() if "/" in k}
+    assert json.dumps(metrics, sort_keys=True) == json.dumps(trained, sort_keys=True)
+    assert metrics["loss"] == run.events("valid")[-1]["loss"]
+    if decay == "0.0":
+        return
+    tone = tmp_path / "tone.wav"
+    soundfile.write(tone, 0.1 * np.sin(np.arange(8000)), 8000)
+    text = run.tool("transcribe", str(run.run_dir), str(tone))
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.startswith(f"{tone}\t")
+    missing = run.tool("transcribe", str(run.run_dir), str(tmp_path / "no.wav"))
+    assert missing.returncode == 3
+    assert missing.stderr.count("\n") == 1
+    assert "no.wav does not exist" in missing.stderr
+
+
+def test_a_target_ends_a_run_and_its_result_is_returned(command: Callable[..., Command]) -> None:
+    run = command("run", "trainer.target=5.0", "trainer.validate_every=4", "trainer.profile=2:3")
+    assert run.run().returncode == 0
+    assert run.result()["status"] == "target"
+    assert run.result()["steps"] == 4
+    assert json.loads((run.run_dir / "profile-2-3.json").read_text())["traceEvents"]
+    (run.run_dir / "result.json").unlink()  # killed before it could say so
+    assert finish(run.start_worker()).returncode == 0
+    assert (run.result()["status"], run.result()["steps"]) == ("target", 4)

@@ -1,0 +1,56 @@
+"""Kill -9 anywhere and continue: the same samples, bit-equal losses and weights, as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from .conftest import RECORDED, Command, finish, wait_for
+
+CHAINS = {
+    "plain": ([], 8),
+    "workers": (["data.workers=1", "trainer.accumulate=2", "trainer.max_steps=24"], 6),
+    "no-average": (["trainer.ema=0.0", "trainer.save_every=1", "trainer.validate_every=4"], 6),
+}
+"""Overrides, and how often the run is killed: twenty times in all."""
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_twenty_kills_leave_no_trace(command: Callable[..., Command], chain: str) -> None:
+    overrides, kills = CHAINS[chain]
+    draw = random.Random(chain)
+    undisturbed = command("undisturbed", *RECORDED, *overrides)
+    reference = undisturbed.start()
+
+    killed = command("killed", *RECORDED, *overrides)
+    steps = 24 if chain == "workers" else 30
+    parent = killed.start()
+    for number, step in enumerate(sorted(draw.sample(range(1, steps), kills))):
+        before = len(killed.events("train"))
+        process = killed.start_worker() if number else parent
+        wait_for(lambda: any(e["step"] >= step for e in killed.events("train")[before:]), process)  # noqa: B023
+        time.sleep(draw.uniform(0.0, 0.1))  # within an update, a validation or a save
+        os.kill(killed.pid(), signal.SIGKILL)
+        ended = finish(process)
+        if number:
+            assert ended.returncode == -signal.SIGKILL
+        else:
+            assert ended.returncode == 5
+            assert "the ranks ended with code -9" in ended.stderr
+    last = killed.run()
+    assert last.returncode == 0, last.stderr
+
+    done = finish(reference)
+    assert done.returncode == 0, done.stderr
+    assert sorted(undisturbed.losses()) == list(range(1, steps + 1))
+    assert killed.losses() == undisturbed.losses()
+    assert killed.handed() == undisturbed.handed()
+    assert killed.weights() == undisturbed.weights()
+    assert killed.result()["metrics"] == undisturbed.result()["metrics"]
+    assert [c.name for c in killed.checkpoints()] == [c.name for c in undisturbed.checkpoints()]
+    assert not list((killed.run_dir / "checkpoints").glob(".*"))  # nothing half-written stays behind

@@ -1,0 +1,84 @@
+"""The boundary of a rank: whatever happens, the parent is told, and never by another run's result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from speechtrain.distributed import PARENT, World, open_group
+from speechtrain.errors import MachineError
+from speechtrain.run import RunLock
+from speechtrain.worker import StopRequest
+
+
+def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "speechtrain.worker", str(run_dir / "config.yaml")]
+    return subprocess.run(
+        line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
+    done = rank(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["exit_code"] == 2
+    assert "config.yaml does not exist" in result["error"]
+    assert result["steps"] == 0
+    assert "Traceback" in (tmp_path / "error.log").read_text()
+
+
+def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path).acquire()
+    (tmp_path / "result.json").write_text("theirs")
+    done = rank(tmp_path)
+    lock.release()
+    assert done.returncode == 5
+    assert f"in use by pid {os.getpid()}" in done.stderr
+    assert (tmp_path / "result.json").read_text() == "theirs"
+
+
+def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Path) -> None:
+    code = (
+        "from speechtrain.worker import StopRequest, _leave_with_parent\n"
+        "stop = StopRequest(); _leave_with_parent(stop); print(stop())"
+    )
+    for parent, expected in ((str(os.getpid()), "False"), ("1", "True"), ("", "False")):
+        environment = {**os.environ, PARENT: parent}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_request(number: int) -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+        signal.pthread_kill(
+            threading.get_ident(), number
+        )  # waits, as it does while a rank imports its libraries
+        stop = StopRequest()
+        assert stop()
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+
+
+def test_a_world_that_this_version_cannot_span_is_refused() -> None:
+    assert open_group(World()).world.size == 1
+    with pytest.raises(MachineError, match="WORLD_SIZE=2"):
+        open_group(World(rank=0, size=2))
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+def test_half_a_world_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(MachineError, match="environment variable"):
+        World.from_environment(environ)
