@@ -131,9 +131,16 @@ def test_the_speed_change_is_lhotses(percent: int) -> None:
     assert len(changed) == -(-12_345 * 100 // percent)
 
 
-def test_threads_do_not_change_a_batch(cache: Path, recordings: Any) -> None:
+def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the caller's number of threads, a batch is computed by one, as in a worker."""
     decoder = Decoder(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
-    threads, found = torch.get_num_threads(), []
+    threads, found, used = torch.get_num_threads(), [], []
+
+    def watched(samples: Any, percent: int, sample_rate: int) -> Any:
+        used.append(torch.get_num_threads())
+        return change_speed(samples, percent, sample_rate)
+
+    monkeypatch.setattr("speechtrain.data.batches.change_speed", watched)
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
@@ -142,6 +149,7 @@ def test_threads_do_not_change_a_batch(cache: Path, recordings: Any) -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
+    assert set(used) == {1}
 
 
 def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recordings: Any) -> None:
