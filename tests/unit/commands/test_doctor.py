@@ -57,7 +57,9 @@ def test_a_sound_recipe_is_green_and_leaves_no_file(
     ):
         assert found[what][0] == "green", found
     assert "largest batch, 8 rows" in found["one step"][1]
-    assert not list(tmp_path.iterdir())
+    assert not [
+        path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")
+    ]  # torch's own
 
 
 def test_a_missing_corpus_is_red_with_the_fix(capsys: pytest.CaptureFixture[str]) -> None:
