@@ -98,7 +98,8 @@ class _Jobs:
 
     def __call__(self, config: DictConfig) -> float | None:
         settings = HydraConfig.get()
-        overrides = list(settings.overrides.task)
+        # as typed: an interpolation in a value would be looked up from here, in Hydra's own node
+        overrides = [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
         self.count += 1
         try:
             # absolute: ranks on other hosts and a resumed command must mean the same folder
@@ -261,7 +262,7 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
     if isinstance(cause, OmegaConfBaseException):
         key = cause.full_key or _key_of(message)
         return ConfigError(f"{key + ': ' if key else ''}{first_line(cause)}")
-    line = first_line(error) or type(error).__name__
+    line = one_line(message)[:300] or type(error).__name__  # of a YAML file that cannot be read, its place
     return ConfigError(
         line if isinstance(error, HydraException) else f"the command line or a config file: {line}"
     )

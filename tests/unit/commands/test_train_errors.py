@@ -1,0 +1,322 @@
+"""What a user may type wrongly: one line that names the key and the fix, an exit code by class, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from speechtrain.commands import launching, train
+from speechtrain.commands.common import guarded
+from speechtrain.config import ALLOW_TARGETS
+from speechtrain.run import RunLock
+
+CONFIG, DATA, MACHINE, RUN = 2, 3, 4, 5
+DRY = "dry_run=true"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (ALLOW_TARGETS, "NUM_STEPS", "OUTPUT_DIR", "DATASET_DIR"):
+        monkeypatch.setenv(name, "")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+
+
+def _run(*argv: str) -> int:
+    return guarded(lambda: train.run(list(argv)))
+
+
+def _error(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = _run(*argv)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert error.startswith("speechtrain: error: ")
+    return code, error.removeprefix("speechtrain: error: ").strip()
+
+
+WRONG = [
+    # keys
+    (["dryrun=true"], CONFIG, ["dryrun", "did you mean 'dry_run'"]),
+    (["trainer.max_stpes=5"], CONFIG, ["trainer.max_stpes", "'trainer.max_steps'"]),
+    (["+trainer.max_stpes=5"], CONFIG, ["trainer.max_stpes", "'trainer.max_steps'"]),
+    (["optimizer.lrr=3"], CONFIG, ["optimizer.lrr", "'optimizer.lr'"]),
+    (["+optimizer.lrr=3"], CONFIG, ["optimizer.lrr", "LAMB takes no 'lrr'", "'lr'"]),
+    (["encoder.features.melz=3"], CONFIG, ["encoder.features.melz", "'encoder.features.mels'"]),
+    (["++encoder.features.melz=3"], CONFIG, ["encoder.features.melz", "LogMel", "'mels'"]),
+    (["+foo=1"], CONFIG, ["foo", "--cfg job"]),
+    (["+model.joint_hidden=3"], CONFIG, ["without the +"]),
+    (["~optimizer.lr"], CONFIG, ["schedule.peak", "optimizer.lr"]),
+    (["~model"], CONFIG, ["model is not set"]),
+    (["~model._target_"], CONFIG, ["model=NAME"]),
+    (["hydra.foo=1"], CONFIG, ["hydra.foo"]),
+    # groups and choices
+    (["model=rnntt"], CONFIG, ["model=rnntt", "did you mean 'rnnt'", "rnnt_small"]),
+    (["recipe=dem"], CONFIG, ["recipe=dem", "'demo'"]),
+    (["modl=rnnt"], CONFIG, ["modl", "'model'"]),
+    (["+modell=rnnt"], CONFIG, ["modell", "'model'"]),
+    (["+model=rnnt_small"], CONFIG, ["model", "without a +"]),
+    (["model="], CONFIG, ["model=", "rnnt_small"]),
+    (["model=null"], CONFIG, ["model=null", "takes a name"]),
+    (["model={a: 1}"], CONFIG, ["model is a group"]),
+    (["hydra/launcher=nosuch"], CONFIG, ["hydra/launcher=nosuch", "basic"]),
+    # values
+    (["trainer.max_steps=abc"], CONFIG, ["trainer.max_steps", "'abc'", "Integer"]),
+    (["trainer.max_steps=1.5"], CONFIG, ["trainer.max_steps", "1.5"]),
+    (["trainer.max_steps="], CONFIG, ["trainer.max_steps"]),
+    (["trainer.max_epochs=null"], CONFIG, ["nothing ends this run"]),
+    (["trainer.ema=1"], CONFIG, ["trainer.ema"]),
+    (["trainer.clip=-1"], CONFIG, ["trainer.clip"]),
+    (["trainer.profile=5:2"], CONFIG, ["trainer.profile", "A:B"]),
+    (["trainer=5"], CONFIG, ["trainer"]),
+    (["world_size=eight"], CONFIG, ["world_size", "'eight'"]),
+    (["world_size=0"], CONFIG, ["world_size=0"]),
+    (["world_size=2"], CONFIG, ["world_size=2", "launcher=local"]),
+    (["seed=-1"], CONFIG, ["seed=-1"]),
+    (["seed=1,2"], CONFIG, ["seed=1,2", "-m"]),
+    (["seed=${foo}"], CONFIG, ["seed", "foo"]),
+    (["seed=${oc.env:NOPE}"], CONFIG, ["seed", "NOPE"]),
+    (["resume=perhaps"], CONFIG, ["auto, never or must"]),
+    (["model.joint_hidden=abc"], CONFIG, ["model.joint_hidden", "'abc' is not an integer"]),
+    (["model.joint_hidden=-5"], CONFIG, ["model"]),
+    (["optimizer.betas=0.9"], CONFIG, ["optimizer.betas", "not a list"]),
+    (["optimizer.betas=[0.9]"], CONFIG, ["optimizer", "two numbers"]),
+    (["optimizer.lr=nan"], CONFIG, ["optimizer.lr", "finite"]),
+    (["optimizer.lr=-1"], CONFIG, ["lr is -1"]),
+    (["data.train.utterances=abc"], CONFIG, ["data.train.utterances", "integer"]),
+    (["device.matmul=x"], CONFIG, ["matmul", "highest"]),
+    # what must be given, and what must exist
+    (["data=manifest"], CONFIG, ["data.train is not set", "data.train="]),
+    (["tokenizer=sentencepiece"], CONFIG, ["tokenizer.model is not set", "tokenizer.model="]),
+    (
+        ["tokenizer=sentencepiece", "tokenizer.model=/no/x.model"],
+        DATA,
+        ["/no/x.model", "speechtrain-prepare"],
+    ),
+    (["precision=fp16", "device=cpu"], MACHINE, ["precision=fp16", "precision=bf16"]),
+    (["--config-dir", "/no/such"], CONFIG, ["/no/such"]),
+    # syntax and options
+    (["trainer.max_steps"], CONFIG, ["trainer.max_steps=VALUE"]),
+    (["=3"], CONFIG, ["=3"]),
+    ([""], CONFIG, ["KEY=VALUE"]),
+    (["a=[1,"], CONFIG, ["a=[1,"]),
+    (["model='rnnt"], CONFIG, ["model='rnnt"]),
+    (["--foo"], CONFIG, ["--foo"]),
+    (["--multirunn"], CONFIG, ["'--multirun'"]),
+    (["--config-name", "x"], CONFIG, ["--config-name"]),
+    (["--cfg"], CONFIG, ["--cfg", "job"]),
+    (["--cfg", "foo"], CONFIG, ["foo", "job"]),
+    # classes
+    (["model._target_=os.system"], CONFIG, ["model._target_", "os.system", "allow_targets=os"]),
+    (["optimizer._target_=torch.optim.optimizer.torch.os.system"], CONFIG, ["optimizer._target_"]),
+    (["optimizer._target_=torch.optim.optimizer.torch.nn.Linear"], CONFIG, ["torch.nn", "not allowed"]),
+    (["model._target_=speechtrain.errors.nearest"], CONFIG, ["is not a class"]),
+    (["model._target_=speechtrain.devices.cpu.CPU"], CONFIG, ["CPU is no Task"]),
+    (["model._target_=speechtrain.task.Task"], CONFIG, ["abstract"]),
+    (["model._target_=speechtrain.models.rnnt.RNNTT"], CONFIG, ["did you mean 'RNNT'"]),
+    (["data.train={_target_: os.system}"], CONFIG, ["data.train"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "code", "said"), WRONG, ids=[" ".join(w[0]) or "empty" for w in WRONG])
+def test_one_line_and_nothing_left(
+    argv: list[str], code: int, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a dry run: should a case pass after all, nothing is trained
+    got, error = _error(capsys, *argv, *([] if argv[-1].startswith("--") else [DRY]))
+    assert got == code, error
+    for part in said:
+        assert part in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_file_in_the_config_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine" / "model"
+    folder.mkdir(parents=True)
+    (folder / "broken.yaml").write_text("_target_: [unclosed")
+    (folder / "typo.yaml").write_text("_target_: speechtrain.models.rnnt.RNNT\njoint_hiden: 3\n")
+    (folder / "stranger.yaml").write_text("_target_: stranger.Model\n")
+    (folder / "allowing.yaml").write_text(
+        "# @package _global_\nallow_targets: stranger\nmodel:\n  _target_: stranger.Model\n"
+    )
+    (folder / "calling.yaml").write_text(
+        "# @package _global_\nhydra:\n  callbacks:\n    a:\n      _target_: os.mkdir\n      path: called\n"
+    )
+    for choice, said in (
+        ("broken", "broken.yaml"),
+        ("typo", "did you mean 'joint_hidden'"),
+        ("stranger", "allow_targets=stranger"),
+        ("allowing", "allow_targets"),
+        ("calling", "hydra.callbacks"),
+    ):
+        code, error = _error(capsys, "--config-dir", str(tmp_path / "mine"), f"model={choice}", DRY)
+        assert (code, said in error) == (CONFIG, True), error
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_targets_are_allowed_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_schedules.py").write_text(
+        "from speechtrain.optim.schedules import Constant\n\n\nclass Flat(Constant):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = "schedule._target_=own_schedules.Flat"
+    assert _error(capsys, "schedule=constant", target, DRY)[0] == CONFIG
+    assert _run("schedule=constant", target, DRY, "allow_targets=own_schedules") == 0
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    code, error = _error(capsys, f"run_dir={tmp_path}/file/run", DRY)
+    assert (code, f"{tmp_path}/file/run" in error, "run_dir" in error) == (MACHINE, True, True)
+
+
+def test_a_folder_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launching.os, "access", lambda path, mode: False)  # root may write everywhere
+    code, error = _error(capsys, DRY)
+    assert (code, "not writable" in error) == (MACHINE, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = SimpleNamespace(f_bavail=10, f_frsize=2**20)
+    monkeypatch.setattr(launching.os, "statvfs", lambda path: free)
+    code, error = _error(capsys, DRY)
+    assert (code, "10 MiB free" in error) == (MACHINE, True)
+    monkeypatch.setattr(free, "f_bavail", 1000)
+    assert _run(DRY) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert _run("--cfg", "job", "--resolve", f"run_dir={run}") == 0
+    (run / "config.yaml").write_text(capsys.readouterr().out)
+    code, error = _error(capsys, f"run_dir={run}", "optimizer.lr=0.5", "seed=7", DRY)
+    assert code == RUN
+    assert "optimizer.lr: 0.004 there, 0.5 now" in error
+    assert "seed: 1 there, 7 now" in error
+    # what may change
+    assert _run(f"run_dir={run}", "trainer.max_steps=9", "device.threads=1", "tracking=none", DRY) == 0
+
+
+def test_a_run_in_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    lock = RunLock(tmp_path / "run").acquire()
+    try:
+        code, error = _error(capsys, f"run_dir={tmp_path}/run")
+    finally:
+        lock.release()
+    assert (code, f"pid {os.getpid()} on " in error) == (RUN, True)
+
+
+# --- what works -----------------------------------------------------------------------------------
+
+
+def test_environment_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OUTPUT_DIR", "results")
+    monkeypatch.setenv("NUM_STEPS", "7")
+    monkeypatch.setenv("DATASET_DIR", "/audio")
+    assert _run(DRY) == 0
+    assert "/results/rnnt-digits-" in capsys.readouterr().out
+    assert _run("--cfg", "job", "--resolve", "data=fsdd") == 0
+    shown = capsys.readouterr().out
+    assert "max_steps: 7" in shown
+    assert "/audio" in shown
+    monkeypatch.setenv("NUM_STEPS", "many")
+    code, error = _error(capsys, DRY)
+    assert (code, "NUM_STEPS" in error, "'many'" in error) == (CONFIG, True, True)
+    assert _run(DRY, "trainer.max_steps=3") == 0
+
+
+def test_a_list_of_manifests_as_typed_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        _run("data=manifest", "data.train=a b.jsonl,b.jsonl", "data.valid.dev=c.jsonl", "--cfg", "job") == 0
+    )
+    shown = capsys.readouterr().out
+    assert "- a b.jsonl\n" in shown
+    assert "- b.jsonl\n" in shown
+    assert "dev: c.jsonl" in shown
+
+
+@pytest.mark.parametrize("given", [[], ["run_dir=sweep"]], ids=["default", "run_dir"])
+def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("-m", "optimizer.lr=1e-3,4e-3", DRY, *given) == 0
+    lines = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
+    assert len(set(lines)) == 2
+    base = tmp_path / ("sweep" if given else "runs")
+    assert {Path(line).parents[1] for line in lines} == {base}
+    assert [path.name for path in base.iterdir()] == ["multirun.yaml"]
+
+
+def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("-m", "optimizer.lr=-1,1e-3", DRY) == CONFIG
+    captured = capsys.readouterr()
+    assert captured.out.count("speechtrain.worker") == 1
+    assert "job 1 (optimizer.lr=-1" in captured.err
+    assert "1 of 2 jobs failed" in captured.err
+
+
+def test_help_needs_neither_hydra_nor_torch() -> None:
+    program = (
+        "import sys; from speechtrain.commands.train import run; code = run(['--help']); "
+        "sys.exit(code or [name for name in ('torch', 'hydra', 'omegaconf', 'numpy') if name in sys.modules] or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "rnnt_small", "exit codes"):
+        assert name in done.stdout
+
+
+def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A true run that fails on its data: its config was written, its trace and code are the rank's."""
+    monkeypatch.setenv("DATASET_DIR", "/secret/place")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "kept.txt").write_text("")  # a folder with something else in it is not removed
+    command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
+    done = subprocess.run(
+        [*command, "data.train=${oc.env:DATASET_DIR}/a.jsonl", f"run_dir={run}", "device.threads=1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == DATA, done.stderr
+    assert "/secret/place/a.jsonl does not exist" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    written = (run / "config.yaml").read_text()
+    assert "${oc.env:DATASET_DIR}/a.jsonl" in written
+    assert "/secret" not in written
+    assert json.loads((run / "result.json").read_text())["exit_code"] == DATA
+
+
+def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
+    done = subprocess.run(
+        [*command, "data.train=no.jsonl", "device.threads=1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == DATA, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
