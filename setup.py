@@ -42,6 +42,7 @@ setup(
         "soundfile",
         "sentencepiece",
         "jiwer",
+        "rapidfuzz",  # also jiwer's own engine; metrics.py calls it for speed
         "safetensors",
         "rich",
         "tensorboard",
@@ -51,6 +52,7 @@ setup(
         "demo": ["espeakng-loader"],
         "dev": [
             "pytest",
+            "pyyaml",
             "pytest-timeout",
             "hypothesis",
             "ruff",
@@ -62,8 +64,6 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": [
-            f"speechtrain-{name} = speechtrain.commands.{name}:main" for name in COMMANDS
-        ]
+        "console_scripts": [f"speechtrain-{name} = speechtrain.commands.{name}:main" for name in COMMANDS]
     },
 )

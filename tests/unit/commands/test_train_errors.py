@@ -1,4 +1,4 @@
-"""What a user may type wrongly: one line that names the key and the fix, an exit code by class, nothing left behind."""
+"""What a user may type wrongly: one line with key and fix, an exit code by class, nothing left."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys: pytest.Capture
 def test_help_needs_neither_hydra_nor_torch() -> None:
     program = (
         "import sys; from speechtrain.commands.train import run; code = run(['--help']); "
-        "sys.exit(code or [name for name in ('torch', 'hydra', 'omegaconf', 'numpy') if name in sys.modules] or 0)"
+        "sys.exit(code or [n for n in ('torch', 'hydra', 'omegaconf', 'numpy') if n in sys.modules] or 0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""500 random command lines: each composes and passes the check, or is refused in one line with its exit code."""
+"""500 random command lines: each composes and passes the check, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ def test_no_command_line_ends_in_a_traceback(argv: list[str]) -> None:
         REFUSALS["accepted"] += 1
     except SpeechtrainError as error:
         REFUSALS["refused"] += 1
-        assert 2 <= error.exit_code <= 5
+        assert 2 <= error.exit_code <= 5  # noqa: PT017 - both outcomes are right
         line = one_line(str(error))
-        assert line, argv
-        assert len(line) < 2000
-        assert not line.startswith("Traceback")
+        assert line, argv  # noqa: PT017
+        assert len(line) < 2000  # noqa: PT017
+        assert not line.startswith("Traceback")  # noqa: PT017
     finally:
         os.environ.pop(ALLOW_TARGETS, None)
 

@@ -1,0 +1,182 @@
+"""A wheel built from this repository works without it: help, config, a real run, a user's own model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = (
+    *("model=rnnt_small", "encoder.hidden=16", "encoder.features.mels=8", "model.prediction_embedding=8"),
+    *("model.prediction_hidden=16", "model.joint_hidden=16", "data.train.utterances=8", "data.workers=0"),
+    *(
+        "data.batch.count=4",
+        "optimizer=adamw",
+        "schedule=constant",
+        "trainer.max_steps=2",
+        "device.threads=1",
+    ),
+    *("trainer.log_every=1", "tracking=jsonl"),
+)
+OWN_MODEL = '''
+from speechtrain.models.rnnt import RNNT
+
+
+class Shouting(RNNT):
+    """The small RNN-T, in capitals."""
+
+    def __init__(self, tokenizer, encoder, joint_hidden: int = 16, volume: int = 1) -> None:
+        super().__init__(
+            tokenizer, encoder, prediction_embedding=8, prediction_hidden=16, prediction_layers=1,
+            joint_hidden=joint_hidden,
+        )
+        self.volume = volume
+
+    def transcribe(self, batch):
+        return [text.upper() for text in super().transcribe(batch)]
+'''
+
+
+def _call(
+    command: list[str], cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist, built from a copy so that no build folder is left in the checkout."""
+    source = tmp_path_factory.mktemp("source") / "speechtrain"
+    source.mkdir()
+    # as git ignores them; a fresh clone has neither
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc")
+    for name in ("speechtrain", "conf", "launchers"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source / name)
+    out = source.parent / "dist"
+    build = "from setuptools.build_meta import build_{0}; print(build_{0}({1!r}))"
+    out.mkdir()
+    for kind in ("sdist", "wheel"):
+        done = _call([sys.executable, "-c", build.format(kind, str(out))], source)
+        assert done.returncode == 0, done.stderr[-2000:]
+    return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def site(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, installed by pip into a folder of its own."""
+    target = tmp_path_factory.mktemp("site")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+    ]
+    done = _call([*pip, str(archives[0])], target)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def _speechtrain(
+    site: Path, cwd: Path, command: str, *arguments: str, path: tuple[Path, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPEECHTRAIN", "PYTHON"))}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, *path)))
+    environment["SPEECHTRAIN_CACHE"] = str(site.parent / "cache")
+    return _call([sys.executable, str(site / "bin" / command), *arguments], cwd, environment)
+
+
+def _wanted() -> set[str]:
+    files = {f"speechtrain/{p.relative_to(ROOT)}" for p in (ROOT / "conf").rglob("*.yaml")}
+    files |= {
+        f"speechtrain/{p.relative_to(ROOT)}" for p in (ROOT / "launchers").rglob("*") if p.suffix != ".pyc"
+    }
+    files |= {str(p.relative_to(ROOT)) for p in (ROOT / "speechtrain").rglob("*") if p.suffix != ".pyc"}
+    return {
+        f
+        for f in files
+        if "__pycache__" not in f
+        and (
+            ROOT / f.replace("speechtrain/conf", "conf").replace("speechtrain/launchers", "launchers")
+        ).is_file()
+    }
+
+
+def test_everything_is_in_the_wheel(archives: tuple[Path, Path]) -> None:
+    held = set(zipfile.ZipFile(archives[0]).namelist())
+    assert not _wanted() - held
+    assert not [
+        name for name in held if name.startswith(("tests", "conf/", "launchers/", "benchmarks", "tools"))
+    ]
+
+
+def test_everything_is_in_the_sdist(archives: tuple[Path, Path]) -> None:
+    with tarfile.open(archives[1]) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for name in _wanted():
+        mapped = name.replace("speechtrain/conf", "conf").replace("speechtrain/launchers", "launchers")
+        assert mapped in held
+
+
+def test_the_installed_package_is_the_wheel(site: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    program = "import speechtrain as s, speechtrain.launchers as l; print(s.__file__, l.__file__)"
+    done = _call([sys.executable, "-c", program], tmp_path, environment)
+    assert done.stdout.count(str(site)) == 2, done.stdout + done.stderr
+
+
+def test_help_lists_the_groups(site: Path, tmp_path: Path) -> None:
+    done = _speechtrain(site, tmp_path, "speechtrain-train", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "rnnt_small" in done.stdout
+
+
+def test_cfg_job(site: Path, tmp_path: Path) -> None:
+    done = _speechtrain(site, tmp_path, "speechtrain-train", "--cfg", "job", "recipe=demo")
+    assert done.returncode == 0, done.stderr
+    assert "_target_: speechtrain.models.rnnt.RNNT" in done.stdout
+
+
+def test_a_real_run_and_a_model_of_ones_own(site: Path, tmp_path: Path) -> None:
+    done = _speechtrain(site, tmp_path, "speechtrain-train", *SMALL, "run_dir=run")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("finished", 2)
+    assert result["metrics"]["wer"] >= 0
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+    own = tmp_path / "own"
+    (own / "conf" / "model").mkdir(parents=True)
+    (own / "shouting.py").write_text(OWN_MODEL)
+    (own / "conf" / "model" / "shouting.yaml").write_text(
+        "_target_: shouting.Shouting\njoint_hidden: 16\nvolume: 2\n"
+    )
+    arguments = [a for a in SMALL if not a.startswith("model")]
+    arguments += ["--config-dir", "own/conf", "model=shouting", "encoder=lstm_small", "run_dir=mine"]
+    refused = _speechtrain(site, tmp_path, "speechtrain-train", *arguments, path=(own,))
+    assert refused.returncode == 2
+    assert "allow_targets=shouting" in refused.stderr
+    done = _speechtrain(
+        site, tmp_path, "speechtrain-train", *arguments, "allow_targets=shouting", path=(own,)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "shouting.Shouting" in (tmp_path / "mine" / "config.yaml").read_text()
+    listed = _speechtrain(site, tmp_path, "speechtrain-train", "--help", "--config-dir", "own/conf")
+    assert "shouting" in listed.stdout
