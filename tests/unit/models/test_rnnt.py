@@ -65,7 +65,8 @@ def count(model: RNNT) -> int:
     ],
 )  # fmt: skip
 def test_golden_parameter_counts(overrides: list[str], tokenizer: Tokenizer, parameters: int) -> None:
-    assert count(built(*overrides, tokenizer=tokenizer)) == parameters
+    with torch.device("meta"):  # counting needs no numbers
+        assert count(built(*overrides, tokenizer=tokenizer)) == parameters
 
 
 def test_initialisation_of_the_forget_gates() -> None:
@@ -78,7 +79,9 @@ def test_initialisation_of_the_forget_gates() -> None:
         assert 0.9 * bound < getattr(lstm, f"weight_hh_l{layer}").abs().max() <= bound
 
 
-def a_batch(seconds: Sequence[float], labels: Sequence[Sequence[int]], weight: Sequence[float] | None = None) -> Batch:
+def a_batch(
+    seconds: Sequence[float], labels: Sequence[Sequence[int]], weight: Sequence[float] | None = None
+) -> Batch:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.tensor([int(s * 16000) for s in seconds])
     rows, width = len(seconds), max(1, *(len(row) for row in labels))
@@ -137,7 +140,7 @@ def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int])
     model.max_symbols_per_step, model.max_symbols = limits
     with torch.no_grad():
         model.joint_net.weight *= 6.0  # far from the uniform, so that labels and blanks alternate
-        model.joint_net.bias[model.blank] += 4.5
+        model.joint_net.bias[model.blank] += 6.0
         batch = a_batch([1.4, 0.3, 0.9, 0.06], [[], [], [], []])
         encoded, lengths = model.encoder(batch.audio, batch.audio_lengths, batch.keys)
         together = model.transcribe(batch)
