@@ -54,6 +54,13 @@ class Prediction(nn.Module):
         return output[:, 0], state
 
 
+def _product_dtype(device: str) -> torch.dtype:
+    """Of the joint's matrix products: bfloat16 under its autocast, else float32 (float16's range is too narrow)."""
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+        return torch.bfloat16
+    return torch.float32
+
+
 class RNNT(Task):
     """RNN-T recognition, trained by the exact transducer loss, judged by its greedy WER.
 
@@ -130,15 +137,19 @@ class RNNT(Task):
             # drawn from the generator that the trainer has seeded for this micro-batch
             seed=int(torch.randint(2**62, ())),
             fastemit=self.fastemit,
-            compute_dtype=torch.get_autocast_dtype(encoded.device.type)
-            if torch.is_autocast_enabled(encoded.device.type)
-            else torch.float32,
+            compute_dtype=_product_dtype(encoded.device.type),
         )
         if self.ctc is None:
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)
         ctc = F.ctc_loss(
-            scores, batch.labels, lengths, batch.label_lengths, self.blank, reduction="none", zero_infinity=True
+            scores,
+            batch.labels,
+            lengths,
+            batch.label_lengths,
+            self.blank,
+            reduction="none",
+            zero_infinity=True,
         )
         count = batch.weight.sum()
         parts: Sums = {
