@@ -39,7 +39,12 @@ class CPU(Device):
         threads = self.threads or max(1, usable_cores() // processes)
         # without it torchrun sets one thread, ruinous here; oneDNN otherwise keeps 1024 primitives,
         # which variable lengths fill with memory that is never used again
-        return {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        variables = {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        # libgomp's threads otherwise spin 300,000 times for the next parallel region. Where others use the
+        # cores too, two threads on two busy cores took 819 ms of CPU and 2.1 s for a step (an LSTM and small
+        # products) that takes 164 ms and 0.66 s so (2026-11-21, load 9); a free machine was not to be had
+        variables["GOMP_SPINCOUNT"] = "1000"
+        return variables
 
     def open(self, local_rank: int) -> None:
         threads = self.threads or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)

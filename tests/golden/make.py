@@ -1,4 +1,4 @@
-"""Write the losses of record anew: ``python tests/golden/make.py``, after a change that is meant to move them."""
+"""Rewrite the losses of record after a change that is meant to move them: ``python tests/golden/make.py``."""
 
 from __future__ import annotations
 
