@@ -151,7 +151,7 @@ def run_composed(argv: list[str], job: RunJob) -> None:
         return jobs(config)
 
     previous = sys.argv
-    sys.argv = [previous[0], *argv]
+    sys.argv = [previous[0], *_options_first(argv)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
     try:
         _refuse_callbacks(argv)
@@ -178,7 +178,7 @@ def run_composed(argv: list[str], job: RunJob) -> None:
 
 def _config_dir(argv: list[str]) -> str | None:
     folder = None
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, attached = flag.partition("=")
         if name in ("--config-dir", "-cd"):
             folder = attached if equals else value
@@ -221,6 +221,18 @@ def _check_flags(argv: list[str]) -> None:
             raise ConfigError(f"{argument}: {name} takes no value; write {name}")
     if waiting:
         raise ConfigError(f"{waiting} needs a value{_listed(waiting)}")
+
+
+def _options_first(argv: list[str]) -> list[str]:
+    """Hydra's parser refuses overrides on both sides of an option; the order among each kind stays."""
+    options: list[str] = []
+    overrides: list[str] = []
+    takes_next = False
+    for argument in argv:
+        is_option = takes_next or argument.startswith("-")
+        (options if is_option else overrides).append(argument)
+        takes_next = not takes_next and _FLAGS.get(argument, False)
+    return [*options, *overrides]
 
 
 def _check_flag_value(name: str, value: str) -> None:

@@ -79,7 +79,7 @@ def _groups(argv: list[str]) -> str:
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"  # a wheel maps it into the package; a checkout has it beside
     folders = [installed if installed.is_dir() else package.parent / "conf"]
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, attached = flag.partition("=")
         if name in ("--config-dir", "-cd"):
             folders.append(Path(attached if equals else value))

@@ -246,7 +246,7 @@ def test_environment_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_list_of_manifests_as_typed_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        _run("data=manifest", "data.train=a b.jsonl,b.jsonl", "data.valid.dev=c.jsonl", "--cfg", "job") == 0
+        _run("data=manifest", "data.train=a b.jsonl,b.jsonl", "--cfg", "job", "data.valid.dev=c.jsonl") == 0
     )
     shown = capsys.readouterr().out
     assert "- a b.jsonl\n" in shown

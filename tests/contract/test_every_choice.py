@@ -1,0 +1,380 @@
+"""Every YAML of every group: it composes, passes the check, implements its interface, and lists every key.
+
+The choices are found in ``conf/``: a new model, device or schedule is tested by being there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from speechtrain.batch import Batch
+from speechtrain.commands.composition import compose
+from speechtrain.config import INTERFACES, OFFERED, build, check, rehearse, target_class
+from speechtrain.launch import Job
+from speechtrain.text.vocabulary import train_sentencepiece
+
+CONF = Path(__file__).parents[2] / "conf"
+ALL = sorted((p.parent.name, p.stem) for p in CONF.glob("*/*.yaml"))
+CONSTRUCTED = [choice for choice in ALL if choice[0] in INTERFACES]
+TEXTS = [
+    "one two three",
+    "four five six",
+    "seven eight nine zero",
+    "oh a b c d e f g h i j k l m n o p q r s t",
+]
+
+
+@pytest.fixture(scope="session")
+def required(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Values for what some choices leave to the user: ``???`` in their YAML."""
+    folder = tmp_path_factory.mktemp("required")
+    train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
+    (folder / "train.jsonl").write_text("")
+    return {
+        "tokenizer.model": str(folder / "tiny.model"),
+        "data.train": str(folder / "train.jsonl"),
+        "data.valid.dev": str(folder / "train.jsonl"),
+        "run_dir": str(folder / "run"),
+    }
+
+
+@cache
+def _composed(*overrides: str) -> DictConfig:
+    return compose(list(overrides))
+
+
+def _config(required: dict[str, str], group: str, choice: str, **values: Any) -> DictConfig:
+    config = _composed(
+        f"{group}={choice}", *(["model=rnnt_small"] if group not in ("model", "recipe") else [])
+    ).copy()
+    for key in sorted(OmegaConf.missing_keys(config)):
+        assert key in required, f"{group}={choice} needs {key}: give it a value in the fixture `required`"
+        OmegaConf.update(config, key, required[key])
+    config.run_dir = required["run_dir"]
+    for key, value in values.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    return config
+
+
+def choices(group: str) -> list[str]:
+    return [name for folder, name in ALL if folder == group]
+
+
+def _keys(node: Any, path: str) -> list[str]:
+    """Constructor parameters, at any depth, that a YAML neither lists nor is given by the worker."""
+    if isinstance(node, list):
+        return [key for index, inner in enumerate(node) for key in _keys(inner, f"{path}[{index}]")]
+    if not isinstance(node, dict):
+        return []
+    absent = []
+    if "_target_" in node:
+        parameters = inspect.signature(target_class(node["_target_"], path)).parameters.values()
+        offered = OFFERED.get(path, set())
+        absent = [
+            f"{path}.{p.name}"
+            for p in parameters
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            and p.name not in node
+            and p.name not in offered
+        ]
+    return absent + [key for name, inner in node.items() for key in _keys(inner, f"{path}.{name}")]
+
+
+@pytest.mark.parametrize(("group", "choice"), ALL)
+def test_it_composes_and_passes_the_check(group: str, choice: str, required: dict[str, str]) -> None:
+    config = _config(required, group, choice)
+    check(config)
+    if group in ("recipe", "tokenizer", "optimizer", "schedule", "augment", "data"):
+        rehearse(config)
+
+
+@pytest.mark.parametrize(("group", "choice"), CONSTRUCTED)
+def test_every_key_can_be_set_without_a_plus(group: str, choice: str, required: dict[str, str]) -> None:
+    node = OmegaConf.to_container(_config(required, group, choice)[group], resolve=True)
+    absent = _keys(node, group)
+    if node["_target_"].startswith("torch.optim."):  # type: ignore[index, call-overload]
+        # switches of torch that are no part of the method
+        absent = [
+            a for a in absent if a.rpartition(".")[2] not in ("maximize", "capturable", "differentiable")
+        ]
+        absent = [a for a in absent if a.rpartition(".")[2] not in ("decoupled_weight_decay",)]
+    assert not absent
+
+
+def test_every_group_has_its_interface_and_its_default() -> None:
+    assert {folder for folder, _ in ALL} - {"recipe", "sweep"} <= set(INTERFACES)
+    assert set(INTERFACES) <= {folder for folder, _ in ALL}
+
+
+# --- device -------------------------------------------------------------------------------------
+
+_PURE = """
+import os, sys
+before = dict(os.environ)
+from speechtrain.config import _construct
+import json
+device = _construct("device", json.loads(sys.argv[1]), {})
+one, eight = device.environment(1), device.environment(8)
+assert one == device.environment(1) and dict(os.environ) == before
+for found in (one, eight):
+    assert all(isinstance(k, str) and isinstance(v, str) for k, v in found.items()), found
+vendors = ("habana_frameworks", "intel_extension_for_pytorch")
+assert not [name for name in sys.modules if name.startswith(vendors)]
+assert not __import__("torch").cuda.is_initialized()
+"""
+
+
+@pytest.mark.parametrize("choice", choices("device"))
+def test_device(choice: str, required: dict[str, str]) -> None:
+    import json
+
+    config = _config(required, "device", choice)
+    node = json.dumps(OmegaConf.to_container(config.device, resolve=True))
+    done = subprocess.run(
+        [sys.executable, "-c", _PURE, node], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    device = build(config, "device")
+    assert device.supports(torch.float32)
+    assert isinstance(device.supports(torch.float16), bool)
+    assert device.name
+    assert device.collectives in ("gloo", "hccl", "nccl")
+    assert isinstance(device.static_shapes, bool)
+    assert device.graphs() >= 0
+    torch.device(device.name)  # what autocast is told
+
+
+# --- launcher -----------------------------------------------------------------------------------
+
+AWKWARD = "a b'c\"d $(echo no) `no` \\ ; & | * ~ #\n\tend é"
+
+
+@pytest.mark.parametrize("choice", choices("launcher"))
+def test_launcher_renders_what_a_shell_runs(choice: str, required: dict[str, str], tmp_path: Path) -> None:
+    launcher = build(_config(required, "launcher", choice), "launcher")
+    run_dir = tmp_path / AWKWARD
+    job = Job(run_dir / "config.yaml", run_dir, 1, {"AWKWARD": AWKWARD, "PLAIN": "1"})
+    text = launcher.render(job)
+    assert "speechtrain.worker" in text
+    # the worker line replaced by a program that writes down what reached it
+    told = tmp_path / "told"
+    told.mkdir()
+    program = (
+        f"import os,sys;open({str(told / 'line')!r},'w').write(os.environ['AWKWARD']+chr(0)+sys.argv[-1])"
+    )
+    worker = shlex.join(job.command[1:3])
+    assert worker in text, "the worker line is quoted in another way: extend this test"
+    done = subprocess.run(
+        ["sh", "-c", text.replace(worker, shlex.join(["-c", program]))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (told / "line").read_text(encoding="utf-8").split("\0") == [AWKWARD, str(job.config)]
+
+
+# --- optimizer, schedule, precision -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", choices("optimizer"))
+def test_optimizer_lowers_a_quadratic(choice: str, required: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = build(_config(required, "optimizer", choice), "optimizer", params=[{"params": [weight]}])
+    before = weight.detach().square().sum()
+    for _ in range(3):
+        optimizer.zero_grad()
+        weight.square().sum().backward()
+        optimizer.step()
+    assert weight.detach().square().sum() < before
+    again = build(_config(required, "optimizer", choice), "optimizer", params=[{"params": [weight]}])
+    again.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("choice", choices("schedule"))
+def test_schedule_rates(choice: str, required: dict[str, str]) -> None:
+    config = _config(required, "schedule", choice)
+    schedule = build(config, "schedule", steps_per_epoch=50, planned_steps=5000)
+    peak = config.optimizer.lr
+    rates = [schedule.rate(step) for step in range(1, 5000)]
+    assert all(math.isfinite(rate) and 0 <= rate <= peak * (1 + 1e-9) for rate in rates)
+    assert all(rate > 0 for rate in rates[1:])  # Intel's first update has rate 0
+    other = build(config, "schedule", steps_per_epoch=7, planned_steps=77)
+    other.load_state_dict(schedule.state_dict())
+    assert [other.rate(step) for step in range(1, 5000)] == rates
+
+
+@pytest.mark.parametrize("choice", choices("precision"))
+def test_precision_updates_and_keeps_its_state(choice: str, required: dict[str, str]) -> None:
+    precision = build(_config(required, "precision", choice), "precision")
+    assert precision.name == choice
+    assert precision.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    linear = torch.nn.Linear(4, 4)
+    before = linear.weight.detach().clone()
+    optimizer = torch.optim.SGD(linear.parameters(), 0.1)
+    with precision.autocast("cpu"):
+        output = linear(torch.ones(2, 4))
+    assert output.dtype == precision.dtype
+    if precision.dtype != torch.float16:  # its scaler needs a GPU
+        precision.backward(output.float().square().sum())
+        precision.unscale(optimizer)
+        precision.step(optimizer)
+        assert not torch.equal(before, linear.weight)
+        assert linear.weight.dtype == torch.float32
+    precision.load_state_dict(precision.state_dict())
+
+
+# --- tracking, tokenizer, augment -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", choices("tracking"))
+def test_tracker_never_raises(choice: str, required: dict[str, str], tmp_path: Path) -> None:
+    config = _config(required, "tracking", choice)
+    config.run_dir = str(tmp_path / "run")
+    tracker = build(config, "tracking")
+    for values in (
+        {},
+        {"step": 1, "loss": math.nan},
+        {"step": None, "loss": "text", "rows": None, "odd": object()},
+    ):
+        for event in (
+            "start",
+            "train",
+            "valid",
+            "examples",
+            "checkpoint",
+            "warning",
+            "resume",
+            "no such event",
+        ):
+            tracker.log(event, values)
+    tracker.close()
+    tracker.close()
+
+
+@pytest.mark.parametrize("choice", choices("tokenizer"))
+def test_tokenizer(choice: str, required: dict[str, str], tmp_path: Path) -> None:
+    config = _config(required, "tokenizer", choice)
+    tokenizer = build(config, "tokenizer")
+    assert tokenizer.blank == tokenizer.size - 1 == len(tokenizer.labels)
+    for text in TEXTS[:3]:
+        normal = tokenizer.normalise(text)
+        ids = tokenizer.encode(normal)
+        assert all(0 <= i < tokenizer.blank for i in ids)
+        assert tokenizer.decode(ids) == normal
+        assert tokenizer.unknown(normal) == set()
+    assert tokenizer.encode("") == []
+    assert tokenizer.unknown("日") == {"日"}
+    with pytest.raises(ValueError, match="日"):
+        tokenizer.encode("日")
+    with pytest.raises(ValueError, match="label ids"):
+        tokenizer.decode([tokenizer.blank])
+    tokenizer.save(str(tmp_path))
+    config.tokenizer.update(type(tokenizer).saved(str(tmp_path)))
+    assert build(config, "tokenizer").state() == tokenizer.state()
+
+
+@pytest.mark.parametrize("choice", choices("augment"))
+def test_augment_does_nothing_in_evaluation(choice: str, required: dict[str, str]) -> None:
+    augment = build(_config(required, "augment", choice), "augment")
+    audio, lengths = torch.randn(3, 800), torch.tensor([800, 700, 1])
+    features, frames = torch.randn(3, 50, 8), torch.tensor([50, 40, 1])
+    augment.eval()
+    state = torch.get_rng_state()
+    assert torch.equal(augment.waveform(audio, lengths), audio)
+    assert torch.equal(augment.spectrogram(features, frames), features)
+    assert augment.warp(3, torch.device("cpu")) is None
+    assert torch.equal(torch.get_rng_state(), state)  # evaluation draws nothing
+    augment.train()
+    assert augment.waveform(audio, lengths).shape == audio.shape
+    assert augment.spectrogram(features, frames).shape == features.shape
+    assert augment.speed[0] <= augment.speed[1]
+
+
+# --- model and encoder ----------------------------------------------------------------------------
+
+
+def _batch(tokenizer: Any) -> Batch:
+    torch.manual_seed(0)
+    texts = ("one two", "")
+    labels = [tokenizer.encode(text) for text in texts]
+    width = max(map(len, labels))
+    lengths = torch.tensor([12_000, 8_000])
+    audio = torch.randn(2, 12_000) * 0.1 * (torch.arange(12_000) < lengths[:, None])
+    return Batch(
+        audio=audio,
+        audio_lengths=lengths,
+        labels=torch.tensor([ids + [0] * (width - len(ids)) for ids in labels]),
+        label_lengths=torch.tensor([len(ids) for ids in labels]),
+        weight=torch.tensor([1.0, 0.0]),
+        keys=torch.tensor([1, 2]),
+        ids=("a", ""),
+        texts=texts,
+    )
+
+
+def _task(config: DictConfig) -> tuple[Any, Any]:
+    tokenizer = build(config, "tokenizer")
+    encoder = build(config, "encoder", augment=build(config, "augment"))
+    return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
+
+
+def _shrunk(config: DictConfig) -> DictConfig:
+    """The same network with few units, for speed: no layer is left out."""
+    for group in ("model", "encoder"):
+        for key, value in config[group].items():
+            if (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and value >= 64
+                and "max_" not in str(key)
+            ):
+                config[group][key] = 16
+    return config
+
+
+@pytest.mark.parametrize(("group", "choice"), [c for c in ALL if c[0] in ("model", "encoder")])
+def test_network_learns_and_evaluates(group: str, choice: str, required: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    task, tokenizer = _task(_shrunk(_config(required, group, choice)))
+    batch = _batch(tokenizer)
+    loss = task.train()(batch)
+    assert loss.total.dtype == loss.weight.dtype == torch.float32
+    assert loss.total.shape == loss.weight.shape == ()
+    assert math.isfinite(loss.total.item())
+    assert loss.weight.item() == 1  # the filler row has no weight
+    loss.total.backward()
+    without = [name for name, p in task.named_parameters() if p.requires_grad and p.grad is None]
+    assert not without
+    assert all(bool(p.grad.isfinite().all()) for p in task.parameters() if p.grad is not None)
+    grouped = [id(p) for g in task.parameter_groups() for p in g["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in task.parameters() if p.requires_grad)
+
+    task.eval()
+    with torch.no_grad():
+        found = [task.evaluate(batch) for _ in range(2)]
+        texts = task.transcribe(batch)
+    assert task.metric in found[0].metrics
+    for name, (total, count) in found[0].metrics.items():
+        assert math.isfinite(total.item()), name
+        assert count.item() > 0, name
+        assert torch.equal(total, found[1].metrics[name][0]), f"{name} is not the same twice"
+    assert [e.id for e in found[0].examples] == ["a"]
+    assert len(texts) == 2
+    task.load_state_dict(task.state_dict())
+    assert task.footprint().bytes(2, 1.0, 7) >= 0
+    frames = [task.encoder.frames(samples) for samples in (8_000, 12_000)]
+    assert 0 < frames[0] <= frames[1]
