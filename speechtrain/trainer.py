@@ -100,6 +100,7 @@ class Trainer:
         self.run_dir = run_dir
         self.stop_requested = stop_requested
         self.progress = Progress()
+        self._began = 0.0  # when the run would have begun, had it never been away
         self._micro_batches: list[Batch] = []  # of the current step, for the replay bundle
 
     def fit(
@@ -147,7 +148,7 @@ class Trainer:
         task.train()
 
         progress, interval = self.progress, Interval()
-        session, before = time.perf_counter(), progress.wall_s
+        self._began = time.perf_counter() - progress.wall_s
         status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
         if (
             self.progress.validated
@@ -168,7 +169,7 @@ class Trainer:
             if taken:
                 average.update(task)
             progress.step = step
-            progress.wall_s = before + time.perf_counter() - session
+            progress.wall_s = time.perf_counter() - self._began
             interval.steps += 1
             status = self._status(planned, stop, late)
             profiler.end(step, final=bool(status))
@@ -180,7 +181,7 @@ class Trainer:
                 interval = Interval()
             if validate_due:
                 status = self._validate(task, data, average) or status
-                progress.wall_s = before + time.perf_counter() - session
+                progress.wall_s = time.perf_counter() - self._began
             if save_due or validate_due:
                 self._save(states, task, average)
                 interval.begun = time.perf_counter()  # neither belongs to the training throughput
@@ -271,7 +272,8 @@ class Trainer:
 
     def _is_late(self) -> bool:
         """Whether this rank's clock says that the time is over."""
-        return self.limits.max_hours is not None and self.progress.wall_s >= self.limits.max_hours * 3600
+        hours = self.limits.max_hours
+        return hours is not None and time.perf_counter() - self._began >= hours * 3600
 
     def _status(self, planned: int | None, stop: bool, late: bool) -> str:
         """How the run ends after the steps done; empty while it goes on."""

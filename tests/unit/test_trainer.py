@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from speechtrain.checkpoint import Checkpointer
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed import Solo
-from speechtrain.errors import ConfigError, Diverged, MachineError
+from speechtrain.errors import ConfigError, Diverged, MachineError, RunError
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Constant
-from speechtrain.precision import FP32
+from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer import Trainer, planned_steps
@@ -63,6 +64,7 @@ class Counted(DataModule):
 
     def __init__(self) -> None:
         self.next = 0
+        self.is_validating = False
 
     @property
     def micro_batches_per_epoch(self) -> int:
@@ -89,7 +91,12 @@ class Counted(DataModule):
                 yield self.at(first + micro * world_size + rank)
 
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        return {"dev": [self.at(1000), self.at(1001)]}
+        return {"dev": self._validating()}
+
+    def _validating(self) -> Iterator[Batch]:
+        self.is_validating = True
+        yield from (self.at(1000), self.at(1001))
+        self.is_validating = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
@@ -112,20 +119,37 @@ class Recorder(Tracker):
 class Rig:
     """One process's worth of parts."""
 
-    def __init__(self, run_dir: Path, stop_at: int | None = None, poison: set[int] | None = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        stop_at: int | None = None,
+        poison: set[int] | None = None,
+        resume: str = "auto",
+        precision: Precision | None = None,
+        stop_in_validation: bool = False,
+        **limits: Any,
+    ) -> None:
         run_dir.mkdir(exist_ok=True)
         self.task = Line(poison)
         self.data = Counted()
         self.recorder = Recorder()
         settings = replace(Limits(log_every=1, validate_every=1000, ema=0.9), **limits)
         warn = lambda message: self.recorder.log("warning", {"message": message})  # noqa: E731
+
+        def stop() -> bool:
+            if stop_in_validation:
+                return self.data.is_validating
+            return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
+
         self.trainer = Trainer(
-            settings, CPU(), FP32(), Solo(), Checkpointer(run_dir, 3, warn), self.recorder, 1, run_dir,
-            lambda: bool(self.task.advanced) and self.trainer.progress.step + 1 == stop_at,
+            settings, CPU(), precision or FP32(), Solo(), Checkpointer(run_dir, 3, warn), self.recorder, 1,
+            run_dir, stop,
         )  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
         average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
-        self.status = self.trainer.fit(self.task, self.data, self.optimizer, Constant(peak=0.05), average)
+        self.status = self.trainer.fit(
+            self.task, self.data, self.optimizer, Constant(peak=0.05), average, resume
+        )
 
     @property
     def losses(self) -> dict[int, float]:
@@ -263,6 +287,68 @@ def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_p
     without = Rig(tmp_path / "b", max_steps=12)
     assert with_validation.losses == without.losses
     assert len(with_validation.recorder.of("valid")) == 4
+
+
+def test_a_validation_that_was_left_is_made_up_for(tmp_path: Path) -> None:
+    """A stop during it saves without figures; the continued run evaluates the same weights first."""
+    whole = Rig(tmp_path / "a", max_steps=6, validate_every=3)
+    left = Rig(tmp_path / "b", max_steps=6, validate_every=3, stop_in_validation=True)
+    assert (left.status, left.trainer.progress.step) == ("preempted", 3)
+    assert left.recorder.of("valid") == []
+    continued = Rig(tmp_path / "b", max_steps=6, validate_every=3)
+    assert continued.status == "finished"
+    figures = [{k: v for k, v in row.items() if k != "seconds"} for row in continued.recorder.of("valid")]
+    assert [row["step"] for row in figures] == [3, 6]
+    assert figures == [{k: v for k, v in row.items() if k != "seconds"} for row in whole.recorder.of("valid")]
+    assert not list((tmp_path / "b" / "checkpoints").glob(".*"))
+
+
+def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stop_at=0, max_steps=5)
+    assert (rig.status, rig.trainer.progress.step) == ("preempted", 0)
+    assert Checkpointer(tmp_path).folders() == []
+
+
+def test_must_needs_a_sound_checkpoint(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=2)
+    (tmp_path / "checkpoints" / "step-00000002" / "state.pt").write_bytes(b"torn")
+    with pytest.raises(RunError, match="holds no sound checkpoint"):
+        Rig(tmp_path, max_steps=2, resume="must")
+
+
+def test_a_run_out_of_time_says_so_and_does_no_more(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=500, max_hours=1e-12)
+    assert rig.status == "time"
+    assert rig.trainer.progress.step <= 1
+    assert len(rig.recorder.of("valid")) == rig.trainer.progress.step
+    assert Rig(tmp_path, max_steps=500, max_hours=1e-12).recorder.of("train") == []
+
+
+def test_a_target_reached_before_a_kill_still_counts(tmp_path: Path) -> None:
+    first = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
+    again = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
+    assert (again.status, again.trainer.progress.step) == ("target", first.trainer.progress.step)
+    assert again.recorder.of("train") == []
+
+
+def test_a_lowered_loss_scale_is_counted_apart_and_resumes(tmp_path: Path) -> None:
+    """An overflow by the scale alone: halved until it fits, never counted as the recipe's fault."""
+
+    class Scaled(FP16):
+        def autocast(self, device: str) -> Any:
+            return nullcontext()  # the scale is under test, not the arithmetic
+
+    rig = Rig(tmp_path, max_steps=8, precision=Scaled(initial_scale=2.0**127, floor=1.0), max_bad_updates=1)
+    assert rig.status == "finished"
+    assert rig.trainer.progress.scale_skips > 0
+    assert rig.trainer.progress.skipped_updates == 0
+    lowered = rig.trainer.precision.state_dict()["scale"]
+    assert lowered == 2.0 ** (127 - rig.trainer.progress.scale_skips)
+    again = Rig(tmp_path, max_steps=9, precision=Scaled(initial_scale=2.0**127, floor=1.0))
+    assert again.trainer.precision.state_dict()["scale"] == 2.0 ** (127 - again.trainer.progress.scale_skips)
+    assert again.trainer.progress.scale_skips in (127 - math.log2(lowered), 128 - math.log2(lowered))
+    with pytest.raises(Diverged):  # nothing left to lower
+        Rig(tmp_path / "floor", max_steps=8, precision=Scaled(2.0**127, floor=2.0**127), max_bad_updates=1)
 
 
 def test_planned_steps() -> None:
