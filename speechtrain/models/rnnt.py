@@ -55,7 +55,7 @@ class Prediction(nn.Module):
 
 
 def _product_dtype(device: str) -> torch.dtype:
-    """Of the joint's matrix products: bfloat16 under its autocast, else float32 (float16's range is too narrow)."""
+    """Of the joint's products: bfloat16 under its autocast, else float32 (float16 is too narrow)."""
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
         return torch.bfloat16
     return torch.float32
