@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -49,9 +49,8 @@ class Batch:
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with ``move`` applied to every tensor."""
-        return replace(
-            self, **{k: move(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
-        )
+        moved: dict[str, Any] = {k: move(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
