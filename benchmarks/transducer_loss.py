@@ -2,14 +2,15 @@
 
     python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/transducer-loss.md
     python benchmarks/transducer_loss.py --smoke             # a small lattice, seconds
-    python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --repeats 5 --threads 2
+    python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --rounds 5 --threads 2
 
 The full lattice is the usual way, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor
 of logits, one log-softmax, one gather of blank and label together, and the same recursion as ours as one
 autograd function on top. All utterances have full length, so no contender gains from padding.
 
 Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; ratios are
-medians of each round's ratio to the full lattice in fp32 of the same round. With one thread, processor
+medians of each round's ratio to the full lattice in fp32 of the same round. Each round draws its own
+batch and joint, since the share of cells that backward visits depends on the draw. With one thread, processor
 time (of user and kernel) is what wall time would be on an idle machine. Peak memory is the growth of
 the resident set over a forward and backward, each contender in a fresh process, after a small lattice
 has loaded the libraries.
@@ -51,7 +52,7 @@ class Shape:
 
 @dataclass
 class Problem:
-    """One batch and one joint. ``spread`` is the standard deviation of the logits."""
+    """One batch and one joint."""
 
     shape: Shape
     inputs: list[Tensor]
@@ -60,10 +61,10 @@ class Problem:
     symbols: Tensor
 
     @classmethod
-    def draw(cls, shape: Shape, initialisation: str) -> Problem:
+    def draw(cls, shape: Shape, initialisation: str, seed: int = 0) -> Problem:
         """Units of variance 1, as after a LayerNorm, under a weight of variance 1/H (``unit``) or 1/3H
         (``linear``, what torch.nn.Linear draws)."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         b, t, u, v, h = shape.batch, shape.frames, shape.labels, shape.vocabulary, shape.hidden
         variance = {"unit": 1.0, "linear": 1 / 3}[initialisation] / h
         weight = torch.empty(v, h).uniform_(-1, 1) * (3 * variance) ** 0.5
@@ -96,8 +97,9 @@ class _Recursion(torch.autograd.Function):
         return upstream[:, None, None] * blank, upstream[:, None, None] * label, None, None
 
 
-def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
-    """The loss with its whole lattice; autocast as a user would where ``dtype`` is bfloat16."""
+def arcs(problem: Problem, dropout: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (B, T, U + 1) of blank and next label, by way of the whole lattice; autocast as a
+    user would where ``dtype`` is bfloat16."""
     encoder, prediction, weight, bias = problem.inputs
     blank = problem.shape.vocabulary - 1
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -106,10 +108,21 @@ def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     next_label = F.pad(problem.labels, (0, 1), value=blank)
     both = torch.stack((torch.full_like(next_label, blank), next_label), -1)[:, None]
-    arcs = log_p.gather(-1, both.expand(-1, problem.shape.frames, -1, -1))
-    lengths = problem.frames, problem.symbols
-    loss: Tensor = _Recursion.apply(arcs[..., 0], arcs[..., 1], *lengths)  # type: ignore[no-untyped-call]
+    chosen = log_p.gather(-1, both.expand(-1, problem.shape.frames, -1, -1))
+    return chosen[..., 0], chosen[..., 1]
+
+
+def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
+    blank, label = arcs(problem, dropout, dtype)
+    loss: Tensor = _Recursion.apply(blank, label, problem.frames, problem.symbols)  # type: ignore[no-untyped-call]
     return loss
+
+
+def occupied(problem: Problem) -> float:
+    """The share of cells that backward visits."""
+    with torch.no_grad():
+        posteriors = _posteriors_by_rows(*arcs(problem, 0.0, torch.float32), problem.frames, problem.symbols)
+    return float((posteriors.occupancy >= 1e-6).double().mean())
 
 
 def chunked(problem: Problem, dropout: float, dtype: torch.dtype, skip_below: float = 1e-6) -> Tensor:
@@ -164,16 +177,32 @@ def contenders() -> dict[str, Contender]:
     return plain | dropping
 
 
-def seconds(names: list[str], problem: Problem, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each contender's runs, in turn; the first round is not counted."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+@dataclass
+class Times:
+    """Wall and processor seconds of a contender, a pair for each round."""
+
+    wall: list[float]
+    processor: list[float]
+
+
+def seconds(names: list[str], problems: list[Problem]) -> dict[str, Times]:
+    """One round a problem, contenders in turn; a round before them is not counted."""
+    times = {name: Times([], []) for name in names}
     known = contenders()
-    for _ in range(repeats + 1):
+    for problem in (problems[0], *problems):
         for name in names:
             wall, processor = time.perf_counter(), time.process_time()
             known[name].run(problem)
-            times[name].append((time.perf_counter() - wall, time.process_time() - processor))
-    return {name: runs[1:] for name, runs in times.items()}
+            times[name].wall.append(time.perf_counter() - wall)
+            times[name].processor.append(time.process_time() - processor)
+    return {name: Times(own.wall[1:], own.processor[1:]) for name, own in times.items()}
+
+
+def relative(own: list[float], base: list[float]) -> str:
+    """``median seconds | median ratio (smallest to largest)``."""
+    ratios = [a / b for a, b in zip(own, base, strict=True)]
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{statistics.median(own):.2f} | {statistics.median(ratios):.2f} ({spread})"
 
 
 def peak_bytes(name: str, shape: Shape, initialisation: str) -> int:
@@ -218,24 +247,24 @@ def error(problem: Problem, contender: Contender) -> float:
 def report(names: list[str], arguments: argparse.Namespace) -> None:
     """Print the table, in Markdown."""
     shape = Shape(*arguments.shape)
-    problem = Problem.draw(shape, arguments.initialisation)
-    times = seconds(names, problem, arguments.repeats)
+    problems = [Problem.draw(shape, arguments.initialisation, seed) for seed in range(arguments.rounds)]
+    visited = sorted(occupied(problem) for problem in problems)
+    print(f"cells that backward visits: {visited[0]:.2f} to {visited[-1]:.2f} of all\n")
+    times = seconds(names, problems)
     memory = {name: peak_bytes_apart(name, arguments) for name in names}
     print("| contender | wall s | ratio | processor s | ratio | peak MiB | ratio | gradient error |")
     print("|---|---|---|---|---|---|---|---|")
+    base = times[BASELINE]
     for name in names:
-        clocks = []
-        for own, base in zip(zip(*times[name], strict=True), zip(*times[BASELINE], strict=True), strict=True):
-            ratio = statistics.median(a / b for a, b in zip(own, base, strict=True))
-            clocks.append(f"{statistics.median(own):.2f} | {ratio:.2f}")
-        wrong = "" if "dropout" in name else f"{error(problem, contenders()[name]):.1e}"
-        print(
-            f"| {name} | {clocks[0]} | {clocks[1]} "
-            f"| {memory[name] / MiB:.0f} | {memory[name] / memory[BASELINE]:.3f} | {wrong} |",
-            flush=True,
-        )
-    wide = transducer_loss_bytes(shape.batch, shape.frames, shape.labels + 1, shape.hidden, shape.vocabulary)
-    print(f"\npredicted by transducer_loss_bytes, fp32: {wide / MiB:.0f} MiB")
+        wall = relative(times[name].wall, base.wall)
+        processor = relative(times[name].processor, base.processor)
+        share = f"{memory[name] / MiB:.0f} | {memory[name] / memory[BASELINE]:.3f}"
+        wrong = "" if "dropout" in name else f"{error(problems[0], contenders()[name]):.1e}"
+        print(f"| {name} | {wall} | {processor} | {share} | {wrong} |", flush=True)
+    predicted = transducer_loss_bytes(
+        shape.batch, shape.frames, shape.labels + 1, shape.hidden, shape.vocabulary
+    )
+    print(f"\npredicted by transducer_loss_bytes: {predicted / MiB:.0f} MiB")
 
 
 def main() -> None:
@@ -244,7 +273,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", type=int, nargs=5, default=[8, 200, 60, 1024, 512], metavar=tuple("BTUVH"))
     parser.add_argument("--initialisation", choices=["unit", "linear"], default="unit")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="contenders beside the first")
     parser.add_argument("--smoke", action="store_true", help="a small lattice, one round")
@@ -252,7 +281,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.smoke:
-        arguments.shape, arguments.repeats = [4, 40, 12, 128, 64], 1
+        arguments.shape, arguments.rounds = [4, 40, 12, 128, 64], 1
     if arguments.memory_of:
         shape = Shape(*arguments.shape)
         print(json.dumps(peak_bytes(arguments.memory_of, shape, arguments.initialisation)))
@@ -262,7 +291,7 @@ def main() -> None:
     print(f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
     print(f"bfloat16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")
     print(f"B T U V H = {arguments.shape}, {arguments.initialisation} initialisation, ", end="")
-    print(f"{arguments.threads} threads, {arguments.repeats} rounds\n")
+    print(f"{arguments.threads} threads, {arguments.rounds} rounds")
     names = [name for name in contenders() if has_bf16 or "bf16" not in name]
     report([BASELINE, *(n for n in names[1:] if n in arguments.only or not arguments.only)], arguments)
 

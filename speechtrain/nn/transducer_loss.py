@@ -10,9 +10,9 @@ Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint wid
 of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path leaves it by blank, to
 (b, t + 1, u), or by its next label, to (b, t, u + 1); the last cell's blank ends the path.
 
-Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), equations 16 to 20.
+Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 FastEmit: Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission
-regularization" (ICASSP 2021), equation 9.
+regularization" (ICASSP 2021).
 """
 
 from __future__ import annotations
@@ -64,26 +64,29 @@ def transducer_loss(
     sums over cells are at least fp32 whatever it is, and autocast has no say here. On a CPU without
     bfloat16 instructions, where such products are several times slower, bfloat16 means float32.
 
+    On a CPU the result is the same to the bit from run to run at a fixed number of threads.
+
     Cells of occupancy under ``skip_below`` add nothing to the gradient; 0 visits all, and gradients then
     agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once.
     ``static`` computes every cell of the padded lattice in shapes that depend on no data and reads
     nothing back from the device; ``skip_below`` has no effect there.
 
-    Raises ValueError for shapes, lengths, labels or rates that cannot be (lengths and labels are not
-    checked where ``static``: reading them would stall a device).
+    Raises ValueError for shapes, lengths, labels or rates that cannot be (where ``static``, lengths and
+    labels are not checked: reading them would stall a device).
     """
-    if not (dropout >= 0 and round(dropout * 65536) < 65536 and fastemit >= 0 and chunk > 0):
-        raise ValueError(
-            f"dropout {dropout} outside [0, 1), fastemit {fastemit} below 0 or chunk {chunk} below 1"
-        )
-    if not static:
-        _check(encoder, prediction, weight, labels, encoder_lengths, label_lengths, blank)
+    if not (dropout >= 0 and round(dropout * 65536) < 65536):
+        raise ValueError(f"dropout is {dropout}; it is at least 0 and less than 1")
+    if fastemit < 0 or chunk < 1:
+        raise ValueError(f"fastemit is {fastemit} and chunk {chunk}; they are at least 0 and at least 1")
     # an int moves as data, not as a constant of the graph: a constant would compile it anew at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
+    given = _Given(encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
+    _check_shapes(given)
+    if not static:
+        _check_contents(given, blank)
     joint = _Joint(blank, dropout, fastemit, _product_dtype(compute_dtype, encoder), skip_below, chunk)
-    tensors = (encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
     walk = _StaticWalk if static else _RaggedWalk
-    loss: Tensor = _TransducerLoss.apply(*tensors, joint, walk)  # type: ignore[no-untyped-call]
+    loss: Tensor = _TransducerLoss.apply(*given, joint, walk)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -110,25 +113,34 @@ def transducer_loss_bytes(
     return weight + fields + cells + max(recursion, gradients)
 
 
-def _check(
-    encoder: Tensor,
-    prediction: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    frames: Tensor,
-    symbols: Tensor,
-    blank: int,
-) -> None:
-    (batch, longest, hidden), (vocabulary, _) = encoder.shape, weight.shape
-    most = labels.shape[1]
-    if prediction.shape != (batch, most + 1, hidden) or weight.shape[1] != hidden or len(labels) != batch:
-        shapes = ", ".join(str(list(x.shape)) for x in (encoder, prediction, weight, labels))
-        raise ValueError(f"{shapes} are not (B, T, H), (B, U + 1, H), (V, H), (B, U)")
-    if bool(((frames < 0) | (frames > longest) | (symbols < 0) | (symbols > most)).any()):
-        lengths = f"{frames.tolist()} and {symbols.tolist()}"
+class _Given(NamedTuple):
+    encoder: Tensor  # (B, T, H)
+    prediction: Tensor  # (B, P, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor  # (V,)
+    labels: Tensor  # (B, U)
+    frames: Tensor  # (B,)
+    symbols: Tensor  # (B,)
+    keys: Tensor  # (2,) int32, the halves of the seed
+
+
+def _check_shapes(given: _Given) -> None:
+    batch, _, hidden = given.encoder.shape
+    positions, vocabulary = given.labels.shape[1] + 1, len(given.bias)
+    expected = [(batch, positions, hidden), (vocabulary, hidden), (batch, positions - 1), (batch,), (batch,)]
+    shapes = [tuple(x.shape) for x in (given.prediction, given.weight, *given[4:7])]
+    if shapes != expected:
+        raise ValueError(f"prediction, weight, labels, lengths have shapes {shapes}, expected {expected}")
+
+
+def _check_contents(given: _Given, blank: int) -> None:
+    most, longest, vocabulary = given.labels.shape[1], given.encoder.shape[1], len(given.bias)
+    misfit = (given.frames < 0) | (given.frames > longest) | (given.symbols < 0) | (given.symbols > most)
+    if bool(misfit.any()):
+        lengths = f"{given.frames.tolist()} and {given.symbols.tolist()}"
         raise ValueError(f"lengths {lengths} do not fit {longest} frames and {most} labels")
-    real = _count(most, labels) < symbols[:, None]
-    if bool((real & ((labels < 0) | (labels >= vocabulary) | (labels == blank))).any()):
+    impossible = (given.labels < 0) | (given.labels >= vocabulary) | (given.labels == blank)
+    if bool((impossible & (_count(most, given.labels) < given.symbols[:, None])).any()):
         raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
 
 
@@ -174,11 +186,14 @@ class _Posteriors(NamedTuple):
 
 
 class _TransducerLoss(torch.autograd.Function):
+    """Of ``_Given``, a ``_Joint`` and the class of the walk."""
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, joint, walk_type = arguments
-        with _without_autocast(tensors[0]):
-            walk: _Walk = walk_type(joint, *tensors)
+        given = _Given(*tensors)
+        with _without_autocast(given.encoder):
+            walk: _Walk = walk_type(joint, given)
             blank, label = walk.log_probabilities()
             loss, occupancy, label_share = walk.posteriors(blank, label)
             # FastEmit counts label arcs 1 + fastemit times, so a cell that paths leave by them weighs more
@@ -188,7 +203,7 @@ class _TransducerLoss(torch.autograd.Function):
                 blank.exp() - (1 - label_share) / weight,
                 label.exp() - (1 + joint.fastemit) * label_share / weight,
             )
-        ctx.save_for_backward(*tensors, *(field.to(joint.wide) for field in fields))
+        ctx.save_for_backward(*given, *(field.to(joint.wide) for field in fields))
         ctx.joint, ctx.walk_type = joint, walk_type
         return loss.to(joint.wide)
 
@@ -197,7 +212,7 @@ class _TransducerLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, occupancy, blank_gradient, label_gradient = ctx.saved_tensors
         with _without_autocast(upstream):
-            walk: _Walk = ctx.walk_type(ctx.joint, *tensors)
+            walk: _Walk = ctx.walk_type(ctx.joint, _Given(*tensors))
             gradients = walk.gradients(occupancy, blank_gradient, label_gradient, upstream[:, None, None])
         cast = [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=False)]
         return (*cast, *[None] * 6)
@@ -240,30 +255,19 @@ class _RaggedWalk(_Walk):
     Buffers are reused: fresh megabytes cost more in page faults than the softmax costs in arithmetic.
     """
 
-    def __init__(
-        self,
-        joint: _Joint,
-        encoder: Tensor,
-        prediction: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        labels: Tensor,
-        frames: Tensor,
-        symbols: Tensor,
-        keys: Tensor,
-    ) -> None:
-        self.joint, self.frames, self.symbols = joint, frames, symbols
-        self.shape = (encoder.shape[0], encoder.shape[1], prediction.shape[1])
-        self.encoder = encoder.to(joint.wide).flatten(0, 1)
-        self.prediction = prediction.to(joint.wide).flatten(0, 1)
-        self.weight = (weight.to(joint.wide) * joint.scale).to(joint.dtype)
-        self.bias = bias.to(joint.dtype)
-        self.targets = _targets(labels, symbols, joint.blank).flatten()
-        width = encoder.shape[2]
-        self.dropout = _Dropout(joint, len(encoder), width, keys) if joint.dropped else _NoDropout()
+    def __init__(self, joint: _Joint, given: _Given) -> None:
+        self.joint, self.frames, self.symbols = joint, given.frames, given.symbols
+        self.shape = _lattice(given)
+        self.encoder = given.encoder.to(joint.wide).flatten(0, 1)
+        self.prediction = given.prediction.to(joint.wide).flatten(0, 1)
+        self.weight = (given.weight.to(joint.wide) * joint.scale).to(joint.dtype)
+        self.bias = given.bias.to(joint.dtype)
+        self.targets = _targets(given, joint.blank).flatten()
+        self.dropout = _dropout(joint, given)
+        vocabulary, width = given.weight.shape
         self.frame_units = self.encoder.new_empty(joint.chunk, width)
         self.position_units = self.encoder.new_empty(joint.chunk, width)
-        self.logits = self.weight.new_empty(joint.chunk, len(weight))
+        self.logits = self.weight.new_empty(joint.chunk, vocabulary)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
         blank = self.encoder.new_zeros(self.shape).flatten()
@@ -364,30 +368,17 @@ class _StaticWalk(_Walk):
     Only operations that the rehearsal device records in one graph: no index_add, where, xor or shift.
     """
 
-    def __init__(
-        self,
-        joint: _Joint,
-        encoder: Tensor,
-        prediction: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        labels: Tensor,
-        frames: Tensor,
-        symbols: Tensor,
-        keys: Tensor,
-    ) -> None:
-        self.joint, self.frames, self.symbols = joint, frames, symbols
-        self.shape = (encoder.shape[0], encoder.shape[1], prediction.shape[1])
-        beyond_frames = _count(self.shape[1], encoder) >= frames[:, None]
-        beyond_symbols = _count(self.shape[2], prediction) > symbols[:, None]
-        self.encoder = encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
-        self.prediction = prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
-        self.weight = (weight.to(joint.wide) * joint.scale).to(joint.dtype)
-        self.bias = bias.to(joint.dtype)
-        self.targets = _targets(labels, symbols, joint.blank)
-        self.dropout = (
-            _Dropout(joint, len(encoder), encoder.shape[2], keys) if joint.dropped else _NoDropout()
-        )
+    def __init__(self, joint: _Joint, given: _Given) -> None:
+        self.joint, self.frames, self.symbols = joint, given.frames, given.symbols
+        self.shape = _lattice(given)
+        beyond_frames = _count(self.shape[1], given.frames) >= given.frames[:, None]
+        beyond_symbols = _count(self.shape[2], given.symbols) > given.symbols[:, None]
+        self.encoder = given.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
+        self.prediction = given.prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
+        self.weight = (given.weight.to(joint.wide) * joint.scale).to(joint.dtype)
+        self.bias = given.bias.to(joint.dtype)
+        self.targets = _targets(given, joint.blank)
+        self.dropout = _dropout(joint, given)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
         pieces = []
@@ -454,24 +445,37 @@ def _inside(shape: tuple[int, int, int], frames: Tensor, symbols: Tensor) -> Ten
     return frame_is[:, :, None] & position_is[:, None, :]
 
 
-def _targets(labels: Tensor, symbols: Tensor, blank: int) -> Tensor:
+def _lattice(given: _Given) -> tuple[int, int, int]:
+    """(B, T, P)."""
+    return given.encoder.shape[0], given.encoder.shape[1], given.prediction.shape[1]
+
+
+def _targets(given: _Given, blank: int) -> Tensor:
     """(B, P), the label that leaves each position; blank where there is none."""
-    padded = F.pad(labels, (0, 1))
-    return padded.masked_fill(_count(padded.shape[1], labels) >= symbols[:, None], blank).long()
+    padded = F.pad(given.labels, (0, 1))
+    beyond = _count(padded.shape[1], given.symbols) >= given.symbols[:, None]
+    return padded.masked_fill(beyond, blank).long()
 
 
 # -------------------------------------------------------------------------------------------------- dropout
 
 
+def _dropout(joint: _Joint, given: _Given) -> _Dropout | _NoDropout:
+    batch, _, width = given.encoder.shape
+    return _Dropout(joint, batch, width, given.keys) if joint.dropped else _NoDropout()
+
+
 class _NoDropout:
+    """Drops nothing."""
+
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
-        """Nothing is dropped."""
+        pass
 
     def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
         return hidden
 
 
-class _Dropout(_NoDropout):
+class _Dropout:
     """Drops a unit where its draw of 16 bits, a hash of seed, cell and unit, is low; two draws a word.
 
     The hash has the form of MurmurHash3's finaliser with the multipliers of Wellons' lowbias32. Nothing
@@ -555,10 +559,9 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
     def turned(field: Tensor) -> Tensor:
         return field.flatten(1).gather(1, turned_cell).view(batch, most, positions)
 
-    # into each cell: from the frame before it, and from the position before it
+    # into each cell: from the frame before it, and from the position before it (at position 0, of no effect)
     by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), turned(blank)))
     by_label = torch.stack((F.pad(label, (1, -1)), turned(label)))
-    by_label[..., 0] = 0
     base = by_label.cumsum(-1)
     relative = by_blank - base
     row = torch.full_like(base[:, :, 0], -torch.inf)

@@ -198,6 +198,22 @@ def test_padding_is_never_looked_at(static: bool, garbage: float) -> None:
 
 
 @FORMS
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_layout_of_the_inputs_is_free(static: bool, order: tuple[int, int, int]) -> None:
+    """Time first, as LSTMs like it, or any other strides."""
+    encoder, prediction, weight, bias = RAGGED.inputs
+    back = [order.index(axis) for axis in range(3)]
+    strided = [x.permute(order).contiguous().permute(back) for x in (encoder, prediction)]
+    assert not strided[0].is_contiguous()
+    leaves = [x.detach().requires_grad_() for x in (*strided, weight.t().contiguous().t(), bias)]
+    lengths = RAGGED.frames, RAGGED.symbols
+    options: dict[str, Any] = {"compute_dtype": torch.float64, "skip_below": 0.0, "static": static}
+    loss = transducer_loss(*leaves, RAGGED.labels, *lengths, blank=RAGGED.blank, **options)  # type: ignore[misc]
+    gradients = torch.autograd.grad((loss * RAGGED.upstream).sum(), leaves)
+    assert_gradients(gradients, list(RAGGED.run(static=static)[1]), 1e-14)
+
+
+@FORMS
 def test_batch_of_filler_rows_alone(static: bool) -> None:
     problem = Problem.draw([0, 0], [2, 0])
     loss, gradients = problem.run(static=static)
@@ -499,7 +515,7 @@ def test_any_shape(
         ({"labels": torch.full_like(RAGGED.labels, 6)}, "is the blank 6"),
         ({"frames": RAGGED.frames + 1}, "do not fit 9 frames"),
         ({"symbols": RAGGED.symbols + 1}, "and 5 labels"),
-        ({"labels": RAGGED.labels[:, 1:]}, "are not"),
+        ({"labels": RAGGED.labels[:, 1:]}, "expected"),
     ],
 )
 def test_contents_that_cannot_be(change: dict[str, Tensor], message: str) -> None:
@@ -512,7 +528,7 @@ def test_contents_that_cannot_be(change: dict[str, Tensor], message: str) -> Non
     [{"dropout": 1.0}, {"dropout": -0.1}, {"fastemit": -1.0}, {"chunk": 0}, {"compute_dtype": torch.float16}],
 )
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"dropout|compute_dtype"):
+    with pytest.raises(ValueError, match=r"dropout|fastemit|compute_dtype"):
         RAGGED.run(**options)
 
 
