@@ -25,6 +25,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.limits import Limits
@@ -95,9 +96,10 @@ def load(path: Path) -> DictConfig:
         merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
-    except (OmegaConfBaseException, OSError) as error:
-        raise ConfigError(f"{path}: {first_line(error)}") from None
-    assert isinstance(merged, DictConfig)
+    except (OmegaConfBaseException, OSError, ValueError, YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(merged, DictConfig):
+        raise ConfigError(f"{path} holds no mapping of keys; it is no config")
     return merged
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import hydra
@@ -322,6 +323,11 @@ def _near_key(key: str, known: set[str]) -> str:
     return f"; did you mean {homes[0]!r}?" if homes else "; --cfg job lists every key"
 
 
+@lru_cache(maxsize=64)
+def _composed_keys(choices: tuple[str, ...], folder: str | None) -> set[str]:
+    return _flat_keys(compose(list(choices), folder))
+
+
 def _known_keys(argv: list[str]) -> set[str]:
     """Every key of the config that the command line's group choices compose."""
     choices = []
@@ -330,9 +336,9 @@ def _known_keys(argv: list[str]) -> set[str]:
         key, equals, value = argument.partition("=")
         if equals and "." not in key and value and not key.startswith(("-", "+", "~")) and "," not in value:
             choices.append(argument)
-    for attempt in (choices, []):
+    for attempt in (tuple(choices), ()):
         try:
-            return _flat_keys(compose(attempt, folder))
+            return _composed_keys(attempt, folder)
         except Exception:  # this line is to explain another error, not to add one
             continue
     return set()

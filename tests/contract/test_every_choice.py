@@ -6,15 +6,19 @@ The choices are found in ``conf/``: a new model, device or schedule is tested by
 from __future__ import annotations
 
 import inspect
+import itertools
+import json
 import math
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 import torch
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,17 +40,24 @@ TEXTS = [
 
 
 @pytest.fixture(scope="session")
-def required(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Values for what some choices leave to the user: ``???`` in their YAML."""
+def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Values for what some choices leave to the user: ``???`` in their YAML, and the folder of data sets."""
     folder = tmp_path_factory.mktemp("required")
+    recordings = folder / "fsdd" / "recordings"
+    recordings.mkdir(parents=True)
+    for name in itertools.product("0123456789", ("jackson", "theo"), ("0", "5", "6")):
+        soundfile.write(recordings / f"{'_'.join(name)}.wav", [0.0] * 1600, 8000)
     train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
     (folder / "train.jsonl").write_text("")
-    return {
+    values = {
         "tokenizer.model": str(folder / "tiny.model"),
         "data.train": str(folder / "train.jsonl"),
         "data.valid.dev": str(folder / "train.jsonl"),
         "run_dir": str(folder / "run"),
     }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATASET_DIR", str(folder))
+        yield values
 
 
 @cache
@@ -137,8 +148,6 @@ assert not __import__("torch").cuda.is_initialized()
 
 @pytest.mark.parametrize("choice", choices("device"))
 def test_device(choice: str, required: dict[str, str]) -> None:
-    import json
-
     config = _config(required, "device", choice)
     node = json.dumps(OmegaConf.to_container(config.device, resolve=True))
     done = subprocess.run(

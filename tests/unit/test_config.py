@@ -151,7 +151,7 @@ def test_building_refuses_as_the_check_does() -> None:
         ("trainer.accumulate", 0, "trainer.accumulate=0"),
         ("resume", "no", "auto, never or must"),
         ("device", None, "device=NAME"),
-        ("optimizer", {"_target_": "speechtrain.devices.cpu.CPU"}, "CPU is no Optimizer"),
+        ("precision", {"_target_": "speechtrain.devices.cpu.CPU"}, "CPU is no Precision"),
         ("tokenizer", {"_target_": "speechtrain.text.vocabulary.SentencePiece"}, "needs 'model'"),
     ],
 )

@@ -90,6 +90,7 @@ def _outcome(argv: list[str]) -> DictConfig:
         raise
     except Exception as error:
         raise composition.explain(error, argv) from error
+    config.run_dir = "/tmp/run"  # as the command does; nothing is written there
     check(config)
     return config
 
