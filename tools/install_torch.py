@@ -18,7 +18,9 @@ def brings_cuda(version: str) -> bool | None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run([*command, "--dry-run", "--report", str(report), f"torch=={version}"], check=False)
+        done = subprocess.run(
+            [*command, "--dry-run", "--report", str(report), f"torch=={version}"], check=False
+        )
         if done.returncode != 0:
             return None
         packages = [item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]]
@@ -27,7 +29,15 @@ def brings_cuda(version: str) -> bool | None:
 
 def main() -> int:
     version, cpu_index = sys.argv[1:]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"torch=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        f"torch=={version}",
+    ]
     if brings_cuda(version) is False:
         return subprocess.run(command, check=False).returncode
     print(f"the configured index has no CPU build of torch {version}; asking {cpu_index}")

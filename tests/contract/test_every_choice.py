@@ -43,7 +43,7 @@ TEXTS = [
 def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Values for what some choices leave to the user: ``???`` in their YAML, and the folder of data sets."""
     folder = tmp_path_factory.mktemp("required")
-    recordings = folder / "fsdd" / "recordings"
+    recordings = folder / "recordings"
     recordings.mkdir(parents=True)
     for name in itertools.product("0123456789", ("jackson", "theo"), ("0", "5", "6")):
         soundfile.write(recordings / f"{'_'.join(name)}.wav", [0.0] * 1600, 8000)
