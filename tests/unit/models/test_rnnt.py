@@ -70,7 +70,7 @@ NO_NORMS = ["encoder.feature_norm=false", "encoder.layer_norm=false", "model.pre
         (["model=rnnt_intel"], Characters(), 47_985_693),
         (["model=rnnt_aidk"], Pieces(), 21_001_216),
         (["model=rnnt_aidk", *NO_NORMS], Pieces(), 20_997_632),
-        (LOGGED, Pieces(), 65_840_640),
+        (WIDE, Pieces(), 65_840_640),
     ],
 )
 def test_golden_parameter_counts(overrides: list[str], tokenizer: Tokenizer, parameters: int) -> None:
