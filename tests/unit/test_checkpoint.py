@@ -26,7 +26,9 @@ class Value:
         self.tensor = state["tensor"]
 
 
-def saved(root: Path, steps: tuple[int, ...], keep: int = 10, metrics: tuple[float, ...] = ()) -> Checkpointer:
+def saved(
+    root: Path, steps: tuple[int, ...], keep: int = 10, metrics: tuple[float, ...] = ()
+) -> Checkpointer:
     checkpointer = Checkpointer(root, keep=keep, warn=lambda message: None)
     for index, step in enumerate(steps):
         tensor = torch.full((100,), float(step))
@@ -182,3 +184,34 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     value = Value(torch.zeros(100))
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
+
+
+def test_another_format_is_never_set_aside(tmp_path: Path) -> None:
+    """A newer version's checkpoints must not be thrown away by an older one, nor trained over."""
+    saved(tmp_path, (10, 20))
+    path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
+        Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))})
+    assert path.exists()
+
+
+def test_a_kill_while_a_step_is_exchanged_loses_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, (10,))
+    root = tmp_path / "checkpoints"
+    (root / "step-00000010").rename(root / ".replaced-step-00000010")
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) == 10
+    saved(tmp_path, (10,))
+    assert [p.name for p in root.iterdir()] == ["step-00000010"]
+
+
+NO_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', '"\\ud800']
+
+
+@pytest.mark.parametrize("content", NO_MANIFESTS)
+def test_a_manifest_that_is_no_manifest_is_damage(tmp_path: Path, content: str) -> None:
+    saved(tmp_path, (10,))
+    (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
+    warnings: list[str] = []
+    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": Value(torch.zeros(100))}) is None
+    assert "beginning again" in warnings[0]
