@@ -7,8 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 
-import pytest
-
 from .conftest import RECORDED, Command, finish, wait_for
 
 LONG = ["trainer.max_steps=4000", "trainer.save_every=4000", "trainer.validate_every=4000"]
