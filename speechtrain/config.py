@@ -106,7 +106,9 @@ def load(path: Path) -> DictConfig:
 def dump(config: DictConfig) -> str:
     """The config as YAML, resolved, but for values that come from the environment (secrets among them)."""
     raw = OmegaConf.to_container(config, resolve=False)
-    return OmegaConf.to_yaml(OmegaConf.create(_keep_environment(raw, resolved(config))))
+    # resolved a second time with a mark for such values: what refers to one has the mark as well
+    marked = OmegaConf.to_container(OmegaConf.create(_mark(raw)), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_keep_environment(raw, marked, resolved(config))))
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
@@ -122,13 +124,24 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return typing.cast("dict[str, Any]", plain)
 
 
-def _keep_environment(raw: Any, plain: Any) -> Any:
+_FROM_ENVIRONMENT = "<from the environment>"
+
+
+def _mark(raw: Any) -> Any:
     if isinstance(raw, str) and "${oc.env:" in raw:
-        return raw
+        return _FROM_ENVIRONMENT
+    if isinstance(raw, dict):
+        return {key: _mark(value) for key, value in raw.items()}
+    return [_mark(value) for value in raw] if isinstance(raw, list) else raw
+
+
+def _keep_environment(raw: Any, marked: Any, plain: Any) -> Any:
+    if isinstance(raw, str):
+        return raw if _FROM_ENVIRONMENT in repr(marked) else plain
     if isinstance(raw, dict) and isinstance(plain, dict):
-        return {key: _keep_environment(raw[key], plain[key]) for key in plain}
+        return {key: _keep_environment(raw[key], marked[key], plain[key]) for key in plain}
     if isinstance(raw, list) and isinstance(plain, list):
-        return [_keep_environment(a, b) for a, b in zip(raw, plain, strict=True)]
+        return [_keep_environment(*three) for three in zip(raw, marked, plain, strict=True)]
     return plain
 
 
@@ -314,7 +327,7 @@ def mismatch(value: Any, annotation: Any) -> str:
                 return f"item {index + 1}: {problem}"
     elif dict in (origin, annotation):
         fits = isinstance(value, dict)
-    elif inspect.isclass(annotation) and annotation is not object:
+    elif inspect.isclass(annotation) and annotation not in (object, Any):
         fits = isinstance(value, dict) and "_target_" in value
     return "" if fits else f"{value!r} is not {_describe(annotation)}"
 
