@@ -55,11 +55,6 @@ def count(model: RNNT) -> int:
 
 # AIDK's logged run: 256 features, StackTime 8, 2+2 layers of 1024, no norms
 WIDE = ["encoder.features.pad_features_to=32", "encoder.stack_time=8", "encoder.post_layers=2"]
-    "model=rnnt",
-    "encoder.features.pad_features_to=32",
-    "encoder.stack_time=8",
-    "encoder.post_layers=2",
-]
 NO_NORMS = ["encoder.feature_norm=false", "encoder.layer_norm=false", "model.prediction_norm=false"]
 
 
