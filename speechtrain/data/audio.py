@@ -22,6 +22,7 @@ from speechtrain.data.manifests import SEGMENT, seconds_of
 Samples = NDArray[np.float32]
 
 _RATES = (1_000, 768_000)  # Hz; a header beyond them is damaged, and a filter for it would not fit
+_LARGEST_BANK = 2**20  # coefficients, 4 MiB: 11,025 to 16,000 Hz needs 282,240; 16,001 would need a gigabyte
 _LOUDEST = 1e4  # of float files, full scale being 1
 
 
@@ -63,12 +64,22 @@ def read_file(path: str, sample_rate: int) -> Samples:
 
 def change_speed(samples: Samples, percent: int, sample_rate: int) -> Samples:
     """Play ``samples`` faster by ``percent`` / 100: ``ceil(S × 100 / percent)`` of them are left."""
-    if percent == 100:
+    return change_rate(samples, round(sample_rate * percent / 100), sample_rate)
+
+
+def change_rate(samples: Samples, rate: int, wanted: int) -> Samples:
+    """Band-limited resampling to ``ceil(S × wanted / rate)`` samples."""
+    if rate == wanted:
         return samples
+    common = math.gcd(rate, wanted)
+    taken, given = rate // common, wanted // common
+    if taken * given > _LARGEST_BANK:  # rates with little in common: lhotse's filters grow with both
+        from scipy.signal import resample_poly
+
+        return cast("Samples", resample_poly(samples, given, taken).astype(np.float32))
     from lhotse.augmentation.torchaudio import get_or_create_resampler
 
-    bank = get_or_create_resampler(round(sample_rate * percent / 100), sample_rate)
-    taken, given = bank.orig_freq // bank.gcd, bank.new_freq // bank.gcd
+    bank = get_or_create_resampler(taken, given)
     padded = torch.nn.functional.pad(torch.from_numpy(samples), (bank.width, bank.width + taken))
     # lhotse's filters, its convolution as one product: 0.26 ms instead of 0.7 to 1.2 for 2.4 s, as
     # oneDNN prepares each new length of a convolution
@@ -218,11 +229,4 @@ def _finish(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
     peak = float(np.abs(mono).max())
     if not peak <= _LOUDEST:  # a comparison with NaN is false
         raise Unusable("not_finite", f"{path}: a peak of {peak:.3g}")
-    if rate == sample_rate:
-        return mono
-    from scipy.signal import resample_poly
-
-    # not lhotse's filter bank, which grows with both rates: for 16,001 Hz it would take a gigabyte
-    common = math.gcd(rate, sample_rate)
-    converted: Samples = resample_poly(mono, sample_rate // common, rate // common).astype(np.float32)
-    return converted
+    return change_rate(mono, rate, sample_rate)

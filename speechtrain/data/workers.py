@@ -97,14 +97,18 @@ class Processes(Workers):
         return [worker.process.pid for worker in self._workers]
 
     def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        if not self._is_started:
+        return self._stream(decode, planned)
+
+    def start(self) -> None:
+        """Start the processes in the background, unless that has been done."""
+        if not self._is_started and not self._is_closed:
             self._is_started = True
             atexit.register(self.close)
             self._starter.start()
-        return self._stream(decode, planned)
 
     def wait_until_ready(self) -> None:
         """Return when every worker runs (or cannot be started)."""
+        self.start()
         self._starter.join()
 
     def _stream(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
@@ -127,14 +131,16 @@ class Processes(Workers):
                 item = next(planned, None)
                 if item is None:
                     return
-                yield decode(item)
+                batch = decode(item)
+                self.start()  # the first batch does not share the processor with their start
+                yield batch
         finally:
             self._dropped.update(ticket for ticket, _, _ in flight if ticket not in self._results)
             for ticket, _, _ in flight:
                 self._results.pop(ticket, None)
 
     def _ready(self) -> list[_Worker]:
-        if self._starter.is_alive() or self._is_closed:
+        if not self._is_started or self._starter.is_alive() or self._is_closed:
             return []
         if self._failure is not None:
             raise self._failure

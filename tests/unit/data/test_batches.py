@@ -11,7 +11,7 @@ import soundfile
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.data.audio import Unusable, change_speed, read_cut, read_file
+from speechtrain.data.audio import Unusable, change_rate, change_speed, read_cut, read_file
 from speechtrain.data.batches import Decoder, audio_batch, filler_batch
 from speechtrain.data.index import open_index
 from speechtrain.data.sampler import MicroBatch, Shape
@@ -119,6 +119,15 @@ def test_other_rates_are_converted(recordings: Any, rate: int) -> None:
     assert len(samples) == RATE
     expected = 0.5 * np.sin(2 * np.pi * 1000 * np.arange(RATE) / RATE)
     np.testing.assert_allclose(samples[800:-800], expected[800:-800], atol=2e-3)
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100])
+def test_the_common_rates_are_converted_as_lhotse_does(rate: int) -> None:
+    from lhotse.augmentation.resample import Resample
+
+    samples = np.random.default_rng(0).normal(size=12_345).astype(np.float32)
+    expected = Resample(rate, RATE)(torch.from_numpy(samples))
+    np.testing.assert_allclose(change_rate(samples, rate, RATE), expected.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("percent", [50, 90, 97, 100, 103, 110, 200])

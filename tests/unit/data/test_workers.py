@@ -95,9 +95,8 @@ def unknown(item: MicroBatch) -> Batch:
     raise AssertionError
 
 
-def ready(pool: Processes, decoder: Any) -> Processes:
+def ready(pool: Processes) -> Processes:
     """The pool once its processes run."""
-    list(pool.map(decoder, iter(())))
     pool.wait_until_ready()
     assert len(pool.pids) == pool.count
     return pool
@@ -121,7 +120,7 @@ def test_batches_are_the_same_and_in_order_wherever_they_are_decoded(
 
 def test_streams_take_turns(decoder: Decoder, workers: Processes) -> None:
     """Validation in the midst of training, and a validation that is given up."""
-    ready(workers, decoder)
+    ready(workers)
     training = workers.map(decoder, planned(100))
     other = Decoder(decoder.index, decoder.tokenizer, is_evaluation=True)
     found = [next(training).index for _ in range(5)]
@@ -135,7 +134,7 @@ def test_streams_take_turns(decoder: Decoder, workers: Processes) -> None:
 
 
 def test_large_batches_and_long_names_do_not_block(workers: Processes, decoders: Any) -> None:
-    ready(workers, decoders.large)
+    ready(workers)
     training, evaluation = workers.map(decoders.large, planned(20)), workers.map(decoders.large, planned(20))
     for i in range(20):
         for stream in (training, evaluation):
@@ -144,7 +143,7 @@ def test_large_batches_and_long_names_do_not_block(workers: Processes, decoders:
 
 
 def test_errors_come_back_where_they_belong(workers: Processes, decoders: Any) -> None:
-    ready(workers, decoders.broken)
+    ready(workers)
     stream = workers.map(decoders.broken, planned(3, 2))
     with pytest.raises(DataError, match="the file is bad"):
         next(stream)
@@ -153,14 +152,14 @@ def test_errors_come_back_where_they_belong(workers: Processes, decoders: Any) -
 
 
 def test_a_decoder_that_does_not_travel_is_an_error(workers: Processes, decoder: Decoder) -> None:
-    ready(workers, decoder)
+    ready(workers)
     with pytest.raises(MachineError, match=r"cannot load what it was sent.*data\.workers=0"):
         next(workers.map(unknown, planned(1)))
     assert next(workers.map(decoder, planned(1))).index == 0
 
 
 def test_a_killed_worker_is_an_error_that_says_so(decoder: Decoder, workers: Processes) -> None:
-    ready(workers, decoder)
+    ready(workers)
     stream = workers.map(decoder, planned(1000))
     next(stream)
     os.kill(workers.pids[1], signal.SIGKILL)
@@ -172,7 +171,7 @@ def test_a_killed_worker_is_an_error_that_says_so(decoder: Decoder, workers: Pro
 def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
     pool = Processes(1, timeout_seconds=0.5)
     try:
-        ready(pool, decoders.stuck)
+        ready(pool)
         with pytest.raises(MachineError, match=r"gave no answer for 0\.5 s \(at micro-batch 0 of epoch 0\)"):
             next(pool.map(decoders.stuck, planned(1)))
     finally:
@@ -185,7 +184,7 @@ def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
 
 def test_a_worker_outlives_the_signals_of_its_group(decoder: Decoder, workers: Processes) -> None:
     """Ctrl-C and Slurm signal every process; the rank still needs batches up to its last step."""
-    ready(workers, decoder)
+    ready(workers)
     stream = workers.map(decoder, planned(50))
     next(stream)
     for pid in workers.pids:
@@ -195,7 +194,7 @@ def test_a_worker_outlives_the_signals_of_its_group(decoder: Decoder, workers: P
 
 
 def test_closing_ends_the_workers(decoder: Decoder, workers: Processes) -> None:
-    ready(workers, decoder)
+    ready(workers)
     stream = workers.map(decoder, planned(100))
     next(stream)
     pids = workers.pids

@@ -1,0 +1,184 @@
+"""Resume of the data layer at 99 % of an epoch of a million cuts: time and memory to the first batch.
+
+    python benchmarks/data_resume.py [--cuts 1000000] [--audio FOLDER] [--out FILE.md]
+
+Writes a lhotse and a NeMo manifest over a few WAV files into a temporary folder, builds their
+indexes, and measures each resume in a process of its own, from the moment when torch and lhotse are
+imported. Memory is the peak of that process, and its increase over what the imports have left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def main() -> None:
+    """Measure and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cuts", type=int, default=1_000_000)
+    parser.add_argument("--audio", type=Path, help="folder of WAV files (default: the embedded digits)")
+    parser.add_argument("--out", type=Path, help="write the report here, too")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(json.loads(arguments.child))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SPEECHTRAIN_CACHE"] = f"{folder}/cache"
+        report = run(Path(folder), arguments.cuts, arguments.audio)
+    print(report)
+    if arguments.out:
+        arguments.out.write_text(report)
+
+
+def run(folder: Path, cuts: int, audio: Path | None) -> str:
+    """All measurements, as Markdown."""
+    files = sorted(audio.rglob("*.wav"))[:100] if audio else embedded(folder)
+    rows = []
+    for kind, write in (("lhotse", write_lhotse), ("NeMo", write_nemo)):
+        path = folder / f"{kind}.jsonl"
+        write(path, cuts, files)
+        case: dict[str, Any] = {"train": str(path), "index_only": True}
+        built = child(case)
+        rows.append((f"{kind}: build the index ({path.stat().st_size / 2**20:.0f} MiB), once", built))
+        for title, options in CASES.items():
+            rows.append((f"{kind}: {title}", child({"train": str(path), **options})))
+        path.unlink()
+    lines = [f"| {cuts:,} cuts | s | CPU s | peak MiB | increase MiB |", "|---|---|---|---|---|"]
+    for title, r in rows:
+        lines.append(
+            f"| {title} | {r['s']:.2f} | {r['cpu']:.2f} | {r['peak']:.0f} | {r['peak'] - r['before']:.0f} |"
+        )
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end"
+    return "\n".join([f"{date.today()}, Python {platform.python_version()}, {machine}.", "", *lines, ""])
+
+
+COUNT = {"count": 16}
+CASES: dict[str, dict[str, Any]] = {
+    "resume at 99 %, 16 utterances, no workers": {"workers": 0, "batch": COUNT},
+    "the same, 1 worker": {"workers": 1, "batch": COUNT},
+    "the same, by total duration": {"workers": 0, "batch": {"count": None, "seconds": 120.0}},
+    "the same, check() included": {"workers": 0, "batch": COUNT, "check": True},
+}
+
+
+def child(case: dict[str, Any]) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    command = [sys.executable, __file__, "--child", json.dumps(case)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    result: dict[str, float] = json.loads(out.splitlines()[-1])
+    return result
+
+
+def measure(case: dict[str, Any]) -> dict[str, float]:
+    """Seconds, CPU seconds and memory in MiB of one case, in this process."""
+    import lhotse  # noqa: F401 - its import is not what is measured
+    import torch  # noqa: F401
+
+    from speechtrain.data.index import open_index
+    from speechtrain.data.module import SpeechData
+    from speechtrain.data.sampler import Packing
+    from speechtrain.data.sources import open_source
+    from speechtrain.text.vocabulary import Characters
+
+    before, begun, cpu = resident(), time.perf_counter(), time.process_time()
+    if case.get("index_only"):
+        open_index(open_source(case["train"]))
+    else:
+        packing = Packing(**case["batch"])
+        data = SpeechData(
+            case["train"], {}, Characters(), batch=packing, speed=[0.9, 1.1], workers=case["workers"]
+        )
+        if case.get("check"):
+            data.check()
+        length = data.micro_batches_per_epoch
+        state = {"content": data.index.content, "cuts": len(data.index), "skipped": {}}
+        data.load_state_dict({**state, "epoch": 0, "position": length * 99 // 100})
+        batch = next(data.train())
+        assert batch.utterances == len(batch.ids), batch.skipped
+        assert (batch.epoch, batch.index) == (0, length * 99 // 100)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    result = {
+        "s": time.perf_counter() - begun,
+        "cpu": time.process_time() - cpu,
+        "before": before,
+        "peak": peak,
+    }
+    if not case.get("index_only"):
+        data.close()
+    return result
+
+
+def resident() -> float:
+    """MiB of this process now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def embedded(folder: Path) -> list[Path]:
+    """The words of the embedded corpus as WAV files."""
+    import soundfile
+
+    from speechtrain.data.corpora.digits import Digits
+
+    clips = Digits("valid").clips
+    files = []
+    for number in range(100):
+        files.append(folder / f"{number:03d}.wav")
+        soundfile.write(files[-1], clips.read(number), 16_000)
+    return files
+
+
+def write_lhotse(path: Path, cuts: int, files: list[Path]) -> None:
+    """A lhotse cut manifest that goes round the files."""
+    from lhotse import Recording
+
+    recordings = [Recording.from_file(file).to_dict() for file in files]
+    with path.open("w") as out:
+        for i in range(cuts):
+            recording = recordings[i % len(recordings)]
+            name, text = f"cut-{i:07d}", WORDS[i % 10]
+            supervision = {"id": name, "recording_id": recording["id"], "start": 0.0, "text": text}
+            cut = {
+                "id": name,
+                "start": 0.0,
+                "duration": recording["duration"],
+                "channel": 0,
+                "supervisions": [{**supervision, "duration": recording["duration"], "channel": 0}],
+                "recording": recording,
+                "type": "MonoCut",
+            }
+            out.write(json.dumps(cut) + "\n")
+
+
+def write_nemo(path: Path, cuts: int, files: list[Path]) -> None:
+    """A NeMo manifest that goes round the files."""
+    import soundfile
+
+    durations = [soundfile.info(file).duration for file in files]
+    with path.open("w") as out:
+        for i in range(cuts):
+            text = WORDS[i % 10]
+            line = {
+                "audio_filepath": str(files[i % len(files)]),
+                "duration": durations[i % len(files)],
+                "text": text,
+            }
+            out.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
