@@ -94,6 +94,13 @@ class RNNT(Task):
         super().__init__()
         if joint_bias not in ("both", "single"):
             raise ValueError(f"model.joint_bias is {joint_bias!r}; it is both or single")
+        if not 0 <= joint_dropout < 1:
+            raise ValueError(f"model.joint_dropout is {joint_dropout}; it must be at least 0 and below 1")
+        sizes = {"prediction_embedding": prediction_embedding, "joint_hidden": joint_hidden}
+        sizes |= {"max_symbols_per_step": max_symbols_per_step, "max_symbols": max_symbols}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"model.{name} is {size}; it must be at least 1")
         self.tokenizer = tokenizer
         self.blank = tokenizer.blank
         self.encoder = encoder
