@@ -84,6 +84,7 @@ def transducer_loss(
     _check_shapes(given)
     if not static:
         _check_contents(given, blank)
+    chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
     joint = _Joint(blank, dropout, fastemit, _product_dtype(compute_dtype, encoder), skip_below, chunk)
     walk = _StaticWalk if static else _RaggedWalk
     loss: Tensor = _TransducerLoss.apply(*given, joint, walk)  # type: ignore[no-untyped-call]
@@ -125,7 +126,9 @@ class _Given(NamedTuple):
 
 
 def _check_shapes(given: _Given) -> None:
-    batch, _, hidden = given.encoder.shape
+    batch, frames, hidden = given.encoder.shape
+    if not (batch and frames):
+        raise ValueError(f"encoder has shape {tuple(given.encoder.shape)}: no utterance or no frame")
     positions, vocabulary = given.labels.shape[1] + 1, len(given.bias)
     expected = [(batch, positions, hidden), (vocabulary, hidden), (batch, positions - 1), (batch,), (batch,)]
     shapes = [tuple(x.shape) for x in (given.prediction, given.weight, *given[4:7])]

@@ -516,9 +516,10 @@ def test_any_shape(
         ({"frames": RAGGED.frames + 1}, "do not fit 9 frames"),
         ({"symbols": RAGGED.symbols + 1}, "and 5 labels"),
         ({"labels": RAGGED.labels[:, 1:]}, "expected"),
+        ({"inputs": (RAGGED.inputs[0][:, :0], *RAGGED.inputs[1:])}, "no frame"),
     ],
 )
-def test_contents_that_cannot_be(change: dict[str, Tensor], message: str) -> None:
+def test_contents_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(RAGGED, **change).run()
 
