@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
+# one process a core; a file stays in one process, so that its run is made once
+PYTEST_ARGS ?= -n auto --dist loadfile
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test check bench wheel clean

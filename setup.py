@@ -54,6 +54,7 @@ setup(
             "pytest",
             "pyyaml",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",
