@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import multiprocessing.util  # its exit handler must be registered before the one here
 import os
@@ -35,6 +36,8 @@ from speechtrain.data.sampler import MicroBatch
 from speechtrain.errors import MachineError, SpeechtrainError
 
 Decode = Callable[[MicroBatch], Batch]
+
+_log = logging.getLogger(__name__)
 
 _AHEAD = 2  # micro-batches in hand for each worker
 _FOR_ALL = 0  # instead of a ticket
@@ -87,7 +90,6 @@ class Processes(Workers):
         self._tickets = 0
         self._turn = 0
         self._is_closed = False
-        self._failure: Exception | None = None
         self._starter = threading.Thread(target=self._start, daemon=True)
         self._is_started = False
 
@@ -107,7 +109,7 @@ class Processes(Workers):
             self._starter.start()
 
     def wait_until_ready(self) -> None:
-        """Return when every worker runs (or cannot be started)."""
+        """Return when every worker is ready (or cannot be started)."""
         self.start()
         self._starter.join()
 
@@ -142,8 +144,6 @@ class Processes(Workers):
     def _ready(self) -> list[_Worker]:
         if not self._is_started or self._starter.is_alive() or self._is_closed:
             return []
-        if self._failure is not None:
-            raise self._failure
         return self._workers
 
     def _send(
@@ -197,6 +197,7 @@ class Processes(Workers):
             ) from error
 
     def _start(self) -> None:
+        started: list[_Worker] = []
         try:
             methods = multiprocessing.get_all_start_methods()
             context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
@@ -211,11 +212,20 @@ class Processes(Workers):
                 process = context.Process(target=_work, args=(theirs,), daemon=True)  # type: ignore[attr-defined]
                 process.start()
                 theirs.close()  # so that the link breaks when the worker dies
-                self._workers.append(_Worker(process, ours))
-        except Exception as error:  # told to whoever asks for a batch
-            self._failure = MachineError(
-                f"data workers cannot be started ({error}); data.workers=0 does without"
+                started.append(_Worker(process, ours))
+            for worker in started:
+                if not worker.link.poll(self.timeout_seconds):
+                    raise TimeoutError(f"no sign of life for {self.timeout_seconds:g} s")
+                worker.link.recv()
+        except Exception as error:  # this process can do what they would have done, only slower
+            _log.warning(
+                "data workers cannot be started (%s: %s); decoding here", type(error).__name__, error
             )
+            for worker in started:
+                worker.link.close()
+                worker.process.kill()
+            return
+        self._workers = started
 
     def close(self) -> None:
         """Stop the workers; what they have in hand is lost."""
@@ -258,6 +268,7 @@ def _work(link: Connection) -> None:
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGTERM, _leave_soon)
     torch.set_num_threads(1)
+    link.send(None)  # ready: from here on no signal of the group ends it
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
     # answers leave by a thread: this one always reads, so neither end can wait for the other
     threading.Thread(target=_answer, args=(link, answers), daemon=True).start()

@@ -193,6 +193,17 @@ def test_a_worker_outlives_the_signals_of_its_group(decoder: Decoder, workers: P
     assert len(list(stream)) == 49
 
 
+def test_workers_that_cannot_be_started_are_done_without(
+    decoder: Decoder, workers: Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("speechtrain.data.workers._work", unknown)  # its module is unknown to them
+    assert [batch.index for batch in workers.map(decoder, planned(1))] == [0]
+    workers.wait_until_ready()
+    assert workers.pids == []
+    assert [batch.index for batch in workers.map(decoder, planned(3))] == [0, 1, 2]
+    assert any("cannot be started" in record.message for record in caplog.records)
+
+
 def test_closing_ends_the_workers(decoder: Decoder, workers: Processes) -> None:
     ready(workers)
     stream = workers.map(decoder, planned(100))
