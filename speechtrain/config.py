@@ -81,7 +81,10 @@ OFFERED = {
 }
 """Constructor parameters that the worker fills in; a YAML does not list them."""
 
-_VOLATILE = ("world_size", "run_dir", "resume", "dry_run", "launcher", "tracking", "device", "data.workers")
+_VOLATILE = (
+    *("world_size", "run_dir", "resume", "dry_run", "launcher", "tracking", "device"),
+    *("data.workers", "data.cache", "data.timeout_seconds", "data.max_bad", "data.max_bad_share"),
+)
 _VOLATILE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "target", "log_every", "validate_every", "save_every"),
     *("keep", "on_save_error", "max_bad_updates", "profile"),

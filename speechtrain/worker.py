@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import random
 import signal
@@ -39,6 +40,17 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.trainer import Progress, Trainer, planned_steps
 
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
+
+
+class _Warnings(logging.Handler):
+    """What the parts log (a skipped recording, a lost worker) becomes a warning of the run."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(logging.WARNING)
+        self.tracker = tracker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tracker.log("warning", {"message": record.getMessage()})
 
 
 class StopRequest:
@@ -146,6 +158,7 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     assert isinstance(module, Task)
     attempt.metric = task.metric
     attempt.tracker = tracker = build(config, "tracking")
+    logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     tokenizer.save(str(run_dir))
     checkpointer = Checkpointer(run_dir, limits.keep, lambda m: tracker.log("warning", {"message": m}))
     if config.resume == "never" and checkpointer.folders():

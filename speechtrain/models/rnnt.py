@@ -210,11 +210,6 @@ class RNNT(Task):
         return [self.tokenizer.decode(ids) for ids in hypotheses]
 
     def footprint(self) -> Footprint:
-        """Activations of the LSTMs and lattice of the loss, in fp32, forward and backward."""
-        second = 16000
-        frames = self.encoder.frames(100 * second) / 100  # encoder frames a second
-        width = self.encoder.width
-        # gates and cell states of each layer are kept: about 8 values a unit and frame, on both sides
-        per_second = 4 * frames * 16 * 8 * width
-        per_second_label = 4 * frames * 8  # blank, label, alpha, beta and their gradients
-        return Footprint(per_second, per_second_label)
+        """What the encoder keeps, and the loss's recursion: about 200 bytes a lattice cell."""
+        frames_per_second = self.encoder.frames(100 * 16000) / 100
+        return Footprint(self.encoder.activation_bytes(), 200 * frames_per_second)

@@ -26,6 +26,10 @@ class Encoder(nn.Module, ABC):
     def frames(self, samples: int) -> int:
         """Frames of ``samples`` samples of audio, on the host."""
 
+    @abstractmethod
+    def activation_bytes(self) -> float:
+        """Predicted bytes that forward keeps for backward, for each second of a row's audio."""
+
 
 class LSTMEncoder(Encoder):
     """LSTM stack, StackTime, LSTM stack (MLPerf RNN-T; AIDK's smaller form with its norms).
@@ -73,3 +77,11 @@ class LSTMEncoder(Encoder):
 
     def frames(self, samples: int) -> int:
         return -(-self.features.frames(samples) // self.stack_time.factor)
+
+    def activation_bytes(self) -> float:
+        # measured with oneDNN's LSTM: about 6 values a unit and frame, 6 copies of the features and
+        # 8 of the waveform at the peak; within a factor of 2 for the sizes in conf/encoder
+        rate = 1 / self.features.frame_seconds
+        units = self.pre_rnn.lstm.num_layers + self.post_rnn.lstm.num_layers / self.stack_time.factor
+        values = rate * (6 * self.width * units + 6 * self.features.features)
+        return 4 * (values + 8 * self.features.sample_rate)
