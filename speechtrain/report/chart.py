@@ -181,6 +181,7 @@ def _y_axis(lines: Sequence[Line], chart: Chart) -> _Axis:
         values += finite[cut : len(finite) - cut]
     low, high = min(values), max(values)
     if chart.maybe_log and low > 0 and high / low >= _LOG_FROM:
+        low = max(low, high * 1e-30)  # further down no axis can be read, and its arithmetic ends
         margin = (high / low) ** 0.04
         return _Axis(low / margin, high * margin, is_log=True)
     if chart.from_zero and low >= 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
@@ -389,6 +389,7 @@ def test_short(value: float, shown: str) -> None:
     assert short(value) == shown
 
 
+@example([4.0, 2.2250738585072014e-308], False, True)
 @given(
     st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12)), min_size=1, max_size=30),
     st.booleans(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,7 @@ def test_it_writes_again_after_a_disk_was_full_for_a_while(
         group.log("valid", {"step": 3, "set": "a", "wer": 0.3})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    time.sleep(1.1)  # event files are named by the second; readers take them in the order of their names
     group.log("valid", {"step": 4, "set": "a", "wer": 0.2})
     group.close()
     steps = [step for step, _ in _steps(_read(tmp_path), "valid/a/wer")]
