@@ -59,7 +59,7 @@ class Task(nn.Module, ABC):
         """Text of each row, for tasks that recognise speech."""
         raise TypeError(f"{type(self).__name__} does not transcribe speech")
 
-    def advance(self, step: int) -> None:  # noqa: B027 - nothing is a sensible default
+    def advance(self, step: int) -> None:
         """Told once before each update: ``step`` updates have been done (temperatures, freezing)."""
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:

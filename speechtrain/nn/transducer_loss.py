@@ -17,7 +17,6 @@ regularization" (ICASSP 2021).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +46,7 @@ def transducer_loss(
     compute_dtype: torch.dtype = torch.float32,
     skip_below: float = 1e-6,
     chunk: int = 1024,
+    keep: int = 24 * 2**20,
     static: bool = False,
 ) -> Tensor:
     """Negative log-likelihood (B,) of each utterance under ``Linear(dropout(relu(encoder + prediction)))``.
@@ -85,9 +85,11 @@ def transducer_loss(
     if not static:
         _check_contents(given, blank)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
-    joint = _Joint(blank, dropout, fastemit, _product_dtype(compute_dtype, encoder), skip_below, chunk)
-    walk = _StaticWalk if static else _RaggedWalk
-    loss: Tensor = _TransducerLoss.apply(*given, joint, walk)  # type: ignore[no-untyped-call]
+    dtype = _product_dtype(compute_dtype, encoder)
+    joint = _Joint(blank, dropout, fastemit, dtype, skip_below, chunk, keep)
+    is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
+    function = _StaticLoss if static else _RaggedLoss
+    loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -97,7 +99,7 @@ def joint_dropout_mask(
     """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of what is kept.
 
     Held whole, unlike there: for tests and small lattices."""
-    joint = _Joint(0, rate, 0.0, torch.float32, 0.0, 1)
+    joint = _Joint(0, rate, 0.0, torch.float32, 0.0, 1, 0)
     drop = _Dropout(joint, batch, hidden, torch.tensor([seed]).view(torch.int32))
     return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
 
@@ -164,7 +166,8 @@ class _Joint:
     fastemit: float
     dtype: torch.dtype  # of matrix products
     skip_below: float
-    chunk: int
+    chunk: int  # cells
+    keep: int  # bytes
 
     @property
     def wide(self) -> torch.dtype:
@@ -188,37 +191,92 @@ class _Posteriors(NamedTuple):
     label_share: Tensor  # (B, T, P) of the paths through the cell, the share that leaves by its label
 
 
-class _TransducerLoss(torch.autograd.Function):
-    """Of ``_Given``, a ``_Joint`` and the class of the walk."""
+class _Differentials(NamedTuple):
+    """What the softmaxes' gradients are made of, all (B, T, P): at a cell, the gradient over the logits is
+    its weight times (softmax - the shares of its arcs). Blank and label are the two elements where that is
+    not the softmax itself; they are formed in full precision, since they cancel."""
+
+    weight: Tensor
+    blank: Tensor
+    label: Tensor
+
+
+def _differentials(joint: _Joint, posteriors: _Posteriors, blank: Tensor, label: Tensor) -> _Differentials:
+    share = posteriors.label_share
+    # FastEmit counts label arcs 1 + fastemit times, so a cell that paths leave by them weighs more
+    emphasis = 1 + joint.fastemit * share
+    fields = (
+        posteriors.occupancy * emphasis,
+        blank.exp() - (1 - share) / emphasis,
+        label.exp() - (1 + joint.fastemit) * share / emphasis,
+    )
+    return _Differentials(*(field.to(joint.wide) for field in fields))
+
+
+class _Gradients(NamedTuple):
+    encoder: Tensor
+    prediction: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def like(self, given: _Given) -> tuple[Tensor | None, ...]:
+        """In the inputs' dtypes, and nothing for what a function takes beside."""
+        return (*(mine.to(theirs.dtype) for mine, theirs in zip(self, given, strict=False)), *[None] * 6)
+
+
+class _RaggedLoss(torch.autograd.Function):
+    """Forms the gradients already in forward, for a gradient of 1 from above, utterance by utterance: so
+    long the logits can be kept, and need not be computed again. Backward scales them, or where the gradient
+    from above differs between utterances, forms them anew."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, joint, walk_type = arguments
+        *tensors, joint, is_training = arguments
         given = _Given(*tensors)
         with _without_autocast(given.encoder):
-            walk: _Walk = walk_type(joint, given)
-            blank, label = walk.log_probabilities()
-            loss, occupancy, label_share = walk.posteriors(blank, label)
-            # FastEmit counts label arcs 1 + fastemit times, so a cell that paths leave by them weighs more
-            weight = 1 + joint.fastemit * label_share
-            fields = (
-                occupancy * weight,
-                blank.exp() - (1 - label_share) / weight,
-                label.exp() - (1 + joint.fastemit) * label_share / weight,
-            )
-        ctx.save_for_backward(*given, *(field.to(joint.wide) for field in fields))
-        ctx.joint, ctx.walk_type = joint, walk_type
-        return loss.to(joint.wide)
+            walk = _RaggedWalk(joint, given)
+            loss = walk.losses(is_training)
+        ctx.joint = joint
+        ctx.save_for_backward(*given, walk.blank, walk.label, *(walk.gradients() if is_training else ()))
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, occupancy, blank_gradient, label_gradient = ctx.saved_tensors
+        given = _Given(*ctx.saved_tensors[:8])
+        blank, label, *gradients = ctx.saved_tensors[8:]
+        of_utterances = upstream[given.frames > 0]
+        if bool((of_utterances == of_utterances[:1]).all()):
+            factor = of_utterances[:1].sum()  # 0 where there is none
+            return _Gradients(*(gradient * factor for gradient in gradients)).like(given)
         with _without_autocast(upstream):
-            walk: _Walk = ctx.walk_type(ctx.joint, _Given(*tensors))
-            gradients = walk.gradients(occupancy, blank_gradient, label_gradient, upstream[:, None, None])
-        cast = [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, tensors, strict=False)]
-        return (*cast, *[None] * 6)
+            walk = _RaggedWalk(ctx.joint, given)
+            walk.blank, walk.label = blank, label
+            everyone = slice(0, len(upstream))
+            walk.add_gradients(everyone, walk.posteriors(everyone), upstream)
+        return walk.gradients().like(given)
+
+
+class _StaticLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, joint, _ = arguments
+        given = _Given(*tensors)
+        with _without_autocast(given.encoder):
+            blank, label = _StaticWalk(joint, given).log_probabilities()
+            posteriors = _posteriors_by_diagonals(blank, label, given.frames, given.symbols)
+            differentials = _differentials(joint, posteriors, blank, label)
+        ctx.joint = joint
+        ctx.save_for_backward(*given, *differentials)
+        return posteriors.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        given, differentials = _Given(*ctx.saved_tensors[:8]), _Differentials(*ctx.saved_tensors[8:])
+        with _without_autocast(upstream):
+            gradients = _StaticWalk(ctx.joint, given).gradients(differentials, upstream)
+        return gradients.like(given)
 
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
@@ -226,34 +284,11 @@ def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
-class _Walk(ABC):
-    """A way through the lattice's cells."""
-
-    @abstractmethod
-    def log_probabilities(self) -> tuple[Tensor, Tensor]:
-        """Of blank and of the next label, (B, T, P) each; arbitrary but finite outside the lattice."""
-
-    @abstractmethod
-    def posteriors(self, blank: Tensor, label: Tensor) -> _Posteriors:
-        """The sum over all alignments, and what each cell contributes to it."""
-
-    @abstractmethod
-    def gradients(
-        self, occupancy: Tensor, blank_gradient: Tensor, label_gradient: Tensor, upstream: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of encoder, prediction, weight and bias.
-
-        A cell's gradient over its logits is its occupancy times (softmax - the shares of its arcs);
-        ``blank_gradient`` and ``label_gradient`` (B, T, P) are the two elements where that is not the
-        softmax itself, computed in full precision since they cancel.
-        """
-
-
 # ------------------------------------------------------------------------------- the walk over ragged cells
 
 
-class _RaggedWalk(_Walk):
-    """Visits the cells within the lengths, and in backward those that matter, as lists of at most ``chunk``.
+class _RaggedWalk:
+    """Visits the cells within the lengths, and for gradients those that matter, in lists of ``chunk``.
 
     Buffers are reused: fresh megabytes cost more in page faults than the softmax costs in arithmetic.
     """
@@ -267,63 +302,131 @@ class _RaggedWalk(_Walk):
         self.bias = given.bias.to(joint.dtype)
         self.targets = _targets(given, joint.blank).flatten()
         self.dropout = _dropout(joint, given)
+        self.blank = self.encoder.new_zeros(self.shape)
+        self.label = torch.zeros_like(self.blank)
+        self.sums = _Gradients(
+            torch.zeros_like(self.encoder),
+            torch.zeros_like(self.prediction),
+            torch.zeros_like(self.weight, dtype=joint.wide),
+            torch.zeros_like(self.bias, dtype=joint.wide),
+        )
         vocabulary, width = given.weight.shape
         self.frame_units = self.encoder.new_empty(joint.chunk, width)
         self.position_units = self.encoder.new_empty(joint.chunk, width)
+        self.units = self.weight.new_empty(joint.chunk, width)
         self.logits = self.weight.new_empty(joint.chunk, vocabulary)
+        self.normalised = self.encoder.new_empty(joint.chunk, vocabulary)
+        self.wide_logits = self.logits.to(joint.wide)  # these two: the same memory where all is wide
+        self.softmax = self.normalised.to(joint.dtype)
+        self.kept = self.logits[:0]
+        self.place = torch.full((self.blank.numel(),), -1, device=self.blank.device)  # among the kept
 
-    def log_probabilities(self) -> tuple[Tensor, Tensor]:
-        blank = self.encoder.new_zeros(self.shape).flatten()
-        label = torch.zeros_like(blank)
-        wide = self.logits.to(self.joint.wide)  # the same memory where products are wide
-        normalised = torch.empty_like(wide)
-        for cells in self._chunks(_inside(self.shape, self.frames, self.symbols).flatten()):
-            n = len(cells.flat)
-            logits = self._logits(self._hidden(cells))
-            if logits.dtype != wide.dtype:
-                logits = wide[:n].copy_(logits)
-            log_p = torch.log_softmax(logits, 1, out=normalised[:n])
-            blank[cells.flat] = log_p[:, self.joint.blank]
-            label[cells.flat] = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
-        return blank.view(self.shape), label.view(self.shape)
+    def losses(self, with_gradients: bool) -> Tensor:
+        """(B,), and on the way the gradients for a gradient of 1 from above."""
+        losses = self.encoder.new_zeros(self.shape[0])
+        if with_gradients:
+            room = self.joint.keep // (self.logits.shape[1] * self.logits.itemsize)
+            self.kept = self.logits.new_empty(min(room, self.blank.numel()), self.logits.shape[1])
+        for rows in self._groups():
+            self._fill_arcs(rows)
+            posteriors = self.posteriors(rows)
+            losses[rows] = posteriors.loss.to(losses.dtype)
+            if with_gradients:
+                self.add_gradients(rows, posteriors, torch.ones_like(losses))
+        return losses
 
-    def posteriors(self, blank: Tensor, label: Tensor) -> _Posteriors:
-        return _posteriors_by_rows(blank, label, self.frames, self.symbols)
+    def posteriors(self, rows: slice) -> _Posteriors:
+        return _posteriors_by_rows(self.blank[rows], self.label[rows], self.frames[rows], self.symbols[rows])
 
-    def gradients(
-        self, occupancy: Tensor, blank_gradient: Tensor, label_gradient: Tensor, upstream: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        encoder, prediction = torch.zeros_like(self.encoder), torch.zeros_like(self.prediction)
-        weight = torch.zeros_like(self.weight, dtype=self.joint.wide)
-        bias = torch.zeros_like(self.bias, dtype=self.joint.wide)
-        softmax = torch.empty_like(self.logits)
-        units = self.weight.new_empty(self.joint.chunk, weight.shape[1])
-        scale = (occupancy * upstream).flatten()
-        blank_gradient, label_gradient = blank_gradient.flatten(), label_gradient.flatten()
+    def add_gradients(self, rows: slice, posteriors: _Posteriors, upstream: Tensor) -> None:
+        """Add what the utterances ``rows`` contribute, given the gradients (B,) from above."""
+        weight, *arcs = _differentials(self.joint, posteriors, self.blank[rows], self.label[rows])
+        weight = weight * upstream[rows, None, None]
         # spelled so that a NaN is visited, and seen by who checks gradients
-        matters = ~(occupancy.flatten() < self.joint.skip_below) & (scale != 0)
-        for cells in self._chunks(matters):
-            n = len(cells.flat)
-            hidden = self._hidden(cells)
-            gradient = torch.softmax(self._logits(hidden), 1, out=softmax[:n])
-            of_label = label_gradient[cells.flat, None].to(self.joint.dtype)
-            gradient.scatter_(1, self.targets[cells.position_row, None], of_label)
-            gradient[:, self.joint.blank] = blank_gradient[cells.flat].to(self.joint.dtype)
-            gradient *= scale[cells.flat, None].to(self.joint.dtype)
-            bias += gradient.sum(0, dtype=self.joint.wide)
-            _add_product(weight, gradient.t(), hidden)
-            of_hidden = torch.mm(gradient, self.weight, out=units[:n])
-            of_hidden *= hidden.gt_(0)  # what passed the ReLU and was not dropped
-            of_hidden = of_hidden.to(self.joint.wide)
-            encoder.index_add_(0, cells.frame_row, of_hidden)
-            prediction.index_add_(0, cells.position_row, of_hidden)
-        batch, frames, positions = self.shape
-        encoder, prediction = encoder.view(batch, frames, -1), prediction.view(batch, positions, -1)
-        return encoder, prediction, weight * self.joint.scale, bias
+        matters = ~(posteriors.occupancy < self.joint.skip_below) & (weight != 0)
+        first = rows.start * self.blank[0].numel()
+        of_cell, of_blank, of_label = (field.flatten() for field in (weight, *arcs))
+        local = matters.flatten().nonzero()[:, 0]
+        is_kept = self.place[local + first] >= 0
+        for chosen in (local[is_kept], local[~is_kept]):
+            for here in torch.split(chosen, self.joint.chunk):
+                cells = _Cells.at(here + first, *self.shape[1:])
+                self._add_cells(cells, of_cell[here], of_blank[here], of_label[here])
 
-    def _chunks(self, chosen: Tensor) -> Iterator[_Cells]:
-        for flat in torch.split(chosen.nonzero()[:, 0], self.joint.chunk):
-            yield _Cells.at(flat, *self.shape[1:])
+    def gradients(self) -> _Gradients:
+        encoder, prediction, weight, bias = self.sums
+        batch, frames, positions = self.shape
+        shaped = encoder.view(batch, frames, -1), prediction.view(batch, positions, -1)
+        return _Gradients(*shaped, weight * self.joint.scale, bias)
+
+    def _groups(self) -> Iterator[slice]:
+        """Neighbouring utterances whose logits can be kept at once; few groups, each costs a recursion."""
+        start = cells = 0
+        for row, count in enumerate((self.frames * (self.symbols + 1)).tolist()):
+            if row > start and cells + count > len(self.kept):
+                yield slice(start, row)
+                start, cells = row, 0
+            cells += count
+        yield slice(start, self.shape[0])
+
+    def _fill_arcs(self, rows: slice) -> None:
+        """Log-probabilities of blank and next label; logits are kept as far as there is room."""
+        inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
+        cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
+        is_kept = self._is_worth_keeping(_Cells.at(cells, *self.shape[1:]))
+        kept = cells[is_kept]
+        self.place[kept] = torch.arange(len(kept), device=kept.device)
+        for start in range(0, len(kept), self.joint.chunk):
+            chunk = kept[start : start + self.joint.chunk]
+            self._fill_cells(_Cells.at(chunk, *self.shape[1:]), self.kept[start : start + len(chunk)])
+        for chunk in torch.split(cells[~is_kept], self.joint.chunk):
+            self._fill_cells(_Cells.at(chunk, *self.shape[1:]), self.logits[: len(chunk)])
+
+    def _fill_cells(self, cells: _Cells, logits: Tensor) -> None:
+        torch.addmm(self.bias, self._hidden(cells), self.weight.t(), out=logits)
+        if logits.dtype != self.wide_logits.dtype:
+            logits = self.wide_logits[: len(logits)].copy_(logits)
+        log_p = torch.log_softmax(logits, 1, out=self.normalised[: len(logits)])
+        self.blank.view(-1)[cells.flat] = log_p[:, self.joint.blank]
+        self.label.view(-1)[cells.flat] = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
+
+    def _is_worth_keeping(self, cells: _Cells) -> Tensor:
+        """As many cells as there is room for: those that most alignments pass through.
+
+        That is the occupancy where all alignments are equally likely, near to what it is at random
+        initialisation. Later it is a poor guess, but then few cells matter at all.
+        """
+        room = len(self.kept)
+        if len(cells.flat) <= room:
+            return torch.ones_like(cells.flat, dtype=torch.bool)
+        frames_left = self.frames[cells.row] - 1 - cells.frame
+        symbols_left = self.symbols[cells.row] - cells.position
+        before = _log_binomial(cells.frame + cells.position, cells.position)
+        after = _log_binomial(frames_left + symbols_left, symbols_left)
+        is_kept = torch.zeros_like(cells.flat, dtype=torch.bool)
+        is_kept[(before + after).topk(room).indices] = True
+        return is_kept
+
+    def _add_cells(self, cells: _Cells, weight: Tensor, of_blank: Tensor, of_label: Tensor) -> None:
+        n, dtype = len(cells.flat), self.joint.dtype
+        hidden = self._hidden(cells)
+        places = self.place[cells.flat]
+        logits = self.logits[:n]
+        if bool((places >= 0).all()):
+            torch.index_select(self.kept, 0, places, out=logits)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
+        gradient = torch.softmax(logits, 1, out=self.softmax[:n])
+        gradient.scatter_(1, self.targets[cells.position_row, None], of_label[:, None].to(dtype))
+        gradient[:, self.joint.blank] = of_blank.to(dtype)
+        gradient *= weight[:, None].to(dtype)
+        self.sums.bias.add_(gradient.sum(0, dtype=self.joint.wide))
+        _add_product(self.sums.weight, gradient.t(), hidden)
+        of_hidden = torch.mm(gradient, self.weight, out=self.units[:n])
+        of_hidden *= hidden.gt_(0)  # what passed the ReLU and was not dropped
+        of_hidden = of_hidden.to(self.joint.wide)
+        self.sums.encoder.index_add_(0, cells.frame_row, of_hidden)
+        self.sums.prediction.index_add_(0, cells.position_row, of_hidden)
 
     def _hidden(self, cells: _Cells) -> Tensor:
         """ReLU units (N, H) after dropout, not scaled."""
@@ -333,8 +436,9 @@ class _RaggedWalk(_Walk):
         self.dropout.apply_(hidden.relu_(), cells)
         return hidden.to(self.joint.dtype)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return torch.addmm(self.bias, hidden, self.weight.t(), out=self.logits[: len(hidden)])
+
+def _log_binomial(n: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(n + 1.0) - torch.lgamma(k + 1.0) - torch.lgamma(n - k + 1.0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -365,7 +469,7 @@ class _Cells(NamedTuple):
 # --------------------------------------------------------------------------------- the walk in fixed shapes
 
 
-class _StaticWalk(_Walk):
+class _StaticWalk:
     """Visits every cell of the padded lattice, a few frames of all utterances at a time.
 
     Only operations that the rehearsal device records in one graph: no index_add, where, xor or shift.
@@ -384,6 +488,7 @@ class _StaticWalk(_Walk):
         self.dropout = _dropout(joint, given)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
+        """Of blank and next label, (B, T, P) each; arbitrary but finite outside the lattice."""
         pieces = []
         for span in self._spans():
             log_p = self._logits(self._hidden(span)).to(self.joint.wide).log_softmax(-1)
@@ -392,33 +497,29 @@ class _StaticWalk(_Walk):
         blank, label = zip(*pieces, strict=True)
         return torch.cat(blank, 1), torch.cat(label, 1)
 
-    def posteriors(self, blank: Tensor, label: Tensor) -> _Posteriors:
-        return _posteriors_by_diagonals(blank, label, self.frames, self.symbols)
-
-    def gradients(
-        self, occupancy: Tensor, blank_gradient: Tensor, label_gradient: Tensor, upstream: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def gradients(self, differentials: _Differentials, upstream: Tensor) -> _Gradients:
+        """Of the inputs, given the gradients (B,) from above."""
         symbol = torch.arange(len(self.weight), device=self.weight.device)
         is_blank = (symbol == self.joint.blank).to(self.joint.wide)
         is_label = (symbol == self.targets[:, None, :, None]).to(self.joint.wide) * (1 - is_blank)
         is_other = 1 - is_blank - is_label
-        scale = occupancy * upstream
+        of_cell = differentials.weight * upstream[:, None, None]
         encoder, prediction = [], torch.zeros_like(self.prediction)
         weight = torch.zeros_like(self.weight, dtype=self.joint.wide)
         bias = torch.zeros_like(self.bias, dtype=self.joint.wide)
         for span in self._spans():
             hidden = self._hidden(span)
             softmax = self._logits(hidden).to(self.joint.wide).softmax(-1)
-            of_blank, of_label = blank_gradient[:, span, :, None], label_gradient[:, span, :, None]
+            of_blank, of_label = (field[:, span, :, None] for field in differentials[1:])
             gradient = softmax * is_other + of_blank * is_blank + of_label * is_label
-            gradient = (gradient * scale[:, span, :, None]).to(self.joint.dtype)
+            gradient = (gradient * of_cell[:, span, :, None]).to(self.joint.dtype)
             bias = bias + gradient.sum((0, 1, 2), dtype=self.joint.wide)
             product = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
             weight = weight + product.to(self.joint.wide)
             of_hidden = (gradient @ self.weight).to(self.joint.wide) * (hidden > 0)
             encoder.append(of_hidden.sum(2))
             prediction = prediction + of_hidden.sum(1)
-        return torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias
+        return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias)
 
     def _spans(self) -> Iterator[slice]:
         batch, frames, positions = self.shape
