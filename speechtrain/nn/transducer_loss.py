@@ -1,10 +1,11 @@
 """The exact transducer (RNN-T) loss of a ReLU joint, without its (B, T, U + 1, V) lattice.
 
-Joint, dropout, softmax and loss are one autograd function. Forward walks the lattice in chunks of
-cells and keeps two log-probabilities a cell, of blank and of the next label. The recursion over
-those gives every cell's occupancy, the probability that an alignment passes through it. Backward
-computes the joint again where the occupancy matters, a third of the cells at random initialisation
-and a fourteenth once an alignment has formed, and forms the gradients of all inputs there.
+Joint, dropout, softmax and loss are one autograd function. It walks the lattice in chunks of cells and
+keeps two log-probabilities a cell, of blank and of the next label. The recursion over those gives every
+cell's occupancy, the probability that an alignment passes through it. Gradients of all inputs are formed
+where the occupancy matters: in a third to a half of the cells at random initialisation, in a fourteenth
+once an alignment has formed. There the joint is computed again, unless its logits were among the few
+megabytes that are kept for one utterance after the other.
 
 Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols, N cells
 of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path leaves it by blank, to
@@ -46,7 +47,7 @@ def transducer_loss(
     compute_dtype: torch.dtype = torch.float32,
     skip_below: float = 1e-6,
     chunk: int = 1024,
-    keep: int = 24 * 2**20,
+    keep: int = 32 * 2**20,
     static: bool = False,
 ) -> Tensor:
     """Negative log-likelihood (B,) of each utterance under ``Linear(dropout(relu(encoder + prediction)))``.
@@ -67,9 +68,12 @@ def transducer_loss(
     On a CPU the result is the same to the bit from run to run at a fixed number of threads.
 
     Cells of occupancy under ``skip_below`` add nothing to the gradient; 0 visits all, and gradients then
-    agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once.
-    ``static`` computes every cell of the padded lattice in shapes that depend on no data and reads
-    nothing back from the device; ``skip_below`` has no effect there.
+    agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and ``keep``
+    bytes of logits wait for their utterance's occupancies, so that fewer are computed twice. Gradients are
+    formed in forward and scaled in backward; where the gradients from above differ between utterances
+    (those without frames apart), they are formed anew.
+    ``static`` computes every cell of the padded lattice, twice, in shapes that depend on no data and reads
+    nothing back from the device; ``skip_below`` and ``keep`` have no effect there.
 
     Raises ValueError for shapes, lengths, labels or rates that cannot be (where ``static``, lengths and
     labels are not checked: reading them would stall a device).
@@ -105,15 +109,22 @@ def joint_dropout_mask(
 
 
 def transducer_loss_bytes(
-    batch: int, frames: int, positions: int, hidden: int, vocabulary: int, *, chunk: int = 1024
+    batch: int,
+    frames: int,
+    positions: int,
+    hidden: int,
+    vocabulary: int,
+    *,
+    chunk: int = 1024,
+    keep: int = 32 * 2**20,
 ) -> int:
     """Predicted peak bytes of an fp32 forward and backward beyond the inputs (bfloat16 needs less)."""
-    gradients = 4 * (batch * (frames + positions) * hidden + 2 * vocabulary * hidden)
-    weight = 4 * vocabulary * hidden
-    recursion = 176 * batch * frames * positions  # float64, both directions; gone when the gradients come
-    fields = 20 * batch * frames * positions
-    cells = 4 * chunk * (4 * hidden + 2 * vocabulary)
-    return weight + fields + cells + max(recursion, gradients)
+    cells = batch * frames * positions
+    kept = min(keep, 4 * cells * vocabulary)
+    gradients = 4 * (batch * (frames + positions) * hidden + 3 * vocabulary * hidden)
+    buffers = 4 * min(chunk, cells) * (3 * hidden + 2 * vocabulary)
+    recursion = 176 * min(cells, max(frames * positions, kept // (4 * vocabulary)))  # float64, two ways
+    return kept + gradients + buffers + recursion + 36 * cells
 
 
 class _Given(NamedTuple):
