@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+import yaml
 
 from speechtrain.errors import RunError
 from speechtrain.run import ABOUT, CONFIG, RESULT, read_result
