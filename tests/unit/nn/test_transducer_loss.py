@@ -317,6 +317,14 @@ def test_what_is_kept_is_not_computed_again(work: Work) -> None:
     assert work.from_kept > 2 * work.anew > 0  # at random 0.7
 
 
+def test_a_row_without_frames_does_not_make_gradients_uneven(work: Work) -> None:
+    problem = RAGGED.evenly()
+    problem.upstream[4] = 0.0
+    _, gradients = problem.run(keep=2**20)
+    assert work.anew == 0
+    assert_gradients(gradients, oracle(problem)[1], 1e-12)
+
+
 @pytest.mark.parametrize("keep", [0, 2**20])
 def test_uneven_gradients_are_formed_anew_where_they_are_not_zero(work: Work, keep: int) -> None:
     """And the lattice is not walked again for that."""
