@@ -91,8 +91,12 @@ def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def unknown(item: MicroBatch) -> Batch:
-    """A decoder whose module the workers cannot import."""
+    """A decoder whose module the workers cannot import, wherever the tests were started from."""
     raise AssertionError
+
+
+unknown.__module__ = "known_to_this_process_only"
+sys.modules[unknown.__module__] = sys.modules[__name__]
 
 
 def ready(pool: Processes) -> Processes:
