@@ -41,6 +41,7 @@ class Batch:
     index: int = 0  # of the micro-batch within its epoch, in global order
     seconds: float = 0.0  # audio in the rows that are not filler
     skipped: tuple[Skip, ...] = field(default=())
+    extra: dict[str, Tensor] = field(default_factory=dict)  # by the task's ``prepare``, on the host
 
     @property
     def utterances(self) -> int:
@@ -50,7 +51,7 @@ class Batch:
     def to(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The same batch with ``move`` applied to every tensor."""
         moved: dict[str, Any] = {k: move(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **moved, extra={k: move(v) for k, v in self.extra.items()})
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed import Group
 from speechtrain.metrics import MetricSums
 from speechtrain.precision import Precision
+from speechtrain.randomness import key_of, seed_at
 from speechtrain.task import Example, Task
 
 
@@ -56,6 +57,7 @@ def evaluate(
             for batch in batches:
                 if stop_requested():
                     raise Interrupted(name)
+                batch = task.prepare(batch, seed_at(*(key_of(utterance) for utterance in batch.ids)))
                 with torch.no_grad(), precision.autocast(device.name):
                     result = task.evaluate(device.move(batch))
                 device.mark()

@@ -59,8 +59,19 @@ class Task(nn.Module, ABC):
         """Text of each row, for tasks that recognise speech."""
         raise TypeError(f"{type(self).__name__} does not transcribe speech")
 
-    def advance(self, step: int) -> None:
-        """Told once before each update: ``step`` updates have been done (temperatures, freezing)."""
+    def advance(self, step: int, seed: int) -> None:
+        """Told once before each update: ``step`` updates have been done (temperatures, freezing).
+
+        ``seed`` addresses draws that all micro-batches of the update share, on all ranks.
+        """
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        """The batch with what this task draws or counts on the host, before it moves to the device.
+
+        ``seed`` is the micro-batch's address in training, and follows from its utterances in
+        evaluation. Results go into ``batch.extra``.
+        """
+        return batch
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:
         """Optimizer parameter groups; a group may carry ``lr_scale``."""

@@ -35,7 +35,8 @@ from speechtrain.randomness import seed_at
 from speechtrain.task import Loss, Task
 from speechtrain.tracking.base import Tracker
 
-_DEVICE_DRAWS = 1  # stream number in every address drawn here
+# stream numbers in the addresses drawn here
+_DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
 
 
 @dataclass
@@ -162,8 +163,8 @@ class Trainer:
         while not status:
             step = progress.step + 1
             profiler.begin(step)
-            task.advance(progress.step)
-            weight, healthy, stop, late = self._accumulate(wrapped, batches, step, interval)
+            task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
+            weight, healthy, stop, late = self._accumulate(task, wrapped, batches, step, interval)
             rate = schedule.rate(step)
             norm, taken = self._update(optimizer, weight, healthy, rate)
             if taken:
@@ -189,7 +190,7 @@ class Trainer:
         return status
 
     def _accumulate(
-        self, wrapped: torch.nn.Module, batches: Iterator[Batch], step: int, interval: Interval
+        self, task: Task, wrapped: torch.nn.Module, batches: Iterator[Batch], step: int, interval: Interval
     ) -> tuple[Tensor, Tensor, bool, bool]:
         """Forward and backward of this rank's share of a global batch.
 
@@ -203,9 +204,11 @@ class Trainer:
             waiting = time.perf_counter()
             batch = next(batches)
             interval.waited_s += time.perf_counter() - waiting
-            moved = self.device.move(batch)
             # one address for each micro-batch of the run, whichever rank computes it
-            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, step, micro * world.size + world.rank))
+            place = (step, micro * world.size + world.rank)
+            batch = task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *place))
+            moved = self.device.move(batch)
+            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *place))
             last = micro + 1 == accumulate
             with nullcontext() if last else self.group.hold(wrapped):
                 with self.precision.autocast(self.device.name):

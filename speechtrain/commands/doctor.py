@@ -366,7 +366,7 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
 
     from speechtrain.config import build
 
-    batch = largest_batch(data)
+    batch = task.prepare(largest_batch(data), seed=0)
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
     torch.manual_seed(0)
     begun = time.perf_counter()

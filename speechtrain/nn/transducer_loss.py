@@ -164,7 +164,8 @@ def _product_dtype(requested: torch.dtype, tensor: Tensor) -> torch.dtype:
     if requested not in (torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(f"compute_dtype is {requested}; it is float32, bfloat16 or float64")
     # torch 2.13 without AVX512: 3 to 80 times the time of fp32, by layout of the operands
-    has_instructions = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_instructions = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     is_slow = requested == torch.bfloat16 and tensor.is_cpu and not has_instructions
     return torch.float32 if is_slow else requested
 

@@ -43,8 +43,12 @@ class Line(Task):
         self.dropout = nn.Dropout(0.2)
         self.poison = poison or set()
         self.advanced: list[int] = []
+        self.update_seeds: list[int] = []
+        self.host_seeds: list[int] = []
+        self.seen: list[int] = []
 
     def forward(self, batch: Batch) -> Loss:
+        self.seen += [int(seed) for seed in batch.extra.values()]
         error = self.linear(self.dropout(batch.audio))[:, 0] - batch.audio.sum(1)
         total = (error.square() * batch.weight).sum()
         if batch.epoch * MICRO_BATCHES + batch.index in self.poison:
@@ -55,8 +59,13 @@ class Line(Task):
         loss = self(batch)
         return Evaluation({"loss": (loss.total, loss.weight)})
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, seed: int) -> None:
         self.advanced.append(step)
+        self.update_seeds.append(seed)
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        self.host_seeds.append(seed)
+        return replace(batch, extra={"seed": torch.tensor(seed)})
 
 
 class Counted(DataModule):
@@ -154,6 +163,19 @@ class Rig:
     @property
     def losses(self) -> dict[int, float]:
         return {row["step"]: row["loss"] for row in self.recorder.of("train")}
+
+
+def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
+    whole = Rig(tmp_path / "whole", max_steps=6, accumulate=2)
+    Rig(tmp_path / "parted", max_steps=6, accumulate=2, stop_at=3)
+    rest = Rig(tmp_path / "parted", max_steps=6, accumulate=2)
+    evaluated = len(whole.task.host_seeds) - 12
+    assert whole.task.seen == whole.task.host_seeds, "what prepare drew arrives with the batch"
+    assert len(set(whole.task.host_seeds)) == 12 + 2
+    assert evaluated == 2
+    assert rest.task.host_seeds == whole.task.host_seeds[6:], "a resumed run draws the same"
+    assert len(set(whole.task.update_seeds)) == 6
+    assert rest.task.update_seeds == whole.task.update_seeds[3:]
 
 
 def test_a_run_ends_at_its_limit_and_learns(tmp_path: Path) -> None:
