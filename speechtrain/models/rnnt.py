@@ -124,8 +124,11 @@ class RNNT(Task):
         self.max_symbols_per_step = max_symbols_per_step
         self.max_symbols = max_symbols
 
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        return self.encoder.prepare(batch, seed)
+
     def forward(self, batch: Batch) -> Loss:
-        encoded, lengths = self.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        encoded, lengths = self.encoder(batch)
         per_row, parts = self._losses(encoded, lengths, batch)
         return Loss((per_row * batch.weight).sum(), batch.weight.sum(), parts)
 
@@ -166,7 +169,7 @@ class RNNT(Task):
         return transducer + self.ctc_weight * ctc, parts
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        encoded, lengths = self.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        encoded, lengths = self.encoder(batch)
         per_row, _ = self._losses(encoded, lengths, batch)
         metrics: Sums = {"loss": ((per_row * batch.weight).sum().double(), batch.weight.sum().double())}
         texts = self._decode(encoded, lengths)
@@ -182,7 +185,7 @@ class RNNT(Task):
         return Evaluation(metrics, examples)
 
     def transcribe(self, batch: Batch) -> list[str]:
-        encoded, lengths = self.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        encoded, lengths = self.encoder(batch)
         return self._decode(encoded, lengths)
 
     def _decode(self, encoded: Tensor, lengths: Tensor) -> list[str]:

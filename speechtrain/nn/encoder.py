@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from speechtrain.batch import Batch
 from speechtrain.nn.augment import Augment
 from speechtrain.nn.features import LogMel
 from speechtrain.nn.lstm import LSTM
@@ -19,8 +20,12 @@ class Encoder(nn.Module, ABC):
     width: int
 
     @abstractmethod
-    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Frames (B, T, width) and their lengths (B,). ``keys`` (B,) address evaluation's dither."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Frames (B, T, width) and their lengths (B,); ``batch.keys`` address evaluation's dither."""
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        """The encoder's share of ``Task.prepare``: what it draws or counts on the host."""
+        return batch
 
     @abstractmethod
     def frames(self, samples: int) -> int:
@@ -64,10 +69,11 @@ class LSTMEncoder(Encoder):
         )
         self.width = hidden
 
-    def forward(self, audio: Tensor, lengths: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        audio = self.augment.waveform(audio, lengths)
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        audio = self.augment.waveform(batch.audio, batch.audio_lengths)
         warp = self.augment.warp(len(audio), audio.device)
-        x, lengths = self.features(audio, lengths, keys=keys, warp=warp, mask=self.augment.spectrogram)
+        mask = self.augment.spectrogram
+        x, lengths = self.features(audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=mask)
         if self.feature_norm is not None:
             x = self.feature_norm(x, lengths)
         x, _ = self.pre_rnn(x)

@@ -146,7 +146,7 @@ def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int])
         model.joint_net.weight *= 6.0  # far from the uniform, so that labels and blanks alternate
         model.joint_net.bias[model.blank] += 6.0
         batch = a_batch([1.4, 0.3, 0.9, 0.06], [[], [], [], []])
-        encoded, lengths = model.encoder(batch.audio, batch.audio_lengths, batch.keys)
+        encoded, lengths = model.encoder(batch)
         together = model.transcribe(batch)
         separately = [
             model.tokenizer.decode(one_at_a_time(model, encoded[row], int(lengths[row]))) for row in range(4)
