@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -14,12 +13,9 @@ from speechtrain.commands.common import Parser, guarded, one_line
 from speechtrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from speechtrain.batch import Batch
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
-_LABELS_PER_SECOND = 50  # twice the characters of the fastest speech
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,10 +54,9 @@ def run(argv: list[str]) -> int:
     import torch
     from omegaconf import OmegaConf
 
-    from speechtrain.commands.opening import open_config, open_run
+    from speechtrain.commands.opening import open_run
     from speechtrain.task import Task
 
-    overrides = _without_limit(open_config(arguments.run, overrides), files, overrides)
     opened = open_run(arguments.run, arguments.checkpoint, overrides)
     if type(opened.task).transcribe is Task.transcribe:
         raise ConfigError(f"{arguments.run}: {type(opened.task).__name__} does not transcribe speech")
@@ -96,27 +91,6 @@ def _readable(files: list[str], rate: int) -> Batch | None:
         except DataError as error:
             print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr, flush=True)
     return audio_batch(good, rate) if good else None
-
-
-def _without_limit(config: DictConfig, files: list[str], overrides: list[str]) -> list[str]:
-    """Overrides that let the longest file be decoded to its end, where a limit of labels would cut it.
-
-    ``model.max_symbols`` guards evaluation against a model that babbles; a long recording needs more.
-    """
-    import soundfile
-    from omegaconf import OmegaConf
-
-    limit = OmegaConf.select(config, "model.max_symbols")
-    if not isinstance(limit, int) or any(o.startswith("model.max_symbols=") for o in overrides):
-        return overrides
-    longest = 0.0
-    for name in files:
-        try:
-            longest = max(longest, soundfile.info(name).duration)
-        except (OSError, RuntimeError):
-            continue  # named when it is read
-    needed = math.ceil(min(longest, 1e6) * _LABELS_PER_SECOND)
-    return [*overrides, f"model.max_symbols={needed}"] if needed > limit else overrides
 
 
 if __name__ == "__main__":

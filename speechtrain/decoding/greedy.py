@@ -20,14 +20,14 @@ def greedy(
     joint: Callable[[Tensor, Tensor], Tensor],
     select: Callable[[Tensor, Any, Any], Any],
     blank: int,
-    max_symbols_per_step: int = 30,
-    max_symbols: int = 300,
+    max_symbols_per_step: int,
+    max_symbols: Tensor,
 ) -> list[list[int]]:
     """The most likely symbol at each lattice point, followed until each row runs out of frames.
 
     Every row carries its own frame pointer, so one turn of the loop emits a label in some rows and
     moves on by a frame in others. A blank keeps the prediction state; a label adopts the new one.
-    A frame ends after ``max_symbols_per_step`` labels, a row after ``max_symbols``. Same results as
+    A frame ends after ``max_symbols_per_step`` labels, a row after its ``max_symbols`` (B,). Same results as
     one utterance at a time (MLPerf's reference decoder), whatever the batch.
 
     ``encoded`` (B, T, H) and ``start`` (prediction (B, H), state) are in the joint's space; ``joint``

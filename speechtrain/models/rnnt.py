@@ -18,6 +18,8 @@ from speechtrain.nn.transducer_loss import transducer_loss
 from speechtrain.task import Evaluation, Example, Loss, Sums, Task
 from speechtrain.text.vocabulary import Tokenizer
 
+_LABELS_PER_SECOND = 50  # a limit for a model that babbles
+
 
 class Prediction(nn.Module):
     """Embedding and LSTM over the labels so far; a zero vector starts the sequence (blank has no row)."""
@@ -67,7 +69,9 @@ class RNNT(Task):
     ``joint_bias`` ``both`` gives each of the two joint projections a bias (MLPerf); ``single`` only
     the encoder's: with it the additive joint is Intel's older Linear over the concatenation, its
     weight split in two. ``ctc_weight`` adds a CTC loss on the encoder, ``fastemit`` is the lambda of
-    Yu et al. (2021). The loss of a batch is the sum over its utterances, its weight their number.
+    Yu et al. (2021). ``max_symbols`` ends a hypothesis after so many labels (MLPerf: 300); None allows
+    50 for each second of audio, twice the characters of the fastest speech. The loss of a batch is
+    the sum over its utterances, its weight their number.
     """
 
     metric = "wer"
@@ -89,7 +93,7 @@ class RNNT(Task):
         ctc_weight: float = 0.0,
         fastemit: float = 0.0,
         max_symbols_per_step: int = 30,
-        max_symbols: int = 300,
+        max_symbols: int | None = None,
     ) -> None:
         super().__init__()
         if joint_bias not in ("both", "single"):
@@ -97,7 +101,8 @@ class RNNT(Task):
         if not 0 <= joint_dropout < 1:
             raise ValueError(f"model.joint_dropout is {joint_dropout}; it must be at least 0 and below 1")
         sizes = {"prediction_embedding": prediction_embedding, "joint_hidden": joint_hidden}
-        sizes |= {"max_symbols_per_step": max_symbols_per_step, "max_symbols": max_symbols}
+        sizes["max_symbols_per_step"] = max_symbols_per_step
+        sizes |= {} if max_symbols is None else {"max_symbols": max_symbols}
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"model.{name} is {size}; it must be at least 1")
@@ -199,6 +204,9 @@ class RNNT(Task):
             rows = mask[None, :, None]  # states are (layers, B, hidden)
             return torch.where(rows, new[0], old[0]), torch.where(rows, new[1], old[1])
 
+        limits = torch.full_like(lengths, self.max_symbols or 0)
+        if self.max_symbols is None:
+            limits = (lengths * (_LABELS_PER_SECOND / self._frames_per_second())).ceil().long()
         hypotheses = greedy(
             self.joint_enc(encoded),
             lengths,
@@ -208,11 +216,13 @@ class RNNT(Task):
             select,
             self.blank,
             self.max_symbols_per_step,
-            self.max_symbols,
+            limits,
         )
         return [self.tokenizer.decode(ids) for ids in hypotheses]
 
     def footprint(self) -> Footprint:
         """What the encoder keeps, and the loss's recursion: about 200 bytes a lattice cell."""
-        frames_per_second = self.encoder.frames(100 * 16000) / 100
-        return Footprint(self.encoder.activation_bytes(), 200 * frames_per_second)
+        return Footprint(self.encoder.activation_bytes(), 200 * self._frames_per_second())
+
+    def _frames_per_second(self) -> float:
+        return self.encoder.frames(100 * 16000) / 100

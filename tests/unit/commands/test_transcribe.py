@@ -52,21 +52,6 @@ def test_a_file_that_cannot_be_used_stops_no_other(
     assert told.err.count("\n") == 2
 
 
-def test_a_long_file_is_decoded_to_its_end(run_dir: Path, folder: Path, tmp_path: Path) -> None:
-    from speechtrain.commands.opening import open_config
-
-    samples, rate = soundfile.read(folder / "a.wav")
-    soundfile.write(tmp_path / "long.wav", np.tile(samples, 2), rate)
-    files = [str(tmp_path / "long.wav"), str(folder / "empty.wav")]
-    config = open_config(run_dir, [])
-    (override,) = transcribe._without_limit(config, files, [])
-    key, _, value = override.partition("=")
-    assert key == "model.max_symbols"
-    assert int(value) >= 50 * 2 * len(samples) / rate > config.model.max_symbols
-    assert transcribe._without_limit(config, files, ["model.max_symbols=1"]) == ["model.max_symbols=1"]
-    assert transcribe._without_limit(config, files[1:], []) == []
-
-
 def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, "model.max_symbols=1"]) == 0
     assert len(capsys.readouterr().out.partition("\t")[2].split()) <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_filler_rows_neither_count_nor_poison() -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def one_at_a_time(model: RNNT, encoded: Tensor, length: int) -> list[int]:
+def one_at_a_time(model: RNNT, encoded: Tensor, length: int, limit: int) -> list[int]:
     """The reference decoder of MLPerf, written again: one utterance, plain loops."""
     labels: list[int] = []
     output, state = model.prediction.start(1)
@@ -132,14 +133,14 @@ def one_at_a_time(model: RNNT, encoded: Tensor, length: int) -> list[int]:
             if label == model.blank:
                 break
             labels.append(label)
-            if len(labels) >= model.max_symbols:
+            if len(labels) >= limit:
                 return labels
             output, state = model.prediction.step(torch.tensor([label]), state)
     return labels
 
 
-@pytest.mark.parametrize("limits", [(30, 300), (2, 300), (30, 5), (1, 3)])
-def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int]) -> None:
+@pytest.mark.parametrize("limits", [(30, 300), (2, None), (30, None), (30, 5), (1, 3)])
+def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int | None]) -> None:
     model = built("model=rnnt_small", tokenizer=Pieces()).eval()
     model.max_symbols_per_step, model.max_symbols = limits
     with torch.no_grad():
@@ -148,9 +149,11 @@ def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int])
         batch = a_batch([1.4, 0.3, 0.9, 0.06], [[], [], [], []])
         encoded, lengths = model.encoder(batch)
         together = model.transcribe(batch)
-        separately = [
-            model.tokenizer.decode(one_at_a_time(model, encoded[row], int(lengths[row]))) for row in range(4)
-        ]
+        separately = []
+        for row, length in enumerate(lengths.tolist()):
+            limit = limits[1] or math.ceil(length * 50 * 0.06)  # 50 labels a second, 60 ms a frame
+            labels = one_at_a_time(model, encoded[row], length, limit)
+            separately.append(model.tokenizer.decode(labels))
     assert together == separately
     assert sum(len(text.split()) for text in together) > 0
 
