@@ -1,0 +1,121 @@
+"""Product quantisation by Gumbel softmax: frames to discrete codes that can be trained through.
+
+Legend: ``...`` frames (N or B, M), C input width, G groups, V entries of a group's codebook.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.errors import ConfigError
+from speechtrain.nn.contrastive import at_least_fp32, full_precision
+
+
+class Quantized(NamedTuple):
+    """Codes of a batch, and how its frames of weight 1 use the codebooks.
+
+    ``hard`` and ``soft`` are sums over frames and ``frames`` their number, so those of several
+    micro-batches or ranks can be added. Upstream takes perplexities per micro-batch and rank and logs
+    their mean, and its diversity loss is that of the micro-batch: ``diversity`` here.
+    """
+
+    codes: Tensor  # (..., code width): the G selected entries, one after the other
+    ids: Tensor  # (..., G) int64
+    hard: Tensor  # (G, V) times each entry is the most likely, no noise added; without gradient
+    soft: Tensor  # (G, V) summed probabilities, no noise added
+    frames: Tensor  # ()
+
+    def code_perplexity(self) -> Tensor:
+        """Entries in use, (G,) from 1 to V: of the frequencies of the most likely."""
+        return perplexity(self.hard, self.frames)
+
+    def prob_perplexity(self) -> Tensor:
+        """Entries in use, (G,) from 1 to V: of the mean probabilities. Differentiable."""
+        return perplexity(self.soft, self.frames)
+
+    def diversity(self) -> Tensor:
+        """The diversity loss: (G V − summed ``prob_perplexity``) / (G V), 0 where all are used alike."""
+        total = self.soft.shape[0] * self.soft.shape[1]
+        return (total - self.prob_perplexity().sum()) / total
+
+
+class GumbelQuantizer(nn.Module):
+    """Choose one of ``entries`` codes in each of ``groups`` codebooks (Baevski et al. 2020, section 2).
+
+    In training the choice is the largest of logits plus Gumbel noise, and gradients are those of the
+    softmax of their sum over ``temperature`` (straight-through; Jang et al. 2017). In evaluation it is
+    the largest logit. fp32 whatever the autocast (fp64 stays).
+    """
+
+    def __init__(
+        self, input_width: int = 512, code_width: int = 256, groups: int = 2, entries: int = 320
+    ) -> None:
+        super().__init__()
+        if groups < 1 or code_width % groups:
+            raise ConfigError(
+                f"GumbelQuantizer.code_width is {code_width}; it must be a multiple of groups ({groups})"
+            )
+        if entries < 2:
+            raise ConfigError(f"GumbelQuantizer.entries is {entries}; it must be 2 or more")
+        self.groups, self.entries = groups, entries
+        self.projection = nn.Linear(input_width, groups * entries)
+        nn.init.normal_(self.projection.weight)
+        nn.init.zeros_(self.projection.bias)
+        self.codebook = nn.Parameter(torch.rand(groups, entries, code_width // groups))
+
+    def forward(
+        self, x: Tensor, temperature: Tensor | float, weight: Tensor, noise: Tensor | None = None
+    ) -> Quantized:
+        """Frames (..., C) and their weights (...), 1 or 0 -> codes and statistics.
+
+        ``noise`` (..., G, V) takes the place of the Gumbel noise that training draws from the device's
+        global generator; evaluation uses none.
+        """
+        with full_precision(x.device):
+            logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))
+            likely = _largest(logits)
+            hard, soft = self._one_hot(likely, logits), logits.softmax(-1)
+            if self.training:
+                noisy = logits + (gumbel_like(logits) if noise is None else noise)
+                ids = _largest(noisy)
+                relaxed = (noisy / temperature).softmax(-1)
+                # in this order the difference is exactly 0: equal ids are equal codes, bit for bit
+                choice = self._one_hot(ids, logits) + (relaxed - relaxed.detach())
+            else:
+                ids, choice = likely, hard
+            # a matrix product for each group; the product by broadcasting holds (frames, G V, width)
+            codes = torch.einsum("ngv,gvd->ngd", choice.flatten(0, -3), self.codebook)
+            weight = at_least_fp32(weight).flatten()
+            return Quantized(
+                codes.reshape(*x.shape[:-1], -1),
+                ids,
+                torch.einsum("n,ngv->gv", weight, hard.flatten(0, -3)),
+                torch.einsum("n,ngv->gv", weight, soft.flatten(0, -3)),
+                weight.sum(),
+            )
+
+    def _one_hot(self, ids: Tensor, like: Tensor) -> Tensor:
+        return (ids[..., None] == torch.arange(self.entries, device=ids.device)).to(like.dtype)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.detach().max(-1).indices  # argmax, which the lazy-tensor device leaves to the CPU
+
+
+def gumbel_like(x: Tensor) -> Tensor:
+    """Standard Gumbel noise in the shape of ``x``: −log(−log(u)), u uniform in (0, 1)."""
+    return -(-torch.rand_like(x).clamp(min=2.0**-25).log()).log()
+
+
+def perplexity(sums: Tensor, frames: Tensor) -> Tensor:
+    """exp of the entropy of ``sums`` (G, V) over ``frames``: (G,) from 1 to V; 1 where there are no frames."""
+    p = sums / frames.clamp(min=1)
+    return (-(p * (p + 1e-7).log()).sum(-1)).exp()
+
+
+def code_temperature(step: int, start: float = 2.0, floor: float = 0.5, decay: float = 0.999995) -> float:
+    """The Gumbel softmax's temperature after ``step`` updates: ``start × decay^step``, at least ``floor``."""
+    return max(start * decay**step, floor)
