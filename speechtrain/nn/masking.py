@@ -48,6 +48,8 @@ class SpanMask:
             raise ConfigError(f"SpanMask.probability is {probability}; it must be from 0 to 1")
         if length < 1:
             raise ConfigError(f"SpanMask.length is {length}; it must be 1 frame or more")
+        if probability == length == 1:
+            raise ConfigError("SpanMask.probability is 1 with length 1, which masks every frame; lower it")
         if kind not in KINDS:
             raise ConfigError(f"SpanMask.kind is {kind!r}; it must be one of {', '.join(KINDS)}")
         if other < 0 or (kind == "uniform" and other > 2 * length):

@@ -111,7 +111,7 @@ def gumbel_like(x: Tensor) -> Tensor:
 
 
 def perplexity(sums: Tensor, frames: Tensor) -> Tensor:
-    """exp of the entropy of ``sums`` (G, V) over ``frames``: (G,) from 1 to V; 1 where there are no frames."""
+    """exp of the entropy of ``sums`` (G, V) over ``frames``: (G,) from 1 to V; 1 without frames."""
     p = sums / frames.clamp(min=1)
     return (-(p * (p + 1e-7).log()).sum(-1)).exp()
 
