@@ -75,7 +75,7 @@ INTERFACES = {
 OFFERED = {
     "model": {"tokenizer", "encoder"},
     "encoder": {"augment"},
-    "data": {"tokenizer", "footprint"},
+    "data": {"tokenizer", "footprint", "normalise"},
     "optimizer": {"params"},
     "schedule": {"steps_per_epoch", "planned_steps"},
 }

@@ -47,6 +47,9 @@ class Task(nn.Module, ABC):
     metric: str = "loss"
     """The name among the evaluation metrics that selects the best checkpoint; lower is better."""
 
+    normalise_audio: bool = False
+    """Whether each recording comes with zero mean and unit variance, before cropping and padding."""
+
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
         """Loss sum of one micro-batch; randomness comes from the seeded global generators only."""

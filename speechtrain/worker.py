@@ -145,7 +145,9 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     seed_everything(config.seed)
     device, precision = open_device(config, world.local_rank)
     task, tokenizer = build_task(config)
-    data: DataModule = build(config, "data", tokenizer=tokenizer, footprint=task.footprint())
+    data: DataModule = build(
+        config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
+    )
     data.check()
     task.to(device.tensor(torch.zeros(())).device)
 

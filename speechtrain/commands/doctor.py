@@ -234,7 +234,9 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     parameters = sum(p.numel() for p in task.parameters())
     yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
     try:
-        data: DataModule = build(config, "data", tokenizer=tokenizer, footprint=task.footprint())
+        data: DataModule = build(
+            config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
+        )
     except Exception as error:  # as above
         yield _data_failure(config, error)
         return
@@ -341,23 +343,12 @@ def _text_of(cut: dict[str, Any]) -> str:
 
 def largest_batch(data: DataModule) -> Batch:
     """The micro-batch of the first epoch with the most audio, padding included."""
-    import numpy as np
-
-    from speechtrain.data.batches import Decoder
     from speechtrain.data.module import SpeechData
-    from speechtrain.data.sampler import planned_samples
 
     if not isinstance(data, SpeechData):
         return next(iter(data.train()))
     plan = data.sampler.plan(0)
-    samples = planned_samples(data.index.seconds[plan.rows], plan.percents, data.sample_rate)
-    sizes = np.diff(plan.bounds) * np.maximum.reduceat(samples, plan.bounds[:-1])
-    if len(plan.buckets):
-        sizes = np.array([plan.shapes[bucket].rows * plan.shapes[bucket].samples for bucket in plan.buckets])
-    decoder = Decoder(
-        data.index, data.tokenizer, data.sample_rate, data.max_labels_per_second, data.allow_empty
-    )
-    return decoder(plan[int(sizes.argmax())])
+    return data.decoder(plan[int(data.sampler.sizes(0).argmax())])
 
 
 def step(config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision) -> str:

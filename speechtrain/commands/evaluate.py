@@ -68,7 +68,8 @@ def run(argv: list[str]) -> int:
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
     _choose_sets(opened.config, named, arguments.run)
-    offers = {"tokenizer": opened.tokenizer, "footprint": opened.task.footprint()}
+    task = opened.task
+    offers = {"tokenizer": opened.tokenizer, "footprint": task.footprint(), "normalise": task.normalise_audio}
     data: DataModule = build(opened.config, "data", **offers)
     try:
         outcomes = evaluate(opened.task, data.valid(), opened.device, opened.precision, Solo(), examples=None)

@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     failed = False
     for begin in range(0, len(files), arguments.batch):
         chosen = files[begin : begin + arguments.batch]
-        batch = _readable(chosen, rate)
+        batch = _readable(chosen, rate, opened.task.normalise_audio)
         failed |= batch is None or len(batch.ids) < len(chosen)
         if batch is None:
             continue
@@ -76,21 +76,21 @@ def run(argv: list[str]) -> int:
     return DataError.exit_code if failed else 0
 
 
-def _readable(files: list[str], rate: int) -> Batch | None:
+def _readable(files: list[str], rate: int, normalise: bool) -> Batch | None:
     """A batch of those of ``files`` that can be read, or None; each other one is a line on stderr."""
     from speechtrain.data.batches import audio_batch
 
     try:
-        return audio_batch(files, rate)
+        return audio_batch(files, rate, normalise)
     except DataError:
         good = []
     for name in files:
         try:
-            audio_batch([name], rate)
+            audio_batch([name], rate, normalise)
             good.append(name)
         except DataError as error:
             print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr, flush=True)
-    return audio_batch(good, rate) if good else None
+    return audio_batch(good, rate, normalise) if good else None
 
 
 if __name__ == "__main__":

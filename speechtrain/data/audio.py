@@ -24,6 +24,7 @@ Samples = NDArray[np.float32]
 _RATES = (1_000, 768_000)  # Hz; a header beyond them is damaged, and a filter for it would not fit
 _LARGEST_BANK = 2**20  # coefficients, 4 MiB: 11,025 to 16,000 Hz needs 282,240; 16,001 would need a gigabyte
 _LOUDEST = 1e4  # of float files, full scale being 1
+_EPSILON = 1e-5  # added to the variance: torch's layer norm, which wav2vec 2.0 applies to the samples
 
 
 class Unusable(Exception):
@@ -86,6 +87,13 @@ def change_rate(samples: Samples, rate: int, wanted: int) -> Samples:
     frames = padded.unfold(0, bank.kernel.shape[-1], taken)
     changed = (frames @ bank.kernel[:, 0].T).reshape(-1)[: -(-given * len(samples) // taken)]
     return cast("Samples", changed.numpy())
+
+
+def standardise(samples: Samples) -> Samples:
+    """The same samples (S,) with zero mean and unit variance; silence stays silence."""
+    centred = samples - samples.mean(dtype=np.float64)
+    scaled: Samples = (centred / np.sqrt(np.square(centred).mean() + _EPSILON)).astype(np.float32)
+    return scaled
 
 
 def check_file(path: str) -> None:

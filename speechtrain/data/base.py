@@ -50,8 +50,8 @@ class DataModule(ABC):
         """The (batch, samples, labels) shapes of training, where they are a fixed set; else empty."""
         return []
 
-    def report(self) -> dict[str, int]:
-        """Recordings skipped so far in this run, by reason."""
+    def report(self) -> dict[str, float]:
+        """Recordings skipped so far in this run, by reason; what shares of audio a plan pads or cuts off."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default

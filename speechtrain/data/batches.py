@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.data.audio import Samples, Unusable, change_speed, files_of, one_line, read_cut, read_file
+from speechtrain.data.audio import (
+    Samples,
+    Unusable,
+    change_speed,
+    files_of,
+    one_line,
+    read_cut,
+    read_file,
+    standardise,
+)
 from speechtrain.data.index import Index
 from speechtrain.data.manifests import Record, seconds_of, text_of
-from speechtrain.data.sampler import MicroBatch, Shape, planned_samples
+from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
 from speechtrain.errors import DataError
-from speechtrain.randomness import key_of
+from speechtrain.randomness import key_of, uniform_at
 from speechtrain.text.vocabulary import Tokenizer
 
 REASONS = {
@@ -37,6 +46,7 @@ REASONS = {
 """Why a recording is not used, by the word that ``Skip.reason`` holds."""
 
 _SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs a frame
+_CROPS = 9  # stream number in the address of a crop
 
 
 @dataclass
@@ -57,7 +67,12 @@ class Decoder:
     In training a cut that cannot be used becomes a filler row and a ``Skip``. In an evaluation set
     (``is_evaluation``) audio that cannot be read is a DataError naming the file; every other cut
     stays, and one whose transcript cannot be spelled has no labels and weight 0, so that it counts
-    in error rates and not in the loss.
+    in error rates and not in the loss. A tokenizer without text finds nothing missing or misspelt.
+
+    ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds`` each row is
+    then cut at an offset drawn from (``seed``, epoch, cut): to ``crop_seconds`` where the batch has a
+    shape to be padded to, else to the shortest row, if that is less, so that nothing is padded
+    (fairseq's collater without padding).
     """
 
     def __init__(
@@ -68,6 +83,9 @@ class Decoder:
         max_labels_per_second: float = 50.0,
         allow_empty: bool = False,
         is_evaluation: bool = False,
+        normalise: bool = False,
+        crop_seconds: float | None = None,
+        seed: int = 0,
     ) -> None:
         self.index = index
         self.tokenizer = tokenizer
@@ -75,6 +93,9 @@ class Decoder:
         self.max_labels_per_second = max_labels_per_second
         self.allow_empty = allow_empty
         self.is_evaluation = is_evaluation
+        self.normalise = normalise
+        self.crop_seconds = crop_seconds
+        self.seed = seed
 
     def __call__(self, planned: MicroBatch) -> Batch:
         """Decode one micro-batch. Raises DataError in an evaluation set, or where a manifest has changed."""
@@ -93,6 +114,8 @@ class Decoder:
                     raise DataError(self._refusal(cut, problem)) from None
                 skipped.append(Skip(cut["id"], problem.reason, problem.detail))
                 rows.append(_Row(samples=np.zeros(int(length), np.float32)))
+        if self.crop_seconds is not None:
+            self._crop(rows, min(lengths.tolist()), planned)
         shape = planned.shape
         return collate(rows, self.sample_rate, shape, planned.epoch, planned.index, tuple(skipped))
 
@@ -107,10 +130,25 @@ class Decoder:
             if text and not samples.any():
                 raise Unusable("silent", files_of(cut)[0] if files_of(cut) else cut["id"])
             samples = change_speed(samples, percent, self.sample_rate)
+        if self.normalise:
+            samples = standardise(samples)
         return _Row(cut["id"], samples, labels, text, weight, len(samples) / self.sample_rate)
 
+    def _crop(self, rows: Sequence[_Row], shortest: int, planned: MicroBatch) -> None:
+        """Cut the rows of a batch whose ``shortest`` planned length counts even if its audio was lost."""
+        assert self.crop_seconds is not None
+        most = crop_samples(self.crop_seconds, self.sample_rate)
+        if planned.shape is None:
+            most = min(most, shortest, *(len(row.samples) for row in rows))
+        draws = uniform_at(self.seed, _CROPS, planned.epoch, self.index.keys[planned.rows])
+        for row, draw in zip(rows, draws.tolist(), strict=True):
+            spare = max(0, len(row.samples) - most)
+            start = int(draw * (spare + 1))
+            row.samples = row.samples[start : start + most]
+            row.seconds = min(row.seconds, most / self.sample_rate)
+
     def _labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
-        if not text.strip() and not self.allow_empty:
+        if not text.strip() and not self.allow_empty and self.tokenizer.reads_text:
             raise Unusable("empty_transcript", f"the manifest says {text_of(cut)!r}")
         try:
             labels = self.tokenizer.encode(text)
@@ -182,9 +220,10 @@ def filler_batch(shape: Shape, sample_rate: int) -> Batch:
     return collate([], sample_rate, shape)
 
 
-def audio_batch(files: Sequence[str], sample_rate: int) -> Batch:
+def audio_batch(files: Sequence[str], sample_rate: int, normalise: bool = False) -> Batch:
     """Whole audio files as a batch without transcripts; ids are the paths.
 
+    ``normalise`` gives each zero mean and unit variance, as the task was trained.
     Raises DataError naming the first file that cannot be read.
     """
     rows = []
@@ -193,6 +232,8 @@ def audio_batch(files: Sequence[str], sample_rate: int) -> Batch:
             samples = read_file(path, sample_rate)
         except Unusable as problem:
             raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
+        if normalise:
+            samples = standardise(samples)
         rows.append(_Row(path, samples, weight=1.0, seconds=len(samples) / sample_rate))
     return collate(rows, sample_rate)
 

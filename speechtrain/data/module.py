@@ -48,7 +48,10 @@ class SpeechData(DataModule):
     ``min_seconds`` and ``max_seconds`` bound training recordings, before the speed change;
     evaluation sets are never filtered. A transcript of more than ``max_labels_per_second`` belongs
     to another recording (people speak 15 to 25 characters a second; RNN-T itself has no limit).
-    ``shapes`` above 0 gives at most so many fixed tensor shapes. ``workers`` decode ahead: -1 is one
+    ``shapes`` above 0 gives at most so many fixed tensor shapes. ``crop_seconds`` (null: never) cuts
+    training recordings at random, to the shortest of their batch or, with ``shapes``, to itself;
+    evaluation hears whole recordings. ``normalise``, which the task decides, gives each recording zero
+    mean and unit variance. ``workers`` decode ahead: -1 is one
     fewer than the cores of this rank, at most 8; 0 decodes in this process. Bad recordings become
     filler rows, are listed in ``run_dir``, and above ``max_bad`` *and* ``max_bad_share`` end the run.
 
@@ -70,6 +73,7 @@ class SpeechData(DataModule):
         max_labels_per_second: float = 50.0,
         allow_empty: bool = False,
         shapes: int = 0,
+        crop_seconds: float | None = None,
         workers: int = -1,
         timeout_seconds: float = 600.0,
         cache: str | None = None,
@@ -77,6 +81,7 @@ class SpeechData(DataModule):
         max_bad_share: float = 0.001,
         run_dir: str | None = None,
         footprint: Footprint | None = None,
+        normalise: bool = False,
     ) -> None:
         if not 0 <= min_seconds < max_seconds:
             raise ValueError(f"min_seconds={min_seconds}, max_seconds={max_seconds}: need 0 <= min < max")
@@ -86,6 +91,13 @@ class SpeechData(DataModule):
         if workers < -1 or shapes < 0:
             raise ValueError(
                 f"workers={workers}, shapes={shapes}: workers is -1 (automatic) or more, shapes 0 or more"
+            )
+        if crop_seconds is not None and crop_seconds <= 0:
+            raise ValueError(f"crop_seconds={crop_seconds}: it must be above 0, or null for no cropping")
+        if crop_seconds is not None and tokenizer.reads_text:
+            raise ValueError(
+                f"crop_seconds={crop_seconds}: a part of a recording is not what its transcript says; "
+                "use tokenizer=none to train on audio alone, or crop_seconds=null"
             )
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer = tokenizer
@@ -98,6 +110,8 @@ class SpeechData(DataModule):
         self.max_labels_per_second = max_labels_per_second
         self.allow_empty = allow_empty
         self.static_shapes = shapes
+        self.crop_seconds = crop_seconds
+        self.normalise = normalise
         self.cache = cache or ""
         self.run_dir = run_dir or ""
         self.footprint = footprint
@@ -133,7 +147,7 @@ class SpeechData(DataModule):
         """The order of training."""
         seconds = self.index.seconds[self._kept]
         labels = None
-        if self.static_shapes or self.batch.memory_gib is not None:
+        if self.tokenizer.reads_text and (self.static_shapes or self.batch.memory_gib is not None):
             labels = self.index.labels(self.tokenizer)[self._kept]
             # these will be filler rows: they must not widen a shape for all
             labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
@@ -148,6 +162,21 @@ class SpeechData(DataModule):
             self.footprint,
             self.static_shapes,
             self.sample_rate,
+            self.crop_seconds,
+        )
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What makes batches of the training cuts."""
+        return Decoder(
+            self.index,
+            self.tokenizer,
+            self.sample_rate,
+            self.max_labels_per_second,
+            self.allow_empty,
+            normalise=self.normalise,
+            crop_seconds=self.crop_seconds,
+            seed=self.seed,
         )
 
     @property
@@ -165,10 +194,7 @@ class SpeechData(DataModule):
     def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
         planned = self.sampler.micro_batches(*self._position)
         own = (item for number, item in enumerate(planned) if number % world_size == rank)
-        decoder = Decoder(
-            self.index, self.tokenizer, self.sample_rate, self.max_labels_per_second, self.allow_empty
-        )
-        for number, batch in enumerate(self.workers.map(decoder, own), 1):
+        for number, batch in enumerate(self.workers.map(self.decoder, own), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self._kept))
             if number % accumulate == 0:  # recorded when handed over, not when decoded ahead
@@ -210,12 +236,14 @@ class SpeechData(DataModule):
         if name not in self._sets:
             index = open_index(open_source(self._valid[name]), self.cache)
             labels = None
-            if self.static_shapes or self.valid_batch.memory_gib is not None:
+            if self.tokenizer.reads_text and (self.static_shapes or self.valid_batch.memory_gib is not None):
                 labels = index.labels(self.tokenizer)
             plan = evaluation_plan(
                 index.seconds, labels, self.valid_batch, self.footprint, self.static_shapes, self.sample_rate
             )
-            decoder = Decoder(index, self.tokenizer, self.sample_rate, is_evaluation=True)
+            decoder = Decoder(
+                index, self.tokenizer, self.sample_rate, is_evaluation=True, normalise=self.normalise
+            )
             self._sets[name] = EvaluationSet(index, plan, decoder)
         return self._sets[name]
 
@@ -234,7 +262,8 @@ class SpeechData(DataModule):
         that an evaluation set lacks. An evaluation transcript may hold what cannot be spelled.
         """
         self._check_files("train", self.index, self._kept, is_evaluation=False)
-        self._check_transcripts()
+        if self.tokenizer.reads_text:
+            self._check_transcripts()
         for name in self._valid:
             index = self._set(name).index
             self._check_files(
@@ -306,14 +335,21 @@ class SpeechData(DataModule):
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, float]:
+        """Recordings by reason; where fixed, the share of padding, and where cropped, that of lost audio."""
         low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
         filtered = {
             "too_long": int((self.index.seconds > high).sum()),
             "too_short": int((self.index.seconds < low).sum()),
         }
         self.skips.refresh()
-        return {**{reason: count for reason, count in filtered.items() if count}, **self.skips.counts}
+        counts = {**{reason: count for reason, count in filtered.items() if count}, **self.skips.counts}
+        shares: dict[str, float] = {}
+        if self.static_shapes or self.crop_seconds is not None:
+            padding, cropped = self.sampler.waste(0)
+            shares |= {"padding_share": round(padding, 4)} if self.static_shapes else {}
+            shares |= {"cropped_share": round(cropped, 4)} if self.crop_seconds is not None else {}
+        return counts | shares
 
     def close(self) -> None:
         self.workers.close()
@@ -350,7 +386,8 @@ class EvaluationBatches(Iterable[Batch]):
         own = range(self.rank, len(plan), self.world_size)
         yield from self.workers.map(decoder, (plan[i] for i in own))
         if len(own) < len(self):
-            last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), 1)
+            width = int(decoder.tokenizer.reads_text)
+            last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)
             yield filler_batch(last, decoder.sample_rate)
 
 

@@ -32,13 +32,16 @@ class Packing:
     ``count`` utterances; ``seconds`` of audio, padding included; ``memory_gib``, predicted by the
     model's footprint. null is no limit. An utterance beyond a limit by itself is a batch of its own.
     Utterances are shuffled over the epoch and sorted by length within ``window`` batches, which are
-    shuffled again: 1 is plain shuffling, more saves padding and costs randomness.
+    shuffled again: 1 is plain shuffling, more saves padding and costs randomness. A batch of at least
+    ``multiple`` utterances has a multiple of it (fairseq: required_batch_size_multiple), but for the
+    last of a window or of an epoch.
     """
 
     count: int | None = 8
     seconds: float | None = None
     memory_gib: float | None = None
     window: int = 20
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         limits = {"count": self.count, "seconds": self.seconds, "memory_gib": self.memory_gib}
@@ -49,6 +52,12 @@ class Packing:
             raise ValueError("count, seconds and memory_gib are all null; set at least one")
         if self.window < 1:
             raise ValueError(f"window={self.window}: it must be at least 1 (plain shuffling)")
+        if self.multiple < 1:
+            raise ValueError(f"multiple={self.multiple}: it must be at least 1 (any number of utterances)")
+
+    def even(self, rows: int) -> int:
+        """``rows`` less what exceeds a multiple of ``multiple``; fewer than that stay as they are."""
+        return rows // self.multiple * self.multiple if rows >= self.multiple else rows
 
     def rows(self, seconds: float, labels: float, footprint: Footprint) -> int:
         """Most rows of one (padded) length and number of labels that a batch takes; at least 1."""
@@ -63,7 +72,7 @@ class Packing:
                     self.memory_gib * 2**30 / max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
                 )
         # 16 rows of 1.1 s are 17.6 s, whatever the rounding
-        return max(1, int(min(min(limits), 2.0**31) * (1 + 1e-6)))
+        return self.even(max(1, int(min(min(limits), 2.0**31) * (1 + 1e-6))))
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,8 @@ class Sampler:
     ``seconds`` and ``keys`` of the cuts to draw from, ``rows`` their numbers in the index (ascending;
     all, where None). ``labels`` are their label counts, needed to pack by memory and for shapes.
     ``speed`` is the lowest and the highest factor; each cut's is drawn from (seed, epoch, cut) on a
-    grid of 0.01. With ``shapes`` above 0, micro-batches have that many fixed shapes at most.
+    grid of 0.01. With ``shapes`` above 0, micro-batches have that many fixed shapes at most. Cuts are
+    planned as if none were longer than ``crop_seconds``: the decoder sees to it.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class Sampler:
         footprint: Footprint | None = None,
         shapes: int = 0,
         sample_rate: int = 16_000,
+        crop_seconds: float | None = None,
     ) -> None:
         if not len(seconds):
             raise ValueError("there are no cuts to draw from")
@@ -139,16 +150,18 @@ class Sampler:
         self.slowest, self.fastest = speed_grid(speed)
         self.footprint = check_footprint(packing, footprint)
         self.sample_rate = sample_rate
+        self.crop_seconds = math.inf if crop_seconds is None else crop_seconds
         self.shapes = (
             shape_table(
                 self.seconds,
-                self.labels,
+                None if labels is None else self.labels,
                 packing,
                 self.footprint,
                 shapes,
                 sample_rate,
                 self.slowest,
                 self.fastest,
+                self.crop_seconds,
             )
             if shapes
             else []
@@ -174,7 +187,7 @@ class Sampler:
         """Micro-batches of an epoch; only packing by a count alone knows it without the plan."""
         if self.shapes or self.packing.count is None or self.packing.seconds or self.packing.memory_gib:
             return len(self.plan(epoch))
-        return -(-len(self.keys) // self.packing.count)
+        return -(-len(self.keys) // self.packing.even(self.packing.count))
 
     def micro_batches(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """From that address on, over the ends of epochs, without end."""
@@ -193,16 +206,45 @@ class Sampler:
         draws = uniform_at(self.seed, _SPEED, epoch, self.keys)
         return (self.slowest + (draws * choices).astype(np.int16)).astype(np.int16)
 
+    def sizes(self, epoch: int) -> NDArray[np.int64]:
+        """Samples of each micro-batch's audio tensor as planned, padding and filler rows included."""
+        plan = self.plan(epoch)
+        if plan.shapes:
+            return np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)[plan.buckets]
+        # cropped rows are cut to their batch's shortest, others padded to its longest
+        ends = np.maximum if math.isinf(self.crop_seconds) else np.minimum
+        lengths: NDArray[np.int64] = ends.reduceat(self._planned(plan), plan.bounds[:-1])
+        return lengths * np.diff(plan.bounds)
+
+    def waste(self, epoch: int) -> tuple[float, float]:
+        """Share of an epoch's tensors that is padding, and share of its audio that cropping leaves out."""
+        plan = self.plan(epoch)
+        whole = planned_samples(self._seconds(plan), plan.percents, self.sample_rate).sum()
+        size = int(self.sizes(epoch).sum())
+        if math.isinf(self.crop_seconds):
+            return 1.0 - int(whole) / size, 0.0
+        kept = int(self._planned(plan).sum()) if plan.shapes else size
+        return 1.0 - kept / size, 1.0 - kept / int(whole)
+
+    def _seconds(self, plan: Plan) -> Seconds:
+        return self.seconds[np.searchsorted(self.rows, plan.rows)]
+
+    def _planned(self, plan: Plan) -> NDArray[np.int64]:
+        return self._samples(self._seconds(plan), plan.percents)
+
+    def _samples(self, seconds: Seconds, percents: Counts) -> NDArray[np.int64]:
+        """Length of each cut after speed change and crop."""
+        samples = planned_samples(seconds, percents, self.sample_rate)
+        return np.minimum(samples, crop_samples(self.crop_seconds, self.sample_rate))
+
     def _make(self, epoch: int) -> Plan:
         order = np.argsort(addressed(self.seed, _ORDER, epoch, self.keys), kind="stable")
         percents = self.percents(epoch)[order]
-        seconds = self.seconds[order] * (100.0 / percents)
+        seconds = np.minimum(self.seconds[order] * (100.0 / percents), self.crop_seconds)
         labels = self.labels[order]
         if self.shapes:
-            buckets = fit(
-                self.shapes, planned_samples(self.seconds[order], percents, self.sample_rate), labels
-            )
-            again, bounds, bucket_of = _fill_shapes(buckets, self.shapes)
+            samples = self._samples(self.seconds[order], percents)
+            again, bounds, bucket_of = _fill_shapes(fit(self.shapes, samples, labels), self.shapes)
         else:
             mean, mean_labels = float(seconds.mean()), float(labels.mean())
             width = self.packing.window * self.packing.rows(mean, mean_labels, self.footprint)
@@ -232,13 +274,14 @@ def evaluation_plan(
 ) -> Plan:
     """Every cut once, the longest first: little padding, and what does not fit into memory shows at once."""
     footprint = check_footprint(packing, footprint)
-    labels = np.zeros(len(seconds), np.int32) if labels is None else np.maximum(labels, 0)
+    given = None if labels is None else np.maximum(labels, 0)
+    labels = np.zeros(len(seconds), np.int32) if given is None else given
     order = np.argsort(-np.asarray(seconds), kind="stable")
     percents = np.full(len(seconds), 100, np.int16)
     if not shapes or not len(seconds):
         bounds = pack(seconds[order], labels[order], packing, footprint, max(1, len(seconds)))
         return Plan(0, order.astype(np.int32), percents, bounds, np.zeros(0, np.int16))
-    table = shape_table(seconds, labels, packing, footprint, shapes, sample_rate, 100, 100)
+    table = shape_table(seconds, given, packing, footprint, shapes, sample_rate, 100, 100)
     buckets = fit(table, planned_samples(seconds[order], percents, sample_rate), labels[order])
     again, bounds, bucket_of = _fill_shapes(buckets, table)
     return Plan(0, order[again].astype(np.int32), percents, bounds, bucket_of, table)
@@ -265,6 +308,11 @@ def planned_samples(seconds: Seconds, percents: Counts | int, sample_rate: int) 
     return np.ceil(samples * 100 / percents).astype(np.int64)
 
 
+def crop_samples(seconds: float, sample_rate: int) -> int:
+    """Samples that a crop leaves at most: infinite seconds are more than any recording has."""
+    return int(np.iinfo(np.int64).max) if math.isinf(seconds) else max(1, round(seconds * sample_rate))
+
+
 def pack(
     seconds: Seconds, labels: Counts, packing: Packing, footprint: Footprint, width: int
 ) -> NDArray[np.int64]:
@@ -276,7 +324,7 @@ def pack(
     total = len(seconds)
     if packing.seconds is None and packing.memory_gib is None:
         assert packing.count is not None  # Packing sees to it; windows are whole multiples of it
-        return np.append(np.arange(0, total, packing.count), total)
+        return np.append(np.arange(0, total, packing.even(packing.count)), total)
     longest = seconds.tolist()
     cap = packing.memory_gib * 2**30 if packing.memory_gib is not None else math.inf
     bounds, begin = [0], 0
@@ -288,7 +336,7 @@ def pack(
             most = np.maximum.accumulate(labels[begin : begin + size])
             per_row = longest[begin] * (footprint.per_second + most * footprint.per_second_label)
             size = max(1, int(np.searchsorted(np.arange(1, size + 1) * per_row, cap, side="right")))
-        begin += size
+        begin += packing.even(size)
         bounds.append(begin)
     return np.array(bounds, np.int64)
 
@@ -301,26 +349,32 @@ _SLACK_SECONDS = 0.01  # of planned lengths, against rounding
 
 def shape_table(
     seconds: Seconds,
-    labels: Counts,
+    labels: Counts | None,
     packing: Packing,
     footprint: Footprint,
     count: int,
     sample_rate: int,
     slowest: int,
     fastest: int,
+    crop_seconds: float = math.inf,
 ) -> list[Shape]:
     """At most ``count`` shapes that take every cut at every speed; lengths at equal shares of the cuts.
 
-    Lengths are multiples of 0.1 s, label counts of 8.
+    Lengths are multiples of 0.1 s and at most the crop; label counts are multiples of 8, or all 0
+    where there are no ``labels``.
     """
     unit = max(1, sample_rate // 10)
     edges = np.quantile(seconds, np.arange(1, count) / count) if count > 1 else np.zeros(0)
     edges = np.append(edges, seconds.max() * (100.0 / slowest)) + _SLACK_SECONDS
-    lengths = np.unique(np.ceil(edges * sample_rate / unit).astype(np.int64) * unit)
+    lengths = np.ceil(edges * sample_rate / unit).astype(np.int64) * unit
+    lengths = np.unique(np.minimum(lengths, crop_samples(crop_seconds, sample_rate)))
     shapes: list[Shape] = []
     below, widest = 0.0, 0.0
     for samples in lengths.tolist():
         longest = samples / sample_rate
+        if labels is None:
+            shapes.append(Shape(packing.rows(longest, 0, footprint), samples, 0))
+            continue
         here = (seconds * (100.0 / fastest) <= longest) & (seconds * (100.0 / slowest) > below)
         last = samples == lengths[-1]
         share = 1.0 if last else _LABEL_QUANTILE

@@ -24,6 +24,9 @@ class Tokenizer(ABC):
     labels: list[str]
     """The symbol of each id; the blank, which has none, comes behind them."""
 
+    reads_text: bool = True
+    """Whether transcripts matter: without, none is missing, checked or counted."""
+
     @property
     def size(self) -> int:
         """Number of classes, blank included."""
@@ -108,6 +111,37 @@ class Characters(Tokenizer):
 
     def state(self) -> dict[str, Any]:
         return {"kind": "characters", "normaliser": self._normaliser, "labels": "".join(self.labels)}
+
+
+class NoText(Tokenizer):
+    """For audio without transcripts, as in pretraining: every transcript becomes "", which has no labels.
+
+    The blank, id 0, is the only class. Nothing but "" can be encoded.
+    """
+
+    reads_text = False
+
+    def __init__(self) -> None:
+        self.labels = []
+
+    def normalise(self, text: str) -> str:
+        return ""
+
+    def encode(self, text: str) -> list[int]:
+        if text:
+            raise _cannot_spell(self.unknown(text))
+        return []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if ids:
+            raise ValueError(f"there are no label ids without text, got {list(ids)[:10]}")
+        return ""
+
+    def unknown(self, text: str) -> set[str]:
+        return set(text)
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "none"}
 
 
 _SAVED_MODEL = "tokenizer.model"

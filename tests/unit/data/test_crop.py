@@ -1,0 +1,319 @@
+"""Audio without transcripts: cropping, normalising, whole multiples, and fixed shapes over epochs."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speechtrain.batch import Batch
+from speechtrain.data.audio import read_file, standardise
+from speechtrain.data.batches import Decoder, audio_batch
+from speechtrain.data.index import open_index
+from speechtrain.data.module import SpeechData
+from speechtrain.data.sampler import Packing, Sampler, planned_samples
+from speechtrain.data.sources import open_source
+from speechtrain.errors import DataError
+from speechtrain.randomness import key_of
+from speechtrain.text.vocabulary import Characters, NoText
+
+RATE = 16_000
+
+
+def lengths_of(count: int, longest: float = 24.0) -> dict[str, Any]:
+    seconds = np.random.default_rng(count).uniform(2.0, longest, count).astype(np.float32)
+    return {"seconds": seconds, "keys": np.array([key_of(f"cut-{i}") for i in range(count)])}
+
+
+def pretraining(train: Any, **options: Any) -> SpeechData:
+    options = {"batch": Packing(count=3), "workers": 0, "valid": {}, **options}
+    return SpeechData(train=train, tokenizer=NoText(), **options)
+
+
+@pytest.fixture
+def manifest(cache: Path, recordings: Any) -> str:
+    """Fourteen recordings of 0.4 to 0.53 s, each of a tone of its own."""
+    return str(recordings.corpus("m", 14, text="Ünspellable 7"))
+
+
+# --- no text ------------------------------------------------------------------------------------
+
+
+def test_without_text_nothing_is_misspelt_missing_or_labelled(manifest: str, tmp_path: Path) -> None:
+    data = pretraining(manifest, valid={"dev": manifest}, run_dir=str(tmp_path / "run"))
+    data.check()
+    batches = [*islice(data.train(), data.micro_batches_per_epoch), *data.valid()["dev"]]
+    assert sum(batch.utterances for batch in batches) == 28
+    for batch in batches:
+        assert batch.labels.shape == (len(batch.ids), 0)
+        assert not batch.label_lengths.any()
+        assert (batch.weight == 1).all()
+        assert set(batch.texts) == {""}
+        assert batch.skipped == ()
+    with pytest.raises(DataError, match="cannot spell 14 of 14"):
+        SpeechData(manifest, {}, Characters(), workers=0).check()
+
+
+def test_without_text_no_transcript_is_counted(manifest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speechtrain.data.index.Index.labels", None)  # a million take 20 s
+    data = pretraining(manifest, valid={"dev": manifest}, shapes=2)
+    assert all(labels == 0 for _, _, labels in [*data.shapes(), *data.evaluation_shapes()])
+    assert next(data.train()).labels.shape[1] == 0
+
+
+def test_a_set_that_runs_out_on_one_rank_has_no_labels_either(manifest: str) -> None:
+    data = pretraining(manifest, valid={"dev": manifest}, valid_batch=Packing(count=5))
+    last = [list(data.valid(rank, 2)["dev"])[-1] for rank in range(2)]
+    assert [batch.utterances for batch in last] == [4, 0]
+    assert all(batch.labels.shape[1] == 0 for batch in last)
+
+
+# --- cropping -----------------------------------------------------------------------------------
+
+
+def where(row: torch.Tensor, whole: np.ndarray) -> int:
+    """Offset of a row in its recording, -1 where it is no part of it."""
+    part = row.numpy()
+    starts = np.flatnonzero(whole[: len(whole) - len(part) + 1] == part[0])
+    return next((int(s) for s in starts if np.array_equal(whole[s : s + len(part)], part)), -1)
+
+
+def recording_of(manifest: str, name: str) -> np.ndarray:
+    line = int(name.split(":")[1])
+    found: np.ndarray = read_file(
+        json.loads(Path(manifest).read_text().splitlines()[line - 1])["audio_filepath"], RATE
+    )
+    return found
+
+
+def test_rows_are_cut_to_the_shortest_of_their_batch_at_random(manifest: str) -> None:
+    offsets: dict[str, list[int]] = {}
+    data = pretraining(manifest, crop_seconds=0.45, batch=Packing(count=4, window=1))
+    for batch in islice(data.train(), 3 * data.micro_batches_per_epoch):
+        wholes = [recording_of(manifest, name) for name in batch.ids]
+        length = min(7200, *(len(whole) for whole in wholes))
+        assert batch.audio.shape == (len(wholes), length)
+        assert (batch.audio_lengths == length).all()
+        assert batch.seconds == pytest.approx(len(wholes) * length / RATE)
+        for name, row, whole in zip(batch.ids, batch.audio, wholes, strict=True):
+            offsets.setdefault(name, []).append(where(row, whole))
+    assert min(min(found) for found in offsets.values()) >= 0
+    assert len(offsets) == 14
+    longest = [offsets[f"m:{line}:{line - 1:03d}"] for line in range(8, 15)]
+    assert all(len(set(found)) == 3 for found in longest)  # other parts in other epochs
+    assert max(map(max, longest)) > 400
+
+
+def test_crops_follow_the_cut_and_not_the_batch_the_worker_or_the_rank(manifest: str) -> None:
+    def crops(**options: Any) -> dict[tuple[int, str], torch.Tensor]:
+        data = pretraining(manifest, crop_seconds=0.3, **options)
+        batches = islice(data.train(), 2 * data.micro_batches_per_epoch)
+        return {(b.epoch, name): row for b in batches for name, row in zip(b.ids, b.audio, strict=True)}
+
+    expected = crops(seed=5)
+    for found in (crops(seed=5, batch=Packing(count=5)), crops(seed=5, valid={"dev": manifest})):
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(row, found[key]) for key, row in expected.items())
+    other = crops(seed=6)
+    assert sum(torch.equal(row, other[key]) for key, row in expected.items()) < 3
+
+
+def assert_same(ours: Batch, theirs: Batch) -> None:
+    assert (ours.ids, ours.epoch, ours.index, ours.seconds) == (
+        theirs.ids,
+        theirs.epoch,
+        theirs.index,
+        theirs.seconds,
+    )
+    assert torch.equal(ours.audio, theirs.audio)
+
+
+@pytest.mark.parametrize("shapes", [0, 2])
+def test_a_resumed_run_goes_on_with_the_same_crops(manifest: str, shapes: int) -> None:
+    options = {
+        "crop_seconds": 0.42,
+        "speed": [0.9, 1.1],
+        "batch": Packing(count=None, seconds=2.0, multiple=2),
+        "shapes": shapes,
+    }
+    whole = list(islice(pretraining(manifest, **options).train(), 24))
+    for stop in (1, 5, 9, 13):
+        first = pretraining(manifest, **options)
+        for _ in islice(first.train(), stop):
+            pass
+        resumed = pretraining(manifest, **options)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for ours, theirs in zip(whole[stop:], resumed.train(), strict=False):
+            assert_same(ours, theirs)
+
+
+def test_a_lost_recording_leaves_the_length_of_its_batch(manifest: str, recordings: Any) -> None:
+    options = {"crop_seconds": 0.5, "batch": Packing(count=14)}
+    before = next(pretraining(manifest, **options).train())
+    (recordings.folder / "m-audio/000.wav").unlink()  # the shortest
+    after = next(pretraining(manifest, **options).train())
+    assert [skip.reason for skip in after.skipped] == ["missing"]
+    assert after.audio.shape == before.audio.shape == (14, 6400)
+    lost = before.ids.index("m:1:000")
+    kept = [i for i in range(14) if i != lost]
+    assert torch.equal(after.audio[kept], before.audio[kept])
+    assert (after.ids[lost], float(after.weight[lost])) == ("", 0.0)
+    assert not after.audio[lost].any()
+
+
+def test_evaluation_hears_whole_recordings(manifest: str) -> None:
+    data = pretraining(manifest, valid={"dev": manifest}, crop_seconds=0.3)
+    for batch in data.valid()["dev"]:
+        for name, row, length in zip(batch.ids, batch.audio, batch.audio_lengths.tolist(), strict=True):
+            assert np.array_equal(row[:length].numpy(), recording_of(manifest, name))
+
+
+def test_a_crop_beside_a_transcript_is_refused(manifest: str) -> None:
+    with pytest.raises(ValueError, match=r"crop_seconds=3\.0: .*tokenizer=none"):
+        SpeechData(manifest, {}, Characters(), crop_seconds=3.0, workers=0)
+    with pytest.raises(ValueError, match=r"crop_seconds=0\.0"):
+        pretraining(manifest, crop_seconds=0.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 300),
+    multiple=st.sampled_from([1, 8]),
+    speed=st.sampled_from([(1.0, 1.0), (0.9, 1.1)]),
+    window=st.sampled_from([2, 10**6]),
+)
+def test_the_rule_of_1_4_million_samples(
+    count: int, multiple: int, speed: tuple[float, float], window: int
+) -> None:
+    """Rows × the longest, neither counted beyond the crop, are at most 87.5 s: fairseq's max_tokens."""
+    packing = Packing(count=None, seconds=87.5, multiple=multiple, window=window)
+    data = lengths_of(count)
+    sampler = Sampler(**data, seed=1, packing=packing, speed=speed, crop_seconds=15.625)
+    plan = sampler.plan(0)
+    assert sorted(plan.rows.tolist()) == list(range(count))
+    odd = 0
+    for i in range(len(plan)):
+        samples = planned_samples(data["seconds"][plan[i].rows], plan[i].percents, RATE)
+        assert len(samples) * min(250_000, samples.max()) <= 1_400_000 * (1 + 1e-5)
+        odd += len(samples) > multiple and len(samples) % multiple != 0
+    assert odd == 0
+    assert sampler.sizes(0).max() <= 1_400_000 * (1 + 1e-5)
+    if window > 2:  # full, but for the last
+        assert (np.sort(np.diff(plan.bounds))[1:] >= 5).all()
+
+
+def test_batches_of_a_count_are_whole_multiples() -> None:
+    for packing, most in ((Packing(count=13, multiple=8), 8), (Packing(count=5, multiple=8), 5)):
+        sampler = Sampler(**lengths_of(45), seed=1, packing=packing)
+        sizes = np.diff(sampler.plan(0).bounds).tolist()
+        assert sorted(sizes)[1:] == [most] * (len(sizes) - 1)
+        assert sampler.length(0) == len(sizes)
+    with pytest.raises(ValueError, match="multiple=0"):
+        Packing(multiple=0)
+
+
+def test_cropping_wastes_what_it_says() -> None:
+    data = lengths_of(500)
+    packing = Packing(count=None, seconds=87.5)
+    padded, lost = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625).waste(0)
+    assert padded == 0
+    kept = np.minimum(data["seconds"], 15.625).sum() / data["seconds"].sum()
+    assert 1 - kept < lost < 1 - kept + 0.05  # the rest: rows cut to the shortest beside them
+    padded, lost = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625, shapes=7).waste(0)
+    assert lost == pytest.approx(1 - kept, abs=1e-5)
+    assert 0 < padded < 0.12
+    assert Sampler(**data, seed=1, packing=Packing(count=1)).waste(0) == (0, 0)
+
+
+# --- fixed shapes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speed", [[1.0, 1.0], [0.9, 1.1]])
+def test_over_three_epochs_no_shape_is_new_and_none_unannounced(manifest: str, speed: list[float]) -> None:
+    options = {"shapes": 4, "crop_seconds": 0.45, "batch": Packing(count=None, seconds=1.9), "speed": speed}
+    data = pretraining(manifest, **options)
+    printed = data.shapes()
+    assert len(printed) <= 4
+    assert printed[-1] == (4, 7200, 0)
+    met: list[set[tuple[int, int, int]]] = []
+    padding: list[float] = []
+    stream = data.train()
+    for epoch in range(3):
+        batches = list(islice(stream, data.sampler.length(epoch)))
+        assert {batch.epoch for batch in batches} == {epoch}
+        met.append({(*batch.audio.shape, batch.labels.shape[1]) for batch in batches})
+        heard = sum(batch.seconds for batch in batches) * RATE
+        padding.append(1 - heard / sum(batch.audio.numel() for batch in batches))
+        names = [name for batch in batches for name in batch.ids if name]
+        assert len(names) == len(set(names)) == 14
+    assert set.union(*met) <= set(printed)
+    if speed == [1.0, 1.0]:
+        assert met[0] == met[1] == met[2]  # a cut has one length, so one shape, for good
+    report = data.report()
+    assert report["padding_share"] == pytest.approx(padding[0], abs=1e-3)
+    assert set(report) == {"padding_share", "cropped_share"}
+
+
+def test_rows_of_a_fixed_shape_are_cut_to_the_crop_and_padded_to_the_bucket(manifest: str) -> None:
+    data = pretraining(manifest, shapes=2, crop_seconds=0.45)
+    for batch in islice(data.train(), data.micro_batches_per_epoch):
+        for name, row, length in zip(batch.ids, batch.audio, batch.audio_lengths.tolist(), strict=True):
+            if name:
+                whole = recording_of(manifest, name)
+                assert length == min(7200, len(whole))
+                assert where(row[:length], whole) >= 0
+                assert not row[length:].any()
+
+
+# --- normalising --------------------------------------------------------------------------------
+
+
+def test_normalising_is_layer_norm_over_the_whole_recording(manifest: str) -> None:
+    index = open_index(open_source(manifest))
+    data = pretraining(manifest, normalise=True, valid={"dev": manifest}, batch=Packing(count=14))
+    for batch in [next(data.train()), next(iter(data.valid()["dev"]))]:
+        for name, row, length in zip(batch.ids, batch.audio, batch.audio_lengths.tolist(), strict=True):
+            whole = torch.from_numpy(recording_of(manifest, name))
+            expected = torch.nn.functional.layer_norm(whole, whole.shape)
+            torch.testing.assert_close(row[:length], expected, atol=1e-6, rtol=1e-5)
+            assert not row[length:].any()
+    assert len(index) == 14
+
+
+def test_a_crop_is_cut_from_the_normalised_whole(manifest: str) -> None:
+    data = pretraining(manifest, normalise=True, crop_seconds=0.2)
+    batch = next(data.train())
+    for name, row in zip(batch.ids, batch.audio, strict=True):
+        assert where(row, standardise(recording_of(manifest, name))) >= 0
+
+
+def test_silence_and_filler_stay_silent(manifest: str, recordings: Any) -> None:
+    assert not standardise(np.zeros(100, np.float32)).any()
+    (recordings.folder / "m-audio/003.wav").unlink()
+    batch = next(pretraining(manifest, normalise=True, batch=Packing(count=14)).train())
+    assert [skip.reason for skip in batch.skipped] == ["missing"]
+    assert not batch.audio[batch.ids.index("")].any()
+
+
+def test_files_are_normalised_as_in_training(recordings: Any) -> None:
+    path = str(recordings.tone("a.wav"))
+    plain, normal = (audio_batch([path], RATE, normalise=flag).audio[0] for flag in (False, True))
+    torch.testing.assert_close(
+        normal, torch.nn.functional.layer_norm(plain, plain.shape), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_the_decoder_goes_to_workers_with_its_options(manifest: str) -> None:
+    import pickle
+
+    decoder = pretraining(manifest, normalise=True, crop_seconds=0.3, seed=9).decoder
+    again = pickle.loads(pickle.dumps(decoder))
+    assert isinstance(again, Decoder)
+    assert (again.normalise, again.crop_seconds, again.seed) == (True, 0.3, 9)
