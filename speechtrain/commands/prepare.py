@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import random
 import re
 import shutil
 import sys
@@ -30,7 +31,7 @@ Record = dict[str, Any]
 
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # of PCM's size that FLAC takes at most, speech being about half
-_MEASURED = ("nemo", "mlperf")  # formats that do not tell a recording's own length and rate
+_MEASURED = ("nemo", "mlperf", "fairseq")  # formats that do not tell a recording's own length and rate
 _SAMPLE_UTTERANCES = 300  # of the embedded validation set, as conf/data/digits.yaml draws it
 
 
@@ -38,8 +39,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     build = Parser(
         prog="speechtrain-prepare",
-        description="What comes before training. A SOURCE is anything that data.train takes: a lhotse, NeMo "
-        "or MLPerf manifest, or a folder of recordings with transcripts; several are their union in order.",
+        description="What comes before training. A SOURCE is anything that data.train takes: a lhotse, NeMo, "
+        "MLPerf or fairseq manifest, or a folder of recordings with transcripts; several are their union in "
+        "order.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, and some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -66,6 +68,15 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--out", type=Path, required=True, metavar="DIR")
     _add_format(convert)
     convert.set_defaults(act=convert_source)
+
+    tsv = commands.add_parser("tsv", help="write fairseq's train.tsv and valid.tsv of a folder's recordings")
+    tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
+    tsv.add_argument("--out", type=Path, required=True, metavar="DIR")
+    tsv.add_argument("--valid-percent", type=float, default=0.01, metavar="X", help="a share, 0 to 1 (0.01)")
+    tsv.add_argument("--seed", type=int, default=42, metavar="N", help="of the split (42)")
+    tsv.add_argument("--ext", default="flac", help="suffix of the recordings (flac)")
+    _add_jobs(tsv)
+    tsv.set_defaults(act=write_tsv)
 
     digits = commands.add_parser("digits", help="write the embedded corpus as files, with two manifests")
     digits.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -191,16 +202,20 @@ def cuts_of(source: Source) -> Iterator[Record]:
                 if (key := key_of(str(entry.cut["id"]))) in seen:
                     raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is there already; ids are unique")
                 seen.add(key)
-                yield measured(entry.cut) if part.kind in _MEASURED else entry.cut
+                if part.kind in _MEASURED:
+                    yield measured(entry.cut, counts_samples=part.kind == "fairseq")
+                else:
+                    yield entry.cut
         else:
             yield from (cut.to_dict() for cut in part.cuts())
 
 
-def measured(cut: Record) -> Record:
+def measured(cut: Record, counts_samples: bool = False) -> Record:
     """A cut of one file with its recording's own rate, length and channels, where the header tells them.
 
     NeMo's and MLPerf's lines leave them open; lhotse refuses a recording that differs from its file.
-    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations.
+    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations. Where the manifest
+    ``counts_samples``, and they are the header's, the length in seconds is the header's too.
     """
     import soundfile
 
@@ -211,6 +226,8 @@ def measured(cut: Record) -> Record:
         return cut  # it stays, to be counted or named like any other bad recording
     if info.frames < 1:
         return cut
+    if counts_samples and info.frames == recording["num_samples"]:
+        cut["duration"] = info.duration
     channels = list(range(info.channels))
     recording |= {"sampling_rate": info.samplerate, "num_samples": info.frames, "duration": info.duration}
     recording["channel_ids"] = recording["sources"][0]["channels"] = channels
@@ -301,6 +318,104 @@ def _problem_of(cut: Record) -> tuple[str, str] | None:
 def line_of(cut: Record) -> bytes:
     """A cut as a line of a manifest."""
     return json.dumps(cut, ensure_ascii=False).encode() + b"\n"
+
+
+# --- fairseq ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a recording's header says."""
+
+    frames: int
+    seconds: float
+
+
+def write_tsv(arguments: argparse.Namespace) -> int:
+    """Write ``train.tsv`` and ``valid.tsv`` by fairseq's rule; 3 where a recording is bad, else 0.
+
+    One uniform draw for each file, in sorted order: it is for training where the draw is above
+    ``valid_percent``. A bad file uses its draw too, so that it moves no other one.
+    """
+    share = arguments.valid_percent
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--valid-percent {share}: it is a share, from 0 to 1")
+    folder = arguments.folder.expanduser().resolve()
+    if not _fits_tsv(str(folder)):
+        raise DataError(f"{str(folder)!a}: a folder of this name cannot stand in a TSV; rename it")
+    names = _files_below(folder, f".{arguments.ext.lstrip('.').lower()}")
+    if not names:
+        raise DataError(f"{folder}: no *.{arguments.ext.lstrip('.')} below it; --ext names another suffix")
+    draw = random.Random(arguments.seed).random
+    splits: dict[str, list[tuple[str, Header]]] = {"train": [], "valid": []}
+    totals = Totals()
+    for name, found in parallel(lambda name: _header_of(folder, name), names, arguments.jobs):
+        split = "train" if draw() > share else "valid"
+        if isinstance(found, Header):
+            splits[split].append((name, found))
+        else:
+            totals.refuse({"id": name if _fits_tsv(name) else ascii(name)}, *found)
+    totals.utterances = sum(map(len, splits.values()))
+    _refuse_empty(totals, arguments.out)
+    for split, chosen in splits.items():
+        if split == "train" or share > 0:
+            _write_split(arguments.out / f"{split}.tsv", folder, chosen)
+    if totals.bad:
+        print(f"{totals.bad.total()} of {len(names)} recordings are bad, and in neither file")
+    return DataError.exit_code if totals.bad else 0
+
+
+def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Header]]) -> None:
+    with atomic(path) as file:
+        file.write(f"{folder}\n".encode())
+        for name, header in chosen:
+            file.write(f"{name}\t{header.frames}\n".encode())
+    hours = sum(header.seconds for _, header in chosen) / 3600
+    more = "" if chosen else "; as data it is refused: change --valid-percent or --seed"
+    print(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}")
+
+
+def _files_below(folder: Path, suffix: str) -> list[str]:
+    """Paths below ``folder`` of the files of one suffix, sorted; hidden ones are left out, as a glob does."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+
+    found = []
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        chosen = (n for n in names if n.lower().endswith(suffix) and not n.startswith("."))
+        found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
+    return sorted(found)
+
+
+def _fits_tsv(name: str) -> bool:
+    """Whether a TSV in UTF-8 can hold a path: no tab, no line break, no bytes of another encoding."""
+    try:
+        return not any(byte in b"\t\r\n" for byte in name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _header_of(folder: Path, name: str) -> Header | tuple[str, str]:
+    """A recording's header, or why it cannot be in a TSV: a reason (see docs/data.md) and a detail."""
+    import soundfile
+
+    from speechtrain.data.audio import Unusable, check_file, one_line
+
+    if not _fits_tsv(name):
+        return "unreadable", "its name cannot stand in a TSV; rename it"
+    path = str(folder / name)
+    try:
+        check_file(path)
+        info = soundfile.info(path)
+    except Unusable as problem:
+        return problem.reason, problem.detail
+    except (OSError, RuntimeError) as error:
+        return "unreadable", one_line(error)
+    if info.frames < 1 or info.samplerate < 1:
+        return "no_samples", path
+    return Header(int(info.frames), info.frames / info.samplerate)
 
 
 # --- converting ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speechtrain.data.fairseq import Fairseq, looks_like_fairseq
 from speechtrain.data.folder import Folder
 from speechtrain.data.manifests import (
     LhotseCuts,
@@ -26,7 +27,10 @@ from speechtrain.errors import DataError
 if TYPE_CHECKING:
     from lhotse.cut import Cut
 
-__all__ = ["Folder", "LhotseCuts", "LhotsePair", "Mlperf", "Nemo", "Union", "open_source", "parts_of"]
+__all__ = [
+    *("Fairseq", "Folder", "LhotseCuts", "LhotsePair", "Mlperf", "Nemo", "Union"),
+    *("open_source", "parts_of"),
+]
 
 
 class Union(Source):
@@ -51,9 +55,9 @@ def parts_of(source: Source) -> list[Source]:
 def open_source(spec: Source | str | Sequence[str]) -> Source:
     """What ``spec`` names, its formats told by content.
 
-    A path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo or MLPerf
-    manifest, plain or gzipped, or of a folder of recordings; a lhotse recording manifest is followed
-    by its supervision manifest. Several are their union in order. A ``Source`` is returned as it is.
+    A path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo, MLPerf or
+    fairseq manifest, plain or gzipped, or of a folder of recordings; a lhotse recording manifest is
+    followed by its supervision manifest. Several are their union in order. A ``Source`` is returned as it is.
     Raises DataError naming the file (and line) that is missing, empty, of no known format or twice there.
     """
     if isinstance(spec, Source):
@@ -90,7 +94,13 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
-_FORMATS: dict[str, type[Manifest]] = {"folder": Folder, "lhotse": LhotseCuts, "nemo": Nemo, "mlperf": Mlperf}
+_FORMATS: dict[str, type[Manifest]] = {
+    "folder": Folder,
+    "lhotse": LhotseCuts,
+    "nemo": Nemo,
+    "mlperf": Mlperf,
+    "fairseq": Fairseq,
+}
 
 
 def _split(spec: str) -> list[str]:
@@ -101,7 +111,7 @@ def _split(spec: str) -> list[str]:
 
 
 def _sniff(path: Path) -> str:
-    """A format's name, from the first line that is not blank."""
+    """A format's name, from the first line that is not blank; fairseq's TSV shows in the second."""
     if path.is_dir():
         return "folder"
     if not path.is_file():
@@ -117,10 +127,12 @@ def _sniff(path: Path) -> str:
     elif start.startswith(b"{"):
         found = _format_of(parse(raw, path, line))
         wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
+    elif looks_like_fairseq(_head(path), path.parent):
+        found, wanted = "fairseq", ""
     else:
         raise DataError(
             f"{path}:{line}: is no manifest (it starts with {start[:20].decode(errors='replace')!r}); "
-            "known are lhotse cuts, NeMo JSON lines and MLPerf JSON"
+            "known are lhotse cuts, NeMo JSON lines, MLPerf JSON and fairseq TSV"
         )
     if not found:
         raise DataError(f"{path}:{line}: is of no known format; {wanted}")
@@ -138,6 +150,12 @@ def _first_line(path: Path) -> tuple[int, bytes]:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
     raise DataError(f"{path} is empty; it holds no cuts")
+
+
+def _head(path: Path) -> list[bytes]:
+    """The first two lines, as far as they are those of a text."""
+    with open_bytes(path) as file:
+        return [file.readline(1 << 16) for _ in range(2)]
 
 
 def _format_of(record: Record) -> str:
