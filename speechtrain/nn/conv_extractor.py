@@ -1,0 +1,248 @@
+"""Convolutional feature extractor of wav2vec 2.0: raw audio to frames.
+
+Legend: B rows, S samples, T frames, C channels, k kernel taps, s stride.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from speechtrain.errors import ConfigError
+
+
+class _ScaleGradient(Function):
+    """Identity whose gradient is multiplied by a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """``x`` itself; its gradient arrives multiplied by ``factor``."""
+    if factor == 1.0:
+        return x
+    scaled: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _StridedProduct(Function):
+    """Strided convolution of (B, T, C) rows by weights (out, k·C), as products over strided views.
+
+    Frame t sees k·C consecutive values from t·s·C on. Cut into blocks of s taps, block j of every
+    frame is a matrix whose rows do not overlap, so a product reads it in place: forward, and both
+    gradients, take ceil(k/s) products a row and copy nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: int, stride: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.kernel, ctx.stride, ctx.biased = kernel, stride, bias is not None
+        frames = (x.shape[1] - kernel) // stride + 1
+        y = x.new_empty(x.shape[0], frames, weight.shape[0])
+        for row, output in zip(x, y, strict=True):
+            for columns, block in _blocks(row, frames, kernel, stride):
+                part = weight[:, columns].t()
+                if columns.start:
+                    output.addmm_(block, part)
+                elif bias is None:
+                    torch.mm(block, part, out=output)
+                else:
+                    torch.addmm(bias, block, part, out=output)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        frames = gradient.shape[1]
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # blocks of neighbouring frames share memory where k > s, so gradients are added into zeros
+        to_x = torch.zeros_like(x) if needs_x else None
+        to_weight = torch.zeros_like(weight) if needs_weight else None
+        for index in range(x.shape[0]):
+            if to_x is not None:
+                for columns, block in _blocks(to_x[index], frames, ctx.kernel, ctx.stride):
+                    block.addmm_(gradient[index], weight[:, columns])
+            if to_weight is not None:
+                for columns, block in _blocks(x[index], frames, ctx.kernel, ctx.stride):
+                    to_weight[:, columns].addmm_(gradient[index].t(), block)
+        to_bias = gradient.sum((0, 1)) if ctx.biased else None
+        return to_x, to_weight, to_bias, None, None
+
+
+def _blocks(row: Tensor, frames: int, kernel: int, stride: int) -> list[tuple[slice, Tensor]]:
+    """Columns of the weight, and the (frames, columns) view of a contiguous row (T, C) that they meet."""
+    channels = row.shape[1]
+    blocks = []
+    for tap in range(0, kernel, stride):
+        columns = slice(tap * channels, min(tap + stride, kernel) * channels)
+        shape = (frames, columns.stop - columns.start)
+        offset = row.storage_offset() + columns.start
+        blocks.append((columns, row.as_strided(shape, (stride * channels, 1), offset)))
+    return blocks
+
+
+Convolution = Callable[[Tensor, Tensor, "Tensor | None", int], Tensor]
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    """(B, T, C) by (out, C, k) to (B, T', out), as torch's one-dimensional convolution."""
+    return F.conv1d(x.transpose(1, 2), weight, bias, stride).transpose(1, 2)
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    """The same as a two-dimensional convolution of height 1 (the Gaudi port's form)."""
+    image = x.transpose(1, 2)[:, :, None]
+    return F.conv2d(image, weight[:, :, None], bias, (1, stride))[:, :, 0].transpose(1, 2)
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    """The same as matrix products over strided views of time-major rows; first derivatives only."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    flat = weight.transpose(1, 2).flatten(1)  # (out, k·C), the order of a frame's values in memory
+    y: Tensor = _StridedProduct.apply(x.contiguous(), flat, bias, weight.shape[2], stride)  # type: ignore[no-untyped-call]
+    return y
+
+
+FORMS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "matmul": matmul}
+
+
+class InstanceNorm(nn.GroupNorm):
+    """GroupNorm with one group a channel, computed as instance norm: (B, T, C) over T, in fp32.
+
+    The two are one formula (biased variance, one scale and shift a channel); instance norm also runs
+    as a single operation on devices where group norm is taken apart. The statistics cover every
+    frame of a row, padding included, as upstream's do.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        across = x.transpose(1, 2).float()
+        y = F.instance_norm(across, weight=self.weight, bias=self.bias, eps=self.eps)
+        return y.to(x.dtype).transpose(1, 2)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm in the input's own type; every backend accumulates its statistics in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
+
+
+class ConvBlock(nn.Module):
+    """Convolution, norm, GELU: (B, T, C) to (B, T', out)."""
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int, stride: int, bias: bool, norm: nn.Module, form: str
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(inputs, outputs, kernel, stride, bias=bias)
+        nn.init.kaiming_normal_(self.conv.weight)
+        self.norm = norm
+        self.stride = stride
+        self.convolve = FORMS[form]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.convolve(x, self.conv.weight, self.conv.bias, self.stride))
+        return F.gelu(y)
+
+
+class ConvExtractor(nn.Module):
+    """Raw audio (B, S) to features (B, T, C) by strided convolutions without padding.
+
+    ``layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
+    [512, 10, 5], 4 × [512, 3, 2], 2 × [512, 2, 2]: 20 ms a frame at 16 kHz, each seeing 25 ms.
+    ``norm`` ``group`` normalises each channel over time behind the first convolution (base models);
+    its statistics cover padding too, so a padded row differs from the same row alone, as upstream.
+    ``layer`` normalises over channels behind every convolution (large models), where valid frames do
+    not depend on padding. Order: convolution, norm, GELU. Weights are drawn Kaiming-normal.
+
+    ``gradient_scale`` multiplies the gradient that enters the extractor; 0 freezes it (no graph is
+    recorded, and its parameters ask for no gradient). ``form`` is how a convolution is computed:
+    ``conv1d``, ``conv2d``, or ``matmul``, matrix products over strided views; the parameters and
+    their names are the same in all. Raises ConfigError for values out of range.
+    """
+
+    def __init__(
+        self,
+        layers: list[list[int]],
+        bias: bool = False,
+        norm: str = "group",
+        gradient_scale: float = 1.0,
+        form: str = "matmul",
+    ) -> None:
+        super().__init__()
+        if not layers or any(len(layer) != 3 or min(layer) < 1 for layer in layers):
+            raise ConfigError(
+                f"encoder.conv_layers is {layers}; it lists [channels, kernel, stride], all above 0"
+            )
+        if norm not in ("group", "layer"):
+            raise ConfigError(f"encoder.conv_norm is {norm!r}; it is group or layer")
+        if form not in FORMS:
+            raise ConfigError(f"encoder.conv_form is {form!r}; it is one of {', '.join(FORMS)}")
+        if gradient_scale < 0:
+            raise ConfigError(f"encoder.gradient_scale is {gradient_scale}; it must be 0 or more")
+        self.spans = [(int(kernel), int(stride)) for _, kernel, stride in layers]
+        self.widths = [int(channels) for channels, _, _ in layers]
+        self.channels = self.widths[-1]
+        self.gradient_scale = gradient_scale
+        self.layers = nn.ModuleList()
+        inputs = 1
+        for index, (width, (kernel, stride)) in enumerate(zip(self.widths, self.spans, strict=True)):
+            norms: nn.Module = LayerNorm(width) if norm == "layer" else nn.Identity()
+            if norm == "group" and index == 0:
+                norms = InstanceNorm(width)
+            # a product with one input channel is only k values long: the convolution is faster there,
+            # and leaves time innermost, as the norm over time wants it
+            chosen = "conv1d" if form == "matmul" and index == 0 else form
+            self.layers.append(ConvBlock(inputs, width, kernel, stride, bias, norms, chosen))
+            inputs = width
+        if gradient_scale == 0:
+            self.requires_grad_(False)
+
+    def forward(self, audio: Tensor) -> Tensor:
+        """Audio (B, S) to features (B, T, C), T = ``frames(S)``."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.gradient_scale > 0):
+            x = audio[:, :, None]
+            for layer in self.layers:
+                x = layer(x)
+        return scale_gradient(x, self.gradient_scale) if self.gradient_scale else x
+
+    def frames(self, samples: int) -> int:
+        """Frames of ``samples`` samples, on the host: 16000 make 49 in the published configuration."""
+        for kernel, stride in self.spans:
+            samples = max((samples - kernel) // stride + 1, 0)
+        return samples
+
+    def lengths(self, samples: Tensor) -> Tensor:
+        """Frames (B,) that see only valid samples, for rows of ``samples`` (B,)."""
+        for kernel, stride in self.spans:
+            samples = (torch.div(samples - kernel, stride, rounding_mode="floor") + 1).clamp(min=0)
+        return samples
+
+    @property
+    def stride(self) -> int:
+        """Samples from one frame to the next."""
+        product = 1
+        for _, stride in self.spans:
+            product *= stride
+        return product

@@ -1,0 +1,210 @@
+"""Transformer encoder with a convolutional positional embedding (wav2vec 2.0).
+
+Legend: B rows, T frames, D model width, H heads, k kernel taps, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speechtrain.errors import ConfigError
+
+FORBIDDEN = -(2.0**30)  # a score that softmax turns into exactly 0, and finite where a row has no key
+
+
+class PositionalConv(nn.Module):
+    """Relative positions: a grouped convolution over time, then GELU, (B, T, D) to (B, T, D).
+
+    The weight is ``weight_g · weight_v / ||weight_v||``, the norm taken for each kernel tap over
+    both channel dimensions. It is written out: the parameters keep the names of the published
+    checkpoints, and nothing has to be registered or removed around saving. The convolution pads k // 2
+    frames on both sides and drops the last output where k is even.
+    """
+
+    def __init__(self, width: int, kernel: int, groups: int) -> None:
+        super().__init__()
+        self.kernel, self.groups = kernel, groups
+        weight = torch.empty(width, width // groups, kernel)
+        nn.init.normal_(weight, std=math.sqrt(4.0 / (kernel * width)))
+        self.weight_g = nn.Parameter(weight.square().sum((0, 1), keepdim=True).sqrt())
+        self.weight_v = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def weight(self) -> Tensor:
+        """The normalised weight (D, D / groups, k)."""
+        norm = self.weight_v.square().sum((0, 1), keepdim=True).sqrt()
+        return self.weight_v * (self.weight_g / norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = self.kernel // 2
+        y = F.conv1d(x.transpose(1, 2), self.weight(), self.bias, padding=padding, groups=self.groups)
+        return F.gelu(y[:, :, : x.shape[1]]).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with separate projections; ``valid`` (B, T) marks the keys seen.
+
+    ``form`` ``sdpa`` is torch's fused operation; ``slices`` the same written out in operations that
+    a lazy device records, with its softmax in fp32.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, form: str) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
+        self.heads, self.dropout = heads, dropout
+        self.scale = (width // heads) ** -0.5
+        self.attend = {"sdpa": self._fused, "slices": self._written}[form]
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        rows, frames, width = x.shape
+        split = (rows, frames, self.heads, width // self.heads)
+        q, k, v = (part(x).view(split).transpose(1, 2) for part in (self.query, self.key, self.value))
+        y = self.attend(q, k, v, valid[:, None, None, :])
+        attended: Tensor = self.output(y.transpose(1, 2).reshape(rows, frames, width))
+        return attended
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, dropout_p=dropout)
+
+    def _written(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+        scores = torch.matmul(q * self.scale, k.transpose(2, 3))
+        if scores.dtype in (torch.bfloat16, torch.float16):
+            scores = scores.float()
+        weights = scores.masked_fill(valid.logical_not(), FORBIDDEN).softmax(-1)
+        return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
+
+
+class TransformerLayer(nn.Module):
+    """Self-attention and feed-forward with residuals, (B, T, D) to (B, T, D).
+
+    Post-norm normalises behind each residual sum, pre-norm in front of each branch; ``norm`` is the
+    feed-forward's.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        feed_forward: int,
+        heads: int,
+        pre_norm: bool,
+        dropout: float,
+        attention_dropout: float,
+        activation_dropout: float,
+        attention: str,
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(width, heads, attention_dropout, attention)
+        self.attention_norm = nn.LayerNorm(width)
+        self.feed_forward_in = nn.Linear(width, feed_forward)
+        self.feed_forward_out = nn.Linear(feed_forward, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.activation_dropout = nn.Dropout(activation_dropout)
+        self.pre_norm = pre_norm
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        if self.pre_norm:
+            x = x + self.dropout(self.attention(self.attention_norm(x), valid))
+            return x + self._feed_forward(self.norm(x))
+        x = self.attention_norm(x + self.dropout(self.attention(x, valid)))
+        y: Tensor = self.norm(x + self._feed_forward(x))
+        return y
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        hidden = self.activation_dropout(F.gelu(self.feed_forward_in(x)))
+        y: Tensor = self.dropout(self.feed_forward_out(hidden))
+        return y
+
+
+class Transformer(nn.Module):
+    """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
+
+    Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
+    what stands there in the output has no meaning. Post-norm (base models) normalises behind the
+    positional convolution, ``pre_norm`` (large models) behind the last layer. Linear weights are
+    drawn normal(0, 0.02), their biases 0.
+
+    Layer drop is a factor on the layer: with ``keep`` (L,) of zeros and ones, layer i returns
+    ``keep[i] · layer(x) + (1 − keep[i]) · x``, exactly one or the other. One graph serves every
+    draw and every parameter has a gradient in each step, which static devices and data-parallel
+    wrappers need. Against skipping (upstream): a dropped layer still costs its compute, and its
+    gradients are exact zeros instead of missing, so Adam's moments decay and weight decay acts in
+    that step, where upstream's optimizer leaves such a layer alone if the whole update dropped it.
+
+    ``length_multiple`` pads T to a multiple inside the layers, masked, and cuts the surplus off.
+    Raises ConfigError for values out of range.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        feed_forward: int,
+        heads: int,
+        pre_norm: bool = False,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.0,
+        position_kernel: int = 128,
+        position_groups: int = 16,
+        attention: str = "sdpa",
+        length_multiple: int = 1,
+    ) -> None:
+        super().__init__()
+        sizes = {"width": width, "layers": layers, "feed_forward": feed_forward, "heads": heads}
+        sizes |= {"position_kernel": position_kernel, "position_groups": position_groups}
+        for name, size in (sizes | {"length_multiple": length_multiple}).items():
+            if size < 1:
+                raise ConfigError(f"encoder.{name} is {size}; it must be at least 1")
+        for name in ("heads", "position_groups"):
+            if width % sizes[name]:
+                raise ConfigError(f"encoder.{name} is {sizes[name]}; it must divide encoder.width, {width}")
+        if attention not in ("sdpa", "slices"):
+            raise ConfigError(f"encoder.attention is {attention!r}; it is sdpa or slices")
+        self.position = PositionalConv(width, position_kernel, position_groups)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                width,
+                feed_forward,
+                heads,
+                pre_norm,
+                dropout,
+                attention_dropout,
+                activation_dropout,
+                attention,
+            )
+            for _ in range(layers)
+        )
+        self.pre_norm = pre_norm
+        self.length_multiple = length_multiple
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Frames (B, T, D), their valid number (B,) and layer-drop factors (L,) or none for plain layers."""
+        frames = x.shape[1]
+        surplus = -frames % self.length_multiple
+        position = torch.arange(frames + surplus, device=x.device)
+        # a row without any valid frame sees its first one: softmax over no key at all is not a number
+        valid = position < lengths.clamp(min=1)[:, None]
+        x = x * (position[:frames] < lengths[:, None]).to(x.dtype)[:, :, None]
+        x = x + self.position(x)
+        x = self.dropout(x if self.pre_norm else self.norm(x))
+        x = F.pad(x, (0, 0, 0, surplus)) if surplus else x
+        for index, layer in enumerate(self.layers):
+            y = layer(x, valid)
+            if keep is not None:
+                kept = keep[index].to(x.dtype)
+                y = y * kept + x * (1 - kept)
+            x = y
+        x = x[:, :frames]
+        return self.norm(x) if self.pre_norm else x
