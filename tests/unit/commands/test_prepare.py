@@ -161,6 +161,97 @@ def test_an_output_that_cannot_be_written_is_one_line() -> None:
         prepare.run(["manifest", "a.jsonl", "--out", "file/out.jsonl"])
 
 
+# --- fairseq ------------------------------------------------------------------------------------
+
+
+def split_of(folder: str) -> dict[str, list[str]]:
+    found = {p.stem: p.read_text().splitlines() for p in Path(folder).glob("*.tsv")}
+    roots = {text.pop(0) for text in found.values()}
+    assert roots == {str(Path("data").absolute())}
+    return found
+
+
+def test_a_tsv_is_split_by_fairseqs_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    import random
+
+    names = [f"{'abc'[n % 3]}/{n:02d}.flac" for n in range(40)]
+    for n, name in enumerate(names):
+        tone(Path("data") / name, 0.1 + n / 100, 8_000 if n % 2 else 16_000)
+    tone(Path("data/other.wav"))
+    tone(Path("data/.hidden/x.flac"))
+    argv = ["tsv", "data", "--out", "m", "--valid-percent", "0.25"]
+    assert prepare.run(argv) == 0
+    rand = random.Random(42)
+    expected: dict[str, list[str]] = {"train": [], "valid": []}
+    for name in sorted(names):
+        line = f"{name}\t{soundfile.info(f'data/{name}').frames}"
+        expected["train" if rand.random() > 0.25 else "valid"].append(line)
+    assert split_of("m") == expected
+    told = capsys.readouterr().out
+    assert f"m/train.tsv: {len(expected['train'])} recordings, " in told
+    for more in (["--jobs", "1"], ["--ext", ".FLAC"]):
+        assert prepare.run([*argv, *more]) == 0
+        assert split_of("m") == expected
+    assert prepare.run([*argv, "--seed", "1"]) == 0
+    assert split_of("m") != expected
+    assert prepare.run(["tsv", "data", "--out", "w", "--ext", "wav", "--valid-percent", "0"]) == 0
+    assert split_of("w") == {"train": ["other.wav\t8000"]}
+
+
+def test_bad_recordings_are_in_no_tsv_and_move_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    for n in range(20):
+        tone(Path(f"data/{n:02d}.wav"), 0.1)
+    argv = ["tsv", "data", "--ext", "wav", "--valid-percent", "0.3", "--out"]
+    assert prepare.run([*argv, "before"]) == 0
+    Path("data/03.wav").write_bytes(b"damaged")
+    Path("data/04.wav").write_bytes(b"")
+    soundfile.write("data/05.wav", np.zeros(0), 16_000)
+    Path("data/06.wav").unlink()
+    Path("data/06.wav").symlink_to("nowhere.wav")
+    Path("data/07.wav").rename("data/07\t.wav")
+    capsys.readouterr()
+    assert prepare.run([*argv, "after"]) == 3
+    before, after = split_of("before"), split_of("after")
+    gone = [f"{n:02d}.wav\t1600" for n in range(3, 8)]
+    assert after == {name: [line for line in lines if line not in gone] for name, lines in before.items()}
+    told = capsys.readouterr().out
+    reasons = ["unreadable", "empty_file", "no_samples", "missing", "unreadable"]
+    assert [line.split("\t")[1] for line in told.splitlines() if line.startswith("bad: ")] == reasons
+    assert "bad: '07\\t.wav'\tunreadable\tits name cannot stand in a TSV" in told
+    assert "5 of 20 recordings are bad, and in neither file" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "words"),
+    [
+        (["nowhere"], DataError, "nowhere: No such file"),
+        (["data", "--ext", "mp3"], DataError, r"no \*\.mp3 below it; --ext"),
+        (["data", "--ext", "wav"], DataError, "no usable recording"),
+        (["data", "--valid-percent", "5"], ConfigError, "--valid-percent 5.0: it is a share"),
+        (["data", "--out", "file/m"], MachineError, "name another --out"),
+    ],
+)
+def test_a_tsv_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
+    tone(Path("data/x.flac"))
+    Path("data/bad.wav").write_bytes(b"damaged")
+    Path("file").touch()
+    with pytest.raises(error, match=words) as caught:
+        prepare.run(["tsv", "--out", "m", *argv])
+    assert "\n" not in str(caught.value)
+    assert not list(Path("m").glob("*"))
+
+
+def test_a_tsv_of_several_rates_becomes_cuts_of_their_own_lengths() -> None:
+    tone(Path("data/a.wav"), 1.0, 16_000)
+    tone(Path("data/b.wav"), 1.0, 44_100, channels=2)
+    assert prepare.run(["tsv", "data", "--out", "m", "--ext", "wav", "--valid-percent", "0"]) == 0
+    assert prepare.run(["manifest", "m/train.tsv", "--out", "cuts.jsonl", "--check"]) == 0
+    assert [(c["id"], c["duration"]) for c in lines(Path("cuts.jsonl"))] == [
+        ("train/a.wav", 1.0),
+        ("train/b.wav", 1.0),
+    ]
+
+
 # --- convert, digits, sample --------------------------------------------------------------------
 
 

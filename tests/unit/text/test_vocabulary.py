@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.text.numbers import cardinal, ordinal
-from speechtrain.text.vocabulary import Characters, SentencePiece, Tokenizer, train_sentencepiece
+from speechtrain.text.vocabulary import Characters, NoText, SentencePiece, Tokenizer, train_sentencepiece
 
 CONF = Path(__file__).parents[3] / "conf" / "tokenizer"
 WORDS = list(map(cardinal, [*range(21), 30, 40]))
@@ -190,3 +190,19 @@ def test_the_configured_choices_build(model: str) -> None:
         assert node.pop("_target_") == f"{cls.__module__}.{cls.__name__}"
         assert node.get("model", "???") == "???"
         assert cls(**(node | {key: model for key in node if key == "model"})).state() == built.state()
+
+
+def test_without_text_every_transcript_is_empty() -> None:
+    vocabulary = NoText()
+    assert (vocabulary.size, vocabulary.blank, vocabulary.labels) == (1, 0, [])
+    assert (NoText.reads_text, Characters.reads_text, SentencePiece.reads_text) == (False, True, True)
+    for text in ("", "one two", "日本"):
+        assert vocabulary.normalise(text) == ""
+        assert vocabulary.encode(vocabulary.normalise(text)) == []
+    assert vocabulary.decode([]) == ""
+    assert vocabulary.unknown("ab") == {"a", "b"}
+    with pytest.raises(ValueError, match="unknown symbols 'a' 'b'"):
+        vocabulary.encode("ab")
+    with pytest.raises(ValueError, match="no label ids without text"):
+        vocabulary.decode([0])
+    assert pickle.loads(pickle.dumps(vocabulary)).state() == vocabulary.state() == {"kind": "none"}
