@@ -87,7 +87,7 @@ _VOLATILE = (
 )
 _VOLATILE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "target", "log_every", "validate_every", "save_every"),
-    *("keep", "on_save_error", "max_bad_updates", "profile"),
+    *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile"),
 )
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -225,7 +225,7 @@ def _check_root(plain: Mapping[str, Any]) -> None:
 def _check_limits(plain: Mapping[str, Any]) -> None:
     limits = plain["trainer"]
     positive = ("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every")
-    for key in (*positive, "validate_every", "save_every", "keep", "max_bad_updates"):
+    for key in (*positive, "validate_every", "save_every", "keep", "max_bad_updates", "timeout_seconds"):
         if limits[key] is not None and not limits[key] > 0:
             raise ConfigError(f"trainer.{key}={limits[key]}: it must be above 0")
     if not 0 <= limits["ema"] < 1:
@@ -242,6 +242,8 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
         )
     if limits["on_save_error"] not in ("continue", "stop"):
         raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: it is continue or stop")
+    if limits["on_collapse"] not in ("stop", "rollback", "warn"):
+        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: it is stop, rollback or warn")
     if plain["world_size"] < 1:
         raise ConfigError(f"world_size={plain['world_size']}: it must be at least 1")
     if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):

@@ -6,6 +6,7 @@ Nothing above asks whether a run is distributed: one process is ``Solo``, a full
 from __future__ import annotations
 
 import gc
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -242,12 +243,14 @@ class _Summed(nn.Module):
         gc.collect()  # its hooks on the parameters go with it, and it is part of a cycle
         if not any(trainable):
             return
-        self.ddp = DistributedDataParallel(
-            self.module,
-            broadcast_buffers=False,
-            init_sync=is_first,
-            find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
-        )
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; earlier ones know no other
+            warnings.simplefilter("ignore", FutureWarning)
+            self.ddp = DistributedDataParallel(
+                self.module,
+                broadcast_buffers=False,
+                init_sync=is_first,
+                find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
+            )
         self.ddp.register_comm_hook(None, lambda state, bucket: _sum_bucket(bucket))
 
     def hold(self) -> AbstractContextManager[object]:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from speechtrain.processes import children_of
+
 WORKER = "speechtrain.worker"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 5.0
+_TRACE = "Traceback (most recent call last):"
+_OURS = ("speechtrain: ", "warning  ")
+# torch's own records, as in "E1121 03:40:12.123000 4711 torch/distributed/…]"
+_AGENTS_LINE = re.compile(r"(\[\w+\]:)?[A-Z]\d{4} \d\d:\d\d:\d\d")
 
 
 @dataclass(frozen=True)
@@ -66,39 +80,122 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*assignments, shlex.join(command)])
 
 
-def supervise(command: list[str], environment: Mapping[str, str]) -> int:
+def supervise(command: list[str], environment: Mapping[str, str], agent_log: Path | None = None) -> int:
     """Run ``command`` in a session of its own and return its exit code.
 
     The first SIGINT or SIGTERM reaches it as SIGTERM (save and leave), the second as SIGKILL to
-    its whole session: a terminal's Ctrl-C would otherwise hit parent and child at once. Raises
+    all its descendants: a terminal's Ctrl-C would otherwise hit parent and child at once. Raises
     KeyboardInterrupt after the second.
 
     Both signals are blocked in the child from its first instruction, and wait for it: a worker
     unblocks them once it can act on them. One that came while it imports its libraries would
     otherwise kill it.
+
+    With ``agent_log``, the command is an agent that starts the ranks as its children. The first
+    signal is for them: an agent that gets one ends them. What it says on stderr goes to that file,
+    and its ranks' lines to stderr as well. It ends with this process (Linux), however that ends.
     """
     received = 0
+    told: set[int] = set()
+
+    def pass_on() -> None:
+        """SIGTERM to whom it concerns, once each; ranks may still be starting when the signal comes."""
+        addressees = {process.pid} if agent_log is None else children_of(process.pid)
+        for pid in addressees - told:
+            told.add(pid)
+            _kill(pid, signal.SIGTERM)
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received += 1
         if received == 1:
-            process.terminate()
-        else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            pass_on()
+            return
+        descendants = children_of(process.pid, all_generations=True)  # before any of them is orphaned
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pid in descendants:
+            _kill(pid, signal.SIGKILL)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+        process = _start(command, environment, is_agent=agent_log is not None)
         previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        code = process.wait()
+        with nullcontext() if agent_log is None else _separated(process, agent_log):
+            while (code := _wait(process, None if agent_log is None else _POLL_SECONDS)) is None:
+                if received == 1:
+                    pass_on()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if received > 1:
         raise KeyboardInterrupt
     return code
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _start(command: list[str], environment: Mapping[str, str], is_agent: bool) -> subprocess.Popen[str]:
+    if not is_agent:
+        return subprocess.Popen(command, env=dict(environment), start_new_session=True, text=True)
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",
+        preexec_fn=_dying_with_parent(),
+    )
+
+
+def _dying_with_parent() -> Callable[[], None] | None:
+    """What a child calls first so that it is killed when this process ends; None but on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:  # looked up before the fork: the child must not take a lock that another thread had
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return ask
+
+
+def _wait(process: subprocess.Popen[str], seconds: float | None) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+@contextmanager
+def _separated(process: subprocess.Popen[str], log: Path) -> Iterator[None]:
+    """An agent's stderr: all of it to ``log``, and to this process's own what a rank has said."""
+
+    def copy() -> None:
+        assert process.stderr is not None
+        is_trace = False
+        with process.stderr:
+            for line in process.stderr:
+                with contextlib.suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
+                    file.write(line)
+                is_trace = _TRACE in line or (is_trace and not line.startswith(_OURS))
+                if not is_trace and not _AGENTS_LINE.match(line):
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(_LAST_WORDS_SECONDS)  # a process that outlives the agent may hold its end open

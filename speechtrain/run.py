@@ -17,6 +17,8 @@ from speechtrain.errors import RunError
 CONFIG = "config.yaml"
 RESULT = "result.json"
 ABOUT = "run.json"
+ERROR = "error.log"
+RANKS = "ranks"
 
 
 class RunLock:
@@ -51,6 +53,19 @@ class RunLock:
         if self._file is not None:
             self._file.close()  # closing releases the lock; the file stays, or a waiting opener would race
             self._file = None
+
+
+def rank_folder(run_dir: Path, rank: int) -> Path:
+    """Where a rank leaves its outcome, the trace of its failure and what it has to say."""
+    return run_dir / RANKS / str(rank) if rank else run_dir
+
+
+def read_failure(run_dir: Path) -> dict[str, Any] | None:
+    """The outcome of the rank that failed first: the others' follow from it. None where none has failed."""
+    folders = [run_dir, *(run_dir / RANKS).glob("*")]
+    found = [result for folder in folders if (result := read_result(folder)) is not None]
+    failed = [result for result in found if result.get("status") == "failed"]
+    return min(failed, key=lambda result: float(result.get("failed_at", 0.0)), default=None)
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

@@ -13,11 +13,12 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,16 +28,18 @@ from speechtrain.checkpoint import Checkpointer, write_json
 from speechtrain.config import build, load
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed import PARENT, World, open_group
-from speechtrain.errors import MachineError, RunError, SpeechtrainError
+from speechtrain.distributed import PARENT, Group, Solo, World, open_group
+from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import Precision
+from speechtrain.processes import parent_of
 from speechtrain.randomness import seed_at
-from speechtrain.run import RESULT, RunLock
+from speechtrain.run import ERROR, RESULT, RunLock, rank_folder
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
+from speechtrain.tracking.group import Trackers
 from speechtrain.trainer import Progress, Trainer, planned_steps
 
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
@@ -115,6 +118,7 @@ class Attempt:
     progress: Progress = field(default_factory=Progress)
     metric: str = "loss"
     tracker: Tracker | None = None
+    group: Group = field(default_factory=Solo)
 
     def result(self) -> dict[str, Any]:
         """What ``result.json`` says."""
@@ -135,20 +139,42 @@ class Attempt:
             self.tracker.close()
 
 
+def limits_for(config: DictConfig, world: World) -> Limits:
+    """The trainer's settings in this world. Raises ConfigError or MachineError where they do not fit it."""
+    if world.size != config.world_size:
+        raise MachineError(
+            f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}; "
+            "unset RANK and WORLD_SIZE, or start as many processes"
+        )
+    limits = Limits(**{str(k): v for k, v in config.trainer.items()})
+    if limits.simulate_world is not None:
+        if limits.simulate_world % world.size:
+            raise ConfigError(
+                f"trainer.simulate_world={limits.simulate_world}: world_size={world.size} does not divide it"
+            )
+        limits.accumulate = limits.simulate_world // world.size
+    return limits
+
+
+def backends_of(device: Device) -> str:
+    """The collectives of the host's tensors and of the device's, as ``open_group`` takes them."""
+    backends = {"cpu": "gloo", device.name: device.collectives}
+    return ",".join(f"{name}:{backend}" for name, backend in backends.items())
+
+
 def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt) -> None:
     """Build everything and train; ``attempt`` says how it went. Raises what stopped it."""
     run_dir = Path(config.run_dir)
-    group = open_group(world)
-    limits = Limits(**{str(k): v for k, v in config.trainer.items()})
-    if limits.simulate_world is not None:
-        limits.accumulate = limits.simulate_world // world.size
+    limits = limits_for(config, world)
     seed_everything(config.seed)
     device, precision = open_device(config, world.local_rank)
+    group = attempt.group = open_group(world, backends_of(device), limits.timeout_seconds)
     task, tokenizer = build_task(config)
     data: DataModule = build(
         config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
     )
-    data.check()
+    with group.first():  # what it reads of a large set, the others find in the cache
+        data.check()
     task.to(device.tensor(torch.zeros(())).device)
 
     per_epoch = data.micro_batches_per_epoch / (world.size * limits.accumulate)
@@ -159,15 +185,19 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     module, optimizer = device.prepare(task, optimizer, precision.dtype)
     assert isinstance(module, Task)
     attempt.metric = task.metric
-    attempt.tracker = tracker = build(config, "tracking")
+    # warnings of the other ranks go to their own logs
+    attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
-    tokenizer.save(str(run_dir))
+    if not world.rank:
+        tokenizer.save(str(run_dir))
     checkpointer = Checkpointer(run_dir, limits.keep, lambda m: tracker.log("warning", {"message": m}))
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     parameters = sum(p.numel() for p in task.parameters())
-    tracker.log("start", {"parameters": parameters, "steps": planned, **data.report()})
-    trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, run_dir, stop)
+    counts = {"parameters": parameters, "ranks": world.size, "accumulate": limits.accumulate}
+    tracker.log("start", {**counts, "steps": planned, **data.report()})
+    own = rank_folder(run_dir, world.rank)
+    trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, own, stop)
     attempt.progress = trainer.progress
     try:
         average = average_of(task, limits.ema)
@@ -177,20 +207,28 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
 
 
 def _leave_with_parent(stop: StopRequest) -> None:
-    """Stop as on a SIGTERM when the command that started this process here is gone (Linux)."""
-    parent = os.environ.pop(PARENT, "")
-    if not parent:
+    """Stop as on a SIGTERM when the command that started this process here is gone (Linux).
+
+    Between the two there may be an agent, which does not outlive the command.
+    """
+    command = os.environ.pop(PARENT, "")
+    if not command:
         return
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
-    if str(os.getppid()) != parent:  # gone before the kernel was asked
+    parent = os.getppid()
+    if command not in (str(parent), str(parent_of(parent))):  # gone before the kernel was asked
         stop.received = True
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one rank; its outcome, good or bad, is in ``result.json``. Returns the exit code."""
+    """Run one rank; its outcome, good or bad, is in ``result.json``. Returns the exit code.
+
+    Rank 0 holds the run's lock and speaks for the run; the others keep their outcome, and whatever
+    they print, in folders of their own.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1:
         print("usage: python -m speechtrain.worker RUN/config.yaml", file=sys.stderr)
@@ -199,6 +237,10 @@ def main(argv: list[str] | None = None) -> int:
     stop = StopRequest()
     _leave_with_parent(stop)
     run_dir = path.parent
+    rank = os.environ.get("RANK", "0")
+    if rank.isdigit() and int(rank):  # one that is no number is complained of where the world is read
+        _print_to(rank_folder(run_dir, int(rank)) / "output.log")
+        return _attempt(path, stop, int(rank))
     lock = RunLock(run_dir)
     try:
         lock.acquire()
@@ -211,28 +253,51 @@ def main(argv: list[str] | None = None) -> int:
         lock.release()
 
 
-def _attempt(path: Path, stop: StopRequest) -> int:
-    """Train by the config at ``path``, write the outcome beside it and return the exit code."""
-    attempt, code, trace = Attempt(), 0, path.parent / "error.log"
-    trace.unlink(missing_ok=True)
+def _print_to(path: Path) -> None:
+    """Send what this process and its children print to the end of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+
+
+def _attempt(path: Path, stop: StopRequest, rank: int = 0) -> int:
+    """Train by the config at ``path``, leave the outcome in the rank's folder and return the exit code."""
+    folder = rank_folder(path.parent, rank)
+    attempt, code, trace = Attempt(), 0, folder / ERROR
+    for before in (trace, folder / RESULT):
+        before.unlink(missing_ok=True)
     try:
         train(load(path), World.from_environment(os.environ), stop, attempt)
         result = attempt.result()
+        attempt.group.close()
     except Exception as error:  # the boundary of the process: whatever it is, the parent must be told
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
         message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
         attempt.status = "failed"
-        result = {**attempt.result(), "error": message.strip(), "exit_code": code}
+        place = {"rank": rank, "failed_at": time.time()}  # of several failures the first is the cause
+        result = {**attempt.result(), "error": message.strip(), "exit_code": code, **place}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             trace.write_text(traceback.format_exc())
     attempt.end(result)
     try:
-        write_json(path.parent / RESULT, result)
+        write_json(folder / RESULT, result)
     except OSError as error:
-        print(f"speechtrain: error: {path.parent / RESULT} cannot be written: {error}", file=sys.stderr)
+        print(f"speechtrain: error: {folder / RESULT} cannot be written: {error}", file=sys.stderr)
         return code or MachineError.exit_code
     return code
 
 
+def _leave(code: int) -> NoReturn:
+    """End the process; a rank that has failed at once, since its collectives may never end."""
+    if code and "RANK" in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

@@ -21,7 +21,8 @@ MAY_IMPORT = {
     | {"precision", "devices.base", "devices.cpu", "data", "text", "report", "metrics"},
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
-    | {"devices.base", "data.base", "optim.ema", "text.vocabulary", "tracking.base"},
+    | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary"}
+    | {"tracking.base", "tracking.group"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
     | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base"},
     "evaluation": {"devices.base", "distributed", "metrics", "precision", "task"},
@@ -39,8 +40,9 @@ MAY_IMPORT = {
     "metrics": set(),
     "task": set(),
     "distributed": set(),
-    "launch": set(),
+    "launch": {"processes"},
     "limits": set(),
+    "processes": set(),
     "run": set(),
     "report": {"metrics", "run", "tracking"},
     "interop": {"models", "checkpoint"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,18 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.launch import Job, Launcher
 from speechtrain.precision import Precision
-from speechtrain.run import ABOUT, CONFIG, RESULT, RunLock, about, read_result
+from speechtrain.run import (
+    ABOUT,
+    CONFIG,
+    ERROR,
+    RANKS,
+    RESULT,
+    RunLock,
+    about,
+    rank_folder,
+    read_failure,
+    read_result,
+)
 
 _MIN_FREE = 256 * 2**20  # bytes below which no run is begun
 
@@ -35,7 +47,8 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
     launcher.check(job)
     _check_disk(run_dir)
-    _check_same_run(run_dir, plain)
+    _check_same_run(run_dir, config)
+    plain = resolved(config)
     if config.dry_run:
         print(launcher.render(job))
         return {"status": "dry run", "metric": None}
@@ -52,10 +65,17 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     lock = RunLock(run_dir).acquire()
     (run_dir / CONFIG).write_text(dump(config))
     write_json(run_dir / ABOUT, {**about(argv, overrides), "seed": config.seed, "device": device.name})
-    (run_dir / RESULT).unlink(missing_ok=True)
+    for rank in range(max(job.world_size, _ranks_before(run_dir))):
+        (rank_folder(run_dir, rank) / RESULT).unlink(missing_ok=True)
     lock.release()  # rank 0 takes it over
+    simulated = config.trainer.simulate_world
+    if simulated is not None:
+        share = f"{job.world_size} ranks × accumulate {simulated // job.world_size}"
+        print(f"trainer.simulate_world={simulated}: {share}", flush=True)
     ended = launcher.launch(job)
     result = read_result(run_dir)
+    if result is None or result["status"] == "failed":
+        result = read_failure(run_dir)
     if result is None:
         raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
     if result["status"] == "failed":
@@ -102,12 +122,25 @@ def _check_disk(run_dir: Path) -> None:
         )
 
 
-def _check_same_run(run_dir: Path, plain: dict[str, Any]) -> None:
-    """Refuse a run directory that belongs to another config, naming the keys that differ."""
+def _ranks_before(run_dir: Path) -> int:
+    """One more than the highest rank that has left a folder in this run."""
+    return 1 + max((int(p.name) for p in (run_dir / RANKS).glob("*") if p.name.isdigit()), default=0)
+
+
+def _check_same_run(run_dir: Path, config: DictConfig) -> None:
+    """Refuse a run directory that belongs to another config, naming the keys that differ.
+
+    Another world size trains the same global batch: ``accumulate`` is derived from it again.
+    """
     path = run_dir / CONFIG
     if not path.exists():
         return
-    before, now = identity(resolved(load(path))), identity(plain)
+    then = load(path)
+    before, now = identity(resolved(then)), identity(resolved(config))
+    if _has_same_batch(then, config, run_dir):
+        for key in ("trainer.accumulate", "trainer.simulate_world"):
+            before.pop(key, None)
+            now.pop(key, None)
     differ = [
         f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} now"
         for key in sorted(before.keys() | now.keys())
@@ -120,10 +153,36 @@ def _check_same_run(run_dir: Path, plain: dict[str, Any]) -> None:
         )
 
 
+def _has_same_batch(then: DictConfig, config: DictConfig, run_dir: Path) -> bool:
+    """Whether an update takes as many micro-batches as before; it is made to where the world has changed.
+
+    Raises ConfigError for a world that cannot share them evenly.
+    """
+    total, wanted = _micro_batches(then), _micro_batches(config)
+    is_derived = then.trainer.simulate_world is not None
+    is_open = then.world_size != config.world_size and then.trainer.accumulate == config.trainer.accumulate
+    if total == wanted or config.trainer.simulate_world is not None or not (is_derived or is_open):
+        return total == wanted
+    if total % config.world_size:
+        raise ConfigError(
+            f"{run_dir} has {total} micro-batches an update, which world_size={config.world_size} does not "
+            "divide; set another world_size or run_dir"
+        )
+    config.trainer.simulate_world = total
+    config.trainer.accumulate = total // config.world_size
+    return True
+
+
+def _micro_batches(config: DictConfig) -> int:
+    """Micro-batches of one update, over all ranks."""
+    return int(config.trainer.simulate_world or config.world_size * config.trainer.accumulate)
+
+
 def _discard(run_dir: Path) -> None:
     """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
-    begun = {CONFIG, ABOUT, RESULT, "lock", "error.log"}
-    if {path.name for path in run_dir.iterdir()} <= begun:
+    begun = {CONFIG, ABOUT, RESULT, ERROR, "lock", "agent.log"}
+    if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
+        shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for name in begun:
             (run_dir / name).unlink(missing_ok=True)
 
@@ -135,7 +194,8 @@ def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
         if isinstance(c, type) and issubclass(c, SpeechtrainError)
     }
     found = by_code.get(result["exit_code"], SpeechtrainError)
-    trace = "" if found is not SpeechtrainError else f" (trace in {run_dir / 'error.log'})"
+    rank = int(result.get("rank", 0))
+    trace = "" if found is not SpeechtrainError else f" (trace in {rank_folder(run_dir, rank) / ERROR})"
     return found(result["error"] + trace)
 
 

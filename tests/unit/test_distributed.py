@@ -231,5 +231,5 @@ def test_one_process_is_a_group_of_its_own() -> None:
 
 def test_peers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(MachineError, match="rank 1 of 2 did not find its peers .*MASTER_ADDR"):
+    with pytest.raises(MachineError, match=r"rank 1 of 2 did not find its peers .*MASTER_ADDR"):
         open_group(World(rank=1, size=2), timeout_seconds=1)

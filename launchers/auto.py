@@ -1,0 +1,25 @@
+"""The default: whichever launcher of this machine suits the number of ranks."""
+
+from __future__ import annotations
+
+from speechtrain.launch import Job, Launcher, Result
+
+
+class Auto(Launcher):
+    """Leaves a job of one rank to ``one``, any other to ``more``."""
+
+    def __init__(self, one: Launcher, more: Launcher) -> None:
+        self.one = one
+        self.more = more
+
+    def _chosen(self, job: Job) -> Launcher:
+        return self.one if job.world_size == 1 else self.more
+
+    def check(self, job: Job) -> None:
+        self._chosen(job).check(job)
+
+    def launch(self, job: Job) -> Result:
+        return self._chosen(job).launch(job)
+
+    def render(self, job: Job) -> str:
+        return self._chosen(job).render(job)

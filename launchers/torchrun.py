@@ -1,0 +1,52 @@
+"""Several child processes on this machine, through torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from speechtrain.distributed import PARENT
+from speechtrain.errors import ConfigError
+from speechtrain.launch import Job, Launcher, Result, shell_line, supervise
+
+
+class Torchrun(Launcher):
+    """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
+
+    They meet at a free port of this host, so runs beside each other do not collide. Up to
+    ``max_restarts`` times the agent starts all ranks again, and they continue from the last
+    checkpoint; ``shutdown_seconds`` are what the others may take to end before they are killed.
+    """
+
+    def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 60) -> None:
+        for name, value in {"max_restarts": max_restarts, "shutdown_seconds": shutdown_seconds}.items():
+            if value < 0:
+                raise ValueError(f"{name}={value}: it must be at least 0")
+        self.max_restarts = max_restarts
+        self.shutdown_seconds = shutdown_seconds
+
+    def check(self, job: Job) -> None:
+        if job.world_size < 1:
+            raise ConfigError(f"world_size={job.world_size}: launcher=torchrun starts one process or more")
+
+    def launch(self, job: Job) -> Result:
+        self.check(job)
+        job = self._prepared(job)
+        environment = {**job.environ(), PARENT: str(os.getpid())}
+        return Result(supervise(self._command(job), environment, agent_log=job.run_dir / "agent.log"))
+
+    def render(self, job: Job) -> str:
+        job = self._prepared(job)
+        return shell_line(self._command(job), job.environment)
+
+    def _prepared(self, job: Job) -> Job:
+        # a variable, not an option: releases that do not know it take no notice
+        shutdown = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
+        return Job(job.config, job.run_dir, job.world_size, {**job.environment, **shutdown})
+
+    def _command(self, job: Job) -> list[str]:
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={job.world_size}", f"--max-restarts={self.max_restarts}"),
+            *("--no-python", *job.command),  # the worker line as every launcher has it
+        ]

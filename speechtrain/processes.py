@@ -1,0 +1,42 @@
+"""Who started whom: the processes of this host as a tree."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+def children_of(pid: int, all_generations: bool = False) -> set[int]:
+    """The processes that ``pid`` has started, or with ``all_generations`` theirs as well."""
+    parents = _parents()
+    found: set[int] = set()
+    latest = {pid}
+    while latest:
+        latest = {child for child, parent in parents.items() if parent in latest} - found
+        found |= latest
+        if not all_generations:
+            break
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """Every visible process's parent."""
+    parents = {}
+    if not PROC.is_dir():
+        listed = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False)
+        return {int(child): int(parent) for child, parent in map(str.split, listed.stdout.splitlines())}
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            parents[int(entry.name)] = parent_of(int(entry.name))
+    return parents
+
+
+def parent_of(pid: int) -> int:
+    """The process that started ``pid``; 0 where that is not to be known (Linux)."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_text()
+    except OSError:  # ended since
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])  # the name before it may hold anything
