@@ -88,7 +88,7 @@ class GumbelQuantizer(nn.Module):
                 ids, choice = likely, hard
             # a matrix product for each group; the product by broadcasting holds (frames, G V, width)
             codes = torch.einsum("ngv,gvd->ngd", choice.flatten(0, -3), self.codebook)
-            weight = at_least_fp32(weight).flatten()
+            weight = weight.flatten().to(logits.dtype)
             return Quantized(
                 codes.reshape(*x.shape[:-1], -1),
                 ids,

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speechtrain.errors import ConfigError
+from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel_like, perplexity
+
+
+def quantizer(seed: int = 0, groups: int = 2, entries: int = 12) -> GumbelQuantizer:
+    torch.manual_seed(seed)
+    return GumbelQuantizer(input_width=10, code_width=8 * groups, groups=groups, entries=entries)
+
+
+def selected(module: GumbelQuantizer, ids: Tensor) -> Tensor:
+    """The entries of (N, G) ids by plain indexing, (N, code width)."""
+    return torch.cat([module.codebook[g, ids[:, g]] for g in range(module.groups)], 1)
+
+
+def test_shapes_and_initial_values_are_the_published_ones() -> None:
+    torch.manual_seed(0)
+    module = GumbelQuantizer()
+    assert {k: tuple(v.shape) for k, v in module.state_dict().items()} == {
+        "codebook": (2, 320, 128),
+        "projection.weight": (640, 512),
+        "projection.bias": (640,),
+    }
+    weight = module.projection.weight.detach()
+    assert (abs(float(weight.mean())), float(weight.std())) == pytest.approx((0.0, 1.0), abs=0.01)
+    assert not module.projection.bias.any()
+    book = module.codebook.detach()
+    assert 0 <= book.min() < 0.001
+    assert 0.999 < book.max() < 1
+    assert (float(book.mean()), float(book.var())) == pytest.approx((0.5, 1 / 12), abs=0.01)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_is_exactly_the_selected_entries(training: bool) -> None:
+    module = quantizer().train(training)
+    x = torch.randn(400, 10)
+    out = module(x, 0.7, torch.ones(400))
+    assert out.ids.shape == (400, 2)
+    assert out.ids.dtype == torch.int64
+    assert torch.equal(out.codes, selected(module, out.ids))  # bit for bit: equal ids, equal codes
+    assert len(out.codes.unique(dim=0)) == len(out.ids.unique(dim=0)) > 50
+    logits = module.projection(x).view(400, 2, 12)
+    assert torch.equal(out.ids, logits.argmax(-1)) is not training
+
+
+def test_the_choice_is_that_of_logits_plus_noise_and_follows_the_softmax() -> None:
+    module = quantizer()
+    x, noise = torch.randn(50, 10), torch.randn(50, 2, 12)
+    out = module(x, 0.7, torch.ones(50), noise)
+    assert torch.equal(out.ids, (module.projection(x).view(50, 2, 12) + noise).argmax(-1))
+    # Gumbel's theorem: drawn noise selects with the probabilities of the softmax, at any temperature
+    one = 0.1 * torch.randn(10)
+    drawn = module(one.expand(60000, 10), 0.1, torch.ones(60000)).ids
+    expected = module.projection(one).view(2, 12).softmax(-1)
+    for group in range(2):
+        shares = drawn[:, group].bincount(minlength=12) / 60000
+        torch.testing.assert_close(shares, expected[group].detach(), atol=0.006, rtol=0)
+
+
+def test_drawn_noise_is_standard_gumbel_and_follows_the_global_seed() -> None:
+    torch.manual_seed(1)
+    noise = gumbel_like(torch.empty(400000))
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.02)
+    assert noise.isfinite().all()
+    module, x = quantizer(), torch.randn(30, 10)
+    torch.manual_seed(2)
+    once = module(x, 1.0, torch.ones(30))
+    torch.manual_seed(2)
+    assert torch.equal(module(x, 1.0, torch.ones(30)).ids, once.ids)
+    assert not torch.equal(module(x, 1.0, torch.ones(30)).ids, once.ids)
+
+
+def test_gradients_are_those_of_straight_through_gumbel_softmax() -> None:
+    module = quantizer().double()
+    x = torch.randn(3, 20, 10, dtype=torch.double, requires_grad=True)
+    noise = gumbel_like(torch.empty(3, 20, 2, 12, dtype=torch.double))
+    upstream = torch.randn(3, 20, 16, dtype=torch.double)
+    weights = [x, *module.parameters()]
+    out = module(x, 0.6, torch.ones(3, 20), noise)
+    got = torch.autograd.grad((out.codes * upstream).sum(), weights)
+    logits = F.linear(x, module.projection.weight, module.projection.bias).view(3, 20, 2, 12)
+    soft = ((logits + noise) / 0.6).softmax(-1)
+    hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
+    choice = hard - soft.detach() + soft
+    codes = (choice.view(60, 24, 1) * module.codebook.view(1, 24, 8)).view(60, 2, 12, 8).sum(2)
+    expected = torch.autograd.grad((codes.view(3, 20, 16) * upstream).sum(), weights)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_lookup_by_matrix_product_is_the_broadcast_sum(groups: int) -> None:
+    # reference 5.2b, in fp32 and for soft choices as well as hard ones
+    module = quantizer(groups=groups, entries=320)
+    for choice in (torch.rand(90, groups, 320).softmax(-1), F.one_hot(torch.randint(320, (90, groups)), 320)):
+        grads, values = [], []
+        for product in (True, False):
+            x = choice.float().clone().requires_grad_()
+            book = module.codebook.detach().clone().requires_grad_()
+            if product:
+                codes = torch.einsum("ngv,gvd->ngd", x, book).reshape(90, -1)
+            else:
+                flat = x.reshape(90, groups * 320, 1) * book.reshape(1, groups * 320, 8)
+                codes = flat.view(90, groups, 320, 8).sum(2).reshape(90, -1)
+            (codes * torch.arange(codes.shape[1])).sum().backward()
+            values.append(codes.detach())
+            grads.append((x.grad, book.grad))
+        torch.testing.assert_close(values[0], values[1], rtol=1e-6, atol=1e-6)
+        for a, b in zip(grads[0], grads[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
+
+
+def test_statistics_are_those_of_the_frames_that_weigh() -> None:
+    module = quantizer()
+    x = torch.randn(2, 30, 10)
+    weight = (torch.arange(30) < torch.tensor([[30], [17]])).float()
+    out = module(x, 2.0, weight)
+    kept = torch.cat([x[0], x[1, :17]])
+    logits = module.projection(kept).view(47, 2, 12)
+    frequency = F.one_hot(logits.argmax(-1), 12).float().mean(0)  # no noise, though in training
+    probability = logits.softmax(-1).mean(0)
+    assert out.frames == 47
+    torch.testing.assert_close(out.hard / 47, frequency)
+    torch.testing.assert_close(out.soft / 47, probability)
+    for got, p in ((out.code_perplexity(), frequency), (out.prob_perplexity(), probability)):
+        torch.testing.assert_close(got, (-(p * (p + 1e-7).log()).sum(-1)).exp())
+        assert got.shape == (2,)
+    torch.testing.assert_close(out.diversity(), 1 - out.prob_perplexity().sum() / 24)
+    changed = x.clone()
+    changed[1, 17:] = 99.0
+    again = module(changed, 2.0, weight)
+    assert torch.equal(again.hard, out.hard)
+    assert torch.equal(again.soft, out.soft)
+    # sums of parts are the sums of the whole
+    parts = [module(x[i : i + 1], 2.0, weight[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(parts[0].soft + parts[1].soft, out.soft)
+    torch.testing.assert_close(
+        perplexity(parts[0].hard + parts[1].hard, parts[0].frames + parts[1].frames), out.code_perplexity()
+    )
+
+
+def test_diversity_has_a_gradient_and_codes_in_use_have_none() -> None:
+    module = quantizer().double()
+    x = torch.randn(40, 10, dtype=torch.double)
+    weight = torch.ones(40, dtype=torch.double)
+    noise = torch.zeros(40, 2, 12, dtype=torch.double)
+
+    def diversity(bias: Tensor) -> Tensor:
+        return torch.func.functional_call(
+            module, {"projection.bias": bias}, (x, 1.0, weight, noise)
+        ).diversity()
+
+    start = module.projection.bias.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(diversity, (start,))
+    assert not module(x, 1.0, weight).hard.requires_grad
+
+
+def test_perplexity_runs_from_one_to_the_number_of_entries() -> None:
+    even, single = torch.full((2, 320), 3.0), torch.zeros(2, 320)
+    single[:, 5] = 960.0
+    frames = torch.tensor(960.0)
+    torch.testing.assert_close(perplexity(even, frames), torch.full((2,), 320.0), rtol=1e-4, atol=0)
+    torch.testing.assert_close(perplexity(single, frames), torch.ones(2))
+    assert perplexity(torch.zeros(2, 320), torch.zeros(())).tolist() == [1.0, 1.0]
+
+
+def test_autocast_does_not_reach_the_quantizer() -> None:
+    module, x = quantizer(), torch.randn(30, 10)
+    noise = torch.randn(30, 2, 12)
+    plain = module(x, 0.5, torch.ones(30), noise)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = module(x, 0.5, torch.ones(30), noise)
+        half = module(x.bfloat16(), torch.tensor(0.5), torch.ones(30), noise)
+    for field in plain._fields:
+        assert torch.equal(getattr(plain, field), getattr(cast, field))
+    assert half.codes.dtype == half.soft.dtype == torch.float32
+
+
+def test_temperature_falls_by_the_published_schedule() -> None:
+    assert code_temperature(0) == 2.0
+    assert code_temperature(100_000) == pytest.approx(1.21306, abs=5e-6)
+    assert code_temperature(277_258) == pytest.approx(0.5, abs=1e-6)  # the reference's update, rounded down
+    assert code_temperature(277_258) > 0.5 == code_temperature(277_259)
+    assert code_temperature(599_144, floor=0.1) > 0.1
+    assert code_temperature(599_145, floor=0.1) == 0.1
+    assert code_temperature(10**7) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"code_width": 255}, "GumbelQuantizer.code_width is 255"),
+        ({"groups": 0}, "groups (0)"),
+        ({"entries": 1}, "GumbelQuantizer.entries is 1"),
+    ],
+)
+def test_settings_out_of_range_are_errors(settings: dict[str, int], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GumbelQuantizer(**settings)
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
