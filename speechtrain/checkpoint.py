@@ -8,6 +8,7 @@ name, flushed to the disk and renamed, so a reader finds all of it or none.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -138,7 +139,7 @@ class Checkpointer:
 
     def folders(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
-        return sorted(p for p in self.root.glob("step-*") if p.is_dir() and p.suffix != ".damaged")
+        return sorted(p for p in self.root.glob("step-*") if p.is_dir() and not p.suffix)
 
     def verify(self, folder: Path) -> dict[str, Any]:
         """The manifest of a checkpoint whose files are all there and whole.
@@ -164,8 +165,11 @@ class Checkpointer:
                 raise RunError(f"{folder / name} does not match its sha256")
         return manifest
 
-    def restore(self, states: Mapping[str, Stateful]) -> int | None:
+    def restore(self, states: Mapping[str, Stateful], before: int | None = None) -> int | None:
         """Load the newest sound checkpoint into ``states``; its step, or None where there is none.
+
+        With ``before``, checkpoints of that step and later ones are set aside as ``<name>.left``
+        first: the run goes another way from here.
 
         Raises RunError where a sound checkpoint does not fit the run, or is of another format.
         """
@@ -174,6 +178,14 @@ class Checkpointer:
             if not folder.exists():
                 aside.rename(folder)
         folders = self.folders()
+        if before is not None:
+            name = f"step-{before:08d}"
+            for left in (folder for folder in folders if folder.name >= name):
+                aside = left.with_name(left.name + ".left")
+                shutil.rmtree(aside, ignore_errors=True)
+                with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                    left.rename(aside)
+            folders = [folder for folder in folders if folder.name < name]
         for folder in reversed(folders):
             try:
                 manifest = self.verify(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,14 @@ class Evaluation:
     examples: tuple[Example, ...] = ()
 
 
+@dataclass(frozen=True)
+class Alarm:
+    """Training that goes wrong although its loss is finite."""
+
+    onset: int  # the update at which the first sign was seen
+    message: str  # one line: what has happened, and what to change
+
+
 class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 
@@ -67,6 +75,10 @@ class Task(nn.Module, ABC):
 
         ``seed`` addresses draws that all micro-batches of the update share, on all ranks.
         """
+
+    def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
+        """Told the training metrics of every log line, on all ranks alike; an alarm ends or warns the run."""
+        return None
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         """The batch with what this task draws or counts on the host, before it moves to the device.

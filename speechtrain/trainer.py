@@ -32,11 +32,20 @@ from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision, gradients_of
 from speechtrain.profiling import StepProfiler
 from speechtrain.randomness import seed_at
-from speechtrain.task import Loss, Task
+from speechtrain.task import Alarm, Loss, Task
 from speechtrain.tracking.base import Tracker
 
 # stream numbers in the addresses drawn here
 _DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
+_MOST_ROLLBACKS = 3
+
+
+class _Collapsed(Exception):
+    """Training is to go back to before the onset of what the task has seen."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        super().__init__(alarm.message)
+        self.alarm = alarm
 
 
 @dataclass
@@ -51,6 +60,8 @@ class Progress:
     scale_skips: int = 0  # updates left out to lower fp16's loss scale
     validated: int = 0  # step of the latest whole validation
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
+    rollbacks: int = 0  # after a collapse
+    rate_factor: float = 1.0  # on the schedule's learning rate: halved by every rollback
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -120,10 +131,10 @@ class Trainer:
         request is obeyed at the next step boundary, or before the next batch of a validation, which
         the continued run makes up for.
 
-        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, RunError for
-        ``must`` without a sound checkpoint, ConfigError for an ill-formed ``limits.profile``.
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, or a collapse that the
+        task has seen and ``on_collapse`` does not forgive; RunError for ``must`` without a sound
+        checkpoint; ConfigError for an ill-formed ``limits.profile``.
         """
-        profiler = StepProfiler(self.limits.profile, self.run_dir)
         states: dict[str, Stateful] = {
             "task": task,
             "optimizer": optimizer,
@@ -138,6 +149,26 @@ class Trainer:
             self.tracker.log("resume", {"step": found})
         elif resume == "must":
             raise RunError(f"resume=must, but {self.checkpointer.root} holds no sound checkpoint")
+        wrapped = self.group.wrap(task)
+        self._began = time.perf_counter() - self.progress.wall_s
+        while True:
+            try:
+                return self._train(task, wrapped, data, optimizer, schedule, average, states)
+            except _Collapsed as collapsed:
+                self._roll_back(collapsed.alarm, states, task, average)
+
+    def _train(
+        self,
+        task: Task,
+        wrapped: torch.nn.Module,
+        data: DataModule,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        average: Average,
+        states: dict[str, Stateful],
+    ) -> str:
+        """The loop, from where ``progress`` stands; how it ended."""
+        profiler = StepProfiler(self.limits.profile, self.run_dir)
         world = self.group.world
         per_step = world.size * self.limits.accumulate
         per_epoch = data.micro_batches_per_epoch / per_step
@@ -145,17 +176,11 @@ class Trainer:
         validate_every = self.limits.validate_every or max(1, round(per_epoch))
         save_every = self.limits.save_every or validate_every
         batches = data.train(world.rank, world.size, self.limits.accumulate)
-        wrapped = self.group.wrap(task)
         task.train()
 
         progress, interval = self.progress, Interval()
-        self._began = time.perf_counter() - progress.wall_s
         status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
-        if (
-            self.progress.validated
-            and self.progress.validated == self.progress.step
-            and self._has_target(task)
-        ):
+        if progress.validated and progress.validated == progress.step and self._has_target(task):
             status = "target"  # it had ended so, but did not live to say it
         if self._owes_validation(status, validate_every):
             status = self._validate(task, data, average) or status
@@ -165,7 +190,7 @@ class Trainer:
             profiler.begin(step)
             task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(task, wrapped, batches, step, interval)
-            rate = schedule.rate(step)
+            rate = schedule.rate(step) * progress.rate_factor
             norm, taken = self._update(optimizer, weight, healthy, rate)
             if taken:
                 average.update(task)
@@ -179,6 +204,7 @@ class Trainer:
             save_due = bool(status) or step % save_every == 0
             if step % self.limits.log_every == 0 or validate_due or save_due:
                 self._log(interval, step / per_epoch, rate, norm, planned)
+                self._heed(task.watch(step, interval.sums.means()))
                 interval = Interval()
             if validate_due:
                 status = self._validate(task, data, average) or status
@@ -186,8 +212,34 @@ class Trainer:
             if save_due or validate_due:
                 self._save(states, task, average)
                 interval.begun = time.perf_counter()  # neither belongs to the training throughput
-        del batches, wrapped
         return status
+
+    def _heed(self, alarm: Alarm | None) -> None:
+        """Act on what the task's ``watch`` says, as ``limits.on_collapse`` wants; all ranks alike."""
+        if alarm is None:
+            return
+        self.tracker.log("warning", {"step": self.progress.step, "message": alarm.message})
+        if self.limits.on_collapse == "stop":
+            raise Diverged(f"{alarm.message} (seen since step {alarm.onset}; trainer.on_collapse=stop)")
+        if self.limits.on_collapse == "rollback":
+            raise _Collapsed(alarm)
+
+    def _roll_back(self, alarm: Alarm, states: dict[str, Stateful], task: Task, average: Average) -> None:
+        """Return to the newest checkpoint from before the onset, with half the learning rate.
+
+        Raises Diverged where there is none, or after ``_MOST_ROLLBACKS``: the rate is not the cause.
+        """
+        failed, wall, factor = self.progress.rollbacks, self.progress.wall_s, self.progress.rate_factor
+        if failed >= _MOST_ROLLBACKS:
+            raise Diverged(f"{alarm.message} (after {failed} rollbacks, each with half the learning rate)")
+        found = self.checkpointer.restore(states, before=alarm.onset)
+        if found is None:
+            raise Diverged(f"{alarm.message} (no checkpoint from before step {alarm.onset} to roll back to)")
+        self.progress.rollbacks, self.progress.wall_s = failed + 1, wall
+        self.progress.rate_factor = factor / 2
+        message = f"rolled back to step {found}; the learning rate is halved from there on"
+        self.tracker.log("warning", {"step": found, "message": message})
+        self._save(states, task, average)
 
     def _accumulate(
         self, task: Task, wrapped: torch.nn.Module, batches: Iterator[Batch], step: int, interval: Interval

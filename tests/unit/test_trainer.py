@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16, FP32, Precision
-from speechtrain.task import Evaluation, Loss, Task
+from speechtrain.task import Alarm, Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer import Trainer, planned_steps
 
@@ -36,7 +36,7 @@ class Line(Task):
 
     metric = "loss"
 
-    def __init__(self, poison: set[int] | None = None) -> None:
+    def __init__(self, poison: set[int] | None = None, alarms: list[int] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 1)
@@ -44,6 +44,7 @@ class Line(Task):
         self.poison = poison or set()
         self.advanced: list[int] = []
         self.update_seeds: list[int] = []
+        self.alarms = alarms or []
         self.host_seeds: list[int] = []
         self.seen: list[int] = []
 
@@ -62,6 +63,13 @@ class Line(Task):
     def advance(self, step: int, seed: int) -> None:
         self.advanced.append(step)
         self.update_seeds.append(seed)
+
+    def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
+        assert "loss" in means
+        if step in self.alarms:
+            self.alarms.remove(step)
+            return Alarm(step - 1, "the line has collapsed; lower optimizer.lr")
+        return None
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         self.host_seeds.append(seed)
@@ -136,10 +144,11 @@ class Rig:
         resume: str = "auto",
         precision: Precision | None = None,
         stop_in_validation: bool = False,
+        alarms: list[int] | None = None,
         **limits: Any,
     ) -> None:
         run_dir.mkdir(exist_ok=True)
-        self.task = Line(poison)
+        self.task = Line(poison, alarms)
         self.data = Counted()
         self.recorder = Recorder()
         settings = replace(Limits(log_every=1, validate_every=1000, ema=0.9), **limits)
@@ -176,6 +185,36 @@ def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
     assert rest.task.host_seeds == whole.task.host_seeds[6:], "a resumed run draws the same"
     assert len(set(whole.task.update_seeds)) == 6
     assert rest.task.update_seeds == whole.task.update_seeds[3:]
+
+
+def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"the line has collapsed; lower optimizer.lr .*since step 5"):
+        Rig(tmp_path, max_steps=10, alarms=[6])
+    warned = Rig(tmp_path / "warned", max_steps=10, alarms=[6], on_collapse="warn")
+    assert warned.status == "finished"
+    assert [w["step"] for w in warned.recorder.of("warning")] == [6]
+
+
+def test_a_collapse_is_rolled_back_to_before_its_onset(tmp_path: Path) -> None:
+    healthy = Rig(tmp_path / "healthy", max_steps=10, save_every=2, keep=5)
+    rig = Rig(tmp_path, max_steps=10, save_every=2, keep=5, alarms=[5, 7], on_collapse="rollback")
+    assert rig.status == "finished"
+    # back from 5 to 2, the newest before the onset at 4; then from 7 to 4
+    assert [row["step"] for row in rig.recorder.of("train")] == [*range(1, 6), *range(3, 8), *range(5, 11)]
+    rates = [row["lr"] / healthy_row["lr"] for row, healthy_row in zip(
+        rig.recorder.of("train")[-6:], healthy.recorder.of("train")[-6:], strict=True)]  # fmt: skip
+    assert rates == [0.25] * 6
+    assert rig.trainer.progress.rollbacks == 2
+    continued = Rig(tmp_path, max_steps=12, save_every=2, keep=5)
+    assert continued.recorder.of("train")[0]["step"] == 11
+    assert continued.trainer.progress.rate_factor == 0.25, "the halved rate is part of the run"
+
+
+def test_rolling_back_ends_where_it_does_not_help(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="after 3 rollbacks"):
+        Rig(tmp_path, max_steps=10, save_every=2, alarms=[5, 5, 5, 5], on_collapse="rollback")
+    with pytest.raises(Diverged, match="no checkpoint from before step 1"):
+        Rig(tmp_path / "early", max_steps=10, save_every=2, alarms=[2], on_collapse="rollback")
 
 
 def test_a_run_ends_at_its_limit_and_learns(tmp_path: Path) -> None:
