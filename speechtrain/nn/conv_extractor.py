@@ -125,7 +125,7 @@ FORMS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "matmul": m
 
 
 class InstanceNorm(nn.GroupNorm):
-    """GroupNorm with one group a channel, computed as instance norm: (B, T, C) over T, in fp32.
+    """GroupNorm with one group a channel, computed as instance norm: (B, T, C) over T, at least in fp32.
 
     The two are one formula (biased variance, one scale and shift a channel); instance norm also runs
     as a single operation on devices where group norm is taken apart. The statistics cover every
@@ -136,7 +136,9 @@ class InstanceNorm(nn.GroupNorm):
         super().__init__(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        across = x.transpose(1, 2).float()
+        across = x.transpose(1, 2)
+        if x.dtype in (torch.bfloat16, torch.float16):
+            across = across.float()
         y = F.instance_norm(across, weight=self.weight, bias=self.bias, eps=self.eps)
         return y.to(x.dtype).transpose(1, 2)
 

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from speechtrain.errors import ConfigError
+from speechtrain.nn.conv_extractor import FORMS, ConvExtractor, InstanceNorm, conv1d, matmul
+
+PUBLISHED = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
+THIN = [[8, 10, 5], *[[8, 3, 2]] * 4, *[[8, 2, 2]] * 2]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+def worst(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max())
+
+
+@pytest.mark.parametrize(
+    ("samples", "frames"),
+    [(400, 1), (16000, 49), (32000, 99), (160000, 499), (250000, 781), (320000, 999), (399, 0), (0, 0)],
+)
+def test_golden_lengths(samples: int, frames: int) -> None:
+    extractor = ConvExtractor([[4, k, s] for _, k, s in PUBLISHED])
+    assert extractor.stride == 320
+    assert extractor.frames(samples) == frames
+    assert extractor.lengths(torch.tensor([samples, 400])).tolist() == [frames, 1]
+    if frames and samples <= 32000:
+        assert extractor(torch.randn(1, samples)).shape == (1, frames, 4)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("stride", [1, 2, 3, 5])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_the_convolution_and_so_are_its_gradients(
+    form: str, bias: bool, kernel: int, stride: int
+) -> None:
+    for dtype, tolerance in TOLERANCE.items():
+        x = torch.randn(2, 23, 3, dtype=dtype, requires_grad=True)
+        weight = torch.randn(5, 3, kernel, dtype=dtype, requires_grad=True)
+        shift = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
+        inputs = [t for t in (x, weight, shift) if t is not None]
+        plain = F.conv1d(x.transpose(1, 2), weight, shift, stride).transpose(1, 2)
+        y = FORMS[form](x, weight, shift, stride)
+        assert y.shape == plain.shape
+        assert worst(y, plain) < tolerance
+        cotangent = torch.randn_like(plain)
+        gradients = torch.autograd.grad(y, inputs, cotangent)
+        for ours, theirs in zip(gradients, torch.autograd.grad(plain, inputs, cotangent), strict=True):
+            assert worst(ours, theirs) < tolerance
+
+
+def test_the_product_form_takes_rows_that_are_parts_of_larger_tensors() -> None:
+    whole = torch.randn(3, 40, 4, dtype=torch.float64)
+    weight = torch.randn(5, 4, 3, dtype=torch.float64)
+    for x in (whole[1:, 3:30], whole.transpose(1, 2).contiguous().transpose(1, 2), whole[:, ::2]):
+        torch.testing.assert_close(matmul(x, weight, None, 2), conv1d(x, weight, None, 2))
+
+
+def test_the_product_form_passes_gradients_only_where_they_are_asked_for() -> None:
+    x, weight = torch.randn(1, 9, 2), torch.randn(3, 2, 3)
+    for a, b in ((x.clone().requires_grad_(), weight), (x, weight.clone().requires_grad_())):
+        matmul(a, b, None, 2).sum().backward()
+        assert (a.grad is None) != (b.grad is None)
+    a = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(matmul(a, weight, None, 2).square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_forms_share_parameters_and_results(norm: str, bias: bool) -> None:
+    audio = torch.randn(2, 4000)
+    for dtype, tolerance in TOLERANCE.items():
+        results = []
+        for form in FORMS:
+            torch.manual_seed(0)
+            extractor = ConvExtractor(THIN, bias, norm, form=form).to(dtype)
+            y = extractor(audio.to(dtype))
+            loss = (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum()
+            gradients = torch.autograd.grad(loss, list(extractor.parameters()))
+            results.append((extractor.state_dict(), y, gradients))
+        for state, y, gradients in results[1:]:
+            assert state.keys() == results[0][0].keys()
+            assert worst(y, results[0][1]) < tolerance * 4  # seven layers of them
+            # of the largest: the bias in front of instance norm has a gradient of rounding errors only
+            largest = max(float(g.abs().max()) for g in gradients)
+            for ours, theirs in zip(gradients, results[0][2], strict=True):
+                assert float((ours - theirs).abs().max()) < tolerance * 4 * largest
+
+
+def test_parameters_have_the_published_names_and_shapes() -> None:
+    base = {name: tuple(value.shape) for name, value in ConvExtractor(PUBLISHED).state_dict().items()}
+    expected: dict[str, tuple[int, ...]] = {"layers.0.conv.weight": (512, 1, 10)}
+    expected |= {f"layers.0.norm.{name}": (512,) for name in ("weight", "bias")}
+    expected |= {f"layers.{i}.conv.weight": (512, 512, 3 if i < 5 else 2) for i in range(1, 7)}
+    assert base == expected
+    large = {n: tuple(v.shape) for n, v in ConvExtractor(PUBLISHED, True, "layer").state_dict().items()}
+    expected |= {f"layers.{i}.conv.bias": (512,) for i in range(7)}
+    expected |= {f"layers.{i}.norm.{name}": (512,) for i in range(7) for name in ("weight", "bias")}
+    assert large == expected
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_instance_norm_is_group_norm_with_a_group_a_channel(dtype: torch.dtype) -> None:
+    norm = InstanceNorm(6).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    x = (torch.randn(3, 50, 6, dtype=dtype) * 3 + 1).requires_grad_()
+    plain = F.group_norm(x.transpose(1, 2), 6, norm.weight, norm.bias).transpose(1, 2)
+    y = norm(x)
+    assert worst(y, plain) < TOLERANCE[dtype]
+    cotangent = torch.randn_like(x)
+    (ours,) = torch.autograd.grad(y, x, cotangent)
+    (theirs,) = torch.autograd.grad(plain, x, cotangent)
+    assert worst(ours, theirs) < TOLERANCE[dtype]
+
+
+def test_padding_is_in_the_statistics_of_group_norm_and_not_of_layer_norm() -> None:
+    audio = torch.randn(1, 4000)
+    padded = F.pad(audio, (0, 2000))
+    for norm, independent in (("layer", True), ("group", False)):
+        extractor = ConvExtractor(THIN, False, norm)
+        alone, inside = extractor(audio), extractor(padded)
+        frames = extractor.frames(4000)
+        close = torch.allclose(inside[:, :frames], alone, atol=1e-5)
+        assert close == independent
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_bf16_autocast_keeps_norms_in_fp32(norm: str) -> None:
+    torch.manual_seed(0)
+    for form in FORMS:
+        extractor = ConvExtractor(THIN, False, norm, form=form)
+        audio = torch.randn(1, 4000) * 0.1
+        seen: list[torch.Tensor] = []
+        extractor.layers[0].norm.register_forward_hook(lambda m, i, o, s=seen: s.extend((*i, o)))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = extractor(audio)
+        assert y.dtype == torch.bfloat16
+        given, normed = seen[0], seen[1]
+        module = extractor.layers[0].norm
+        exact = module(given.float())
+        assert normed.dtype == torch.bfloat16
+        torch.testing.assert_close(normed, exact.to(torch.bfloat16))
+        assert worst(y.float(), extractor(audio)) < 0.1
+        y.float().sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in extractor.parameters())
+
+
+def test_gradient_scale() -> None:
+    audio = torch.randn(2, 3000, dtype=torch.float64)
+    gradients = {}
+    for scale in (1.0, 0.1):
+        torch.manual_seed(0)
+        extractor = ConvExtractor(THIN, gradient_scale=scale).double()
+        y = extractor(audio)
+        y.square().sum().backward()
+        gradients[scale] = [p.grad for p in extractor.parameters()], y.detach()
+    assert torch.equal(gradients[1.0][1], gradients[0.1][1])
+    for whole, scaled in zip(gradients[1.0][0], gradients[0.1][0], strict=True):
+        torch.testing.assert_close(scaled, whole * 0.1)
+    frozen = ConvExtractor(THIN, gradient_scale=0.0)
+    assert not frozen(audio.float()).requires_grad
+    assert not any(p.requires_grad for p in frozen.parameters())
+
+
+def test_kaiming_normal_weights() -> None:
+    torch.manual_seed(0)
+    extractor = ConvExtractor([[64, 10, 5], [64, 3, 2]])
+    for layer, fan in zip(extractor.layers, (10, 192), strict=True):
+        assert float(layer.conv.weight.detach().std()) == pytest.approx((2 / fan) ** 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"layers": []}, "conv_layers"),
+        ({"layers": [[4, 3]]}, "conv_layers"),
+        ({"layers": [[4, 0, 1]]}, "conv_layers"),
+        ({"norm": "batch"}, "conv_norm"),
+        ({"form": "fft"}, "conv_form"),
+        ({"gradient_scale": -1.0}, "gradient_scale"),
+    ],
+)
+def test_wrong_values_are_named(values: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        ConvExtractor(**({"layers": THIN} | values))  # type: ignore[arg-type]
