@@ -79,7 +79,7 @@ class GumbelQuantizer(nn.Module):
             likely = _largest(logits)
             hard, soft = self._one_hot(likely, logits), logits.softmax(-1)
             if self.training:
-                noisy = logits + (gumbel_like(logits) if noise is None else noise)
+                noisy = logits + (gumbel(torch.rand_like(logits)) if noise is None else noise)
                 ids = _largest(noisy)
                 relaxed = (noisy / temperature).softmax(-1)
                 # in this order the difference is exactly 0: equal ids are equal codes, bit for bit
@@ -105,9 +105,9 @@ def _largest(x: Tensor) -> Tensor:
     return x.detach().max(-1).indices  # argmax, which the lazy-tensor device leaves to the CPU
 
 
-def gumbel_like(x: Tensor) -> Tensor:
-    """Standard Gumbel noise in the shape of ``x``: −log(−log(u)), u uniform in (0, 1)."""
-    return -(-torch.rand_like(x).clamp(min=2.0**-25).log()).log()
+def gumbel(uniform: Tensor) -> Tensor:
+    """Standard Gumbel noise from draws in [0, 1): −log(−log(u))."""
+    return -(-uniform.clamp(min=2.0**-25).log()).log()
 
 
 def perplexity(sums: Tensor, frames: Tensor) -> Tensor:

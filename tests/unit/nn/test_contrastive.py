@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from speechtrain.nn.contrastive import bits, contrastive_loss
 from speechtrain.nn.masking import SpanMask, draw_negatives, frame_table
-from speechtrain.nn.quantizer import GumbelQuantizer, gumbel_like
+from speechtrain.nn.quantizer import GumbelQuantizer, gumbel
 
 ROWS, FRAMES, WIDTH, HIDDEN, NEGATIVES, ENTRIES = 3, 70, 10, 14, 15, 5
 
@@ -158,7 +158,7 @@ def test_static_shapes_give_the_dynamic_loss_and_gradients(
     assert (len(set(counts)) == 1) == equal
     width = None if surplus is None else spans.most(FRAMES)
     negatives = draw_negatives(counts, width or max(counts), NEGATIVES, seed=2)
-    noise = gumbel_like(torch.empty(ROWS, FRAMES, 2, ENTRIES, dtype=dtype))
+    noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES, dtype=dtype))
     expected = dynamic(parts, mask, negatives, noise, 0.8, lengths)
     got = static(parts, mask, negatives, noise, 0.8, lengths, width)
     assert float((got.loss - expected.loss).abs()) <= tolerance * float(expected.loss)

@@ -1,0 +1,179 @@
+"""wav2vec 2.0 pretraining (Baevski et al., 2020): tell a masked frame's code from those of its row.
+
+Legend: B rows, T frames, M masked frames of a row, K negatives, C extractor channels, D model width,
+G codebooks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch, Footprint
+from speechtrain.errors import ConfigError
+from speechtrain.nn.contrastive import bits, contrastive_loss
+from speechtrain.nn.masking import draw_negatives, frame_table
+from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
+from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
+from speechtrain.randomness import seed_at
+from speechtrain.task import Evaluation, Loss, Sums, Task
+
+_MASKS, _NEGATIVES, _CHANNELS, _NOISE = range(4)  # streams of a micro-batch's draws on the host
+
+
+class Wav2Vec2(Task):
+    """Contrastive pretraining of an encoder on raw audio; no transcripts are read.
+
+    Every row of a batch masks the same number of frames; what the loss needs is gathered by index,
+    so a step has no data-dependent shape and reads nothing back to the host. ``fixed_width`` makes
+    the index tables as wide as the longest mask that the frames allow, the surplus at weight 0:
+    then the shapes follow from the audio's alone, as static devices want.
+
+    The loss of a batch is, with N masked frames, the contrastive cross-entropy summed over them plus
+    N × ``diversity_weight`` × (1 − perplexity / codes) plus N × ``penalty_weight`` × the mean square of
+    the extractor's output; its weight is N. The quantiser's temperature after n updates is
+    max(``temperature[0]`` × ``temperature[2]``^n, ``temperature[1]``). ``host_noise`` draws the Gumbel
+    noise on the host, so that all devices train on the same.
+    """
+
+    metric = "loss"
+
+    def __init__(
+        self,
+        encoder: Wav2Vec2Encoder,
+        final_width: int = 256,
+        codebooks: int = 2,
+        codes: int = 320,
+        code_width: int = 256,
+        temperature: list[float] | None = None,
+        negatives: int = 100,
+        contrast_temperature: float = 0.1,
+        diversity_weight: float = 0.1,
+        penalty_weight: float = 10.0,
+        target_dropout: float = 0.1,
+        fixed_width: bool = False,
+        host_noise: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(encoder, Wav2Vec2Encoder):
+            raise ConfigError(
+                f"model=wav2vec2 cannot pretrain {type(encoder).__name__}; use encoder=wav2vec2, "
+                "wav2vec2_large or wav2vec2_small"
+            )
+        if encoder.mask is None:
+            raise ConfigError("model=wav2vec2 needs encoder.mask: without masked frames there is no loss")
+        start, floor, decay = temperature or (2.0, 0.5, 0.999995)
+        if not (start >= floor > 0 and 0 < decay <= 1):
+            raise ConfigError(
+                f"model.temperature is {temperature}; it is [start, floor, decay] with start >= floor > 0 "
+                "and decay above 0 and at most 1"
+            )
+        if negatives < 1 or contrast_temperature <= 0:
+            raise ConfigError("model.negatives must be at least 1, and model.contrast_temperature above 0")
+        if not 0 <= target_dropout < 1:
+            raise ConfigError(f"model.target_dropout is {target_dropout}; it must be from 0 to below 1")
+        self.encoder = encoder
+        self.normalise_audio = encoder.normalise_audio
+        self.quantizer = GumbelQuantizer(encoder.extractor.channels, code_width, codebooks, codes)
+        self.project_q = nn.Linear(code_width, final_width)
+        self.final_proj = nn.Linear(encoder.width, final_width)
+        self.target_dropout = target_dropout
+        self.temperature = (float(start), float(floor), float(decay))
+        self.negatives = negatives
+        self.contrast_temperature = contrast_temperature
+        self.diversity_weight = diversity_weight
+        self.penalty_weight = penalty_weight
+        self.fixed_width = fixed_width
+        self.host_noise = host_noise
+        self._step, self._update_seed = 0, 0
+
+    def advance(self, step: int, seed: int) -> None:
+        self._step, self._update_seed = step, seed
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        encoder = self.encoder
+        assert encoder.mask is not None
+        lengths = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
+        width = encoder.frames(batch.audio.shape[1])
+        counted = [bool(name) for name in batch.ids]
+        mask = encoder.mask.draw(lengths, width, seed_at(seed, _MASKS), equal=True, counted=counted)
+        index, weight = frame_table(mask, encoder.mask.most(width) if self.fixed_width else None)
+        counts, entries = mask.sum(1).tolist(), index.shape[1]
+        extra = {
+            "mask": torch.from_numpy(mask),
+            "index": index,
+            "masked": weight * batch.weight[:, None],
+            "negatives": draw_negatives(counts, entries, self.negatives, seed_at(seed, _NEGATIVES)),
+        }
+        if self.training:
+            # one tensor for each draw, none a Python number: a static device compiles once
+            extra["temperature"] = torch.tensor(code_temperature(self._step, *self.temperature))
+            extra["keep"] = encoder.draw_keep(self._update_seed)
+            if encoder.channel_mask is not None:
+                rows = [encoder.width] * len(lengths)
+                channels = encoder.channel_mask.draw(rows, encoder.width, seed_at(seed, _CHANNELS))
+                extra["channel_mask"] = torch.from_numpy(channels)
+            if self.host_noise:
+                generator = torch.Generator().manual_seed(seed_at(seed, _NOISE))
+                shape = (*index.shape, self.quantizer.groups, self.quantizer.entries)
+                extra["noise"] = gumbel(torch.rand(shape, generator=generator))
+        return replace(batch, extra={**batch.extra, **extra})
+
+    def forward(self, batch: Batch) -> Loss:
+        extra = batch.extra
+        features, lengths, penalty = self.encoder.extract(batch.audio, batch.audio_lengths)
+        context = self.encoder.contextualise(
+            features, lengths, extra["mask"], extra.get("channel_mask"), extra.get("keep")
+        )
+        index, weight = extra["index"], extra["masked"]
+        # gathered before dropout and projection, which then cost half of what all frames would
+        unmasked = F.dropout(_gathered(features, index), self.target_dropout, self.training)
+        temperature = extra.get("temperature", torch.ones_like(penalty))  # evaluation takes the best code
+        quantized = self.quantizer(unmasked, temperature, weight, extra.get("noise"))
+        contrastive = contrastive_loss(
+            self.final_proj(_gathered(context, index)),
+            self.project_q(quantized.codes),
+            quantized.ids,
+            extra["negatives"],
+            weight,
+            self.contrast_temperature,
+        )
+        count = contrastive.frames
+        diversity = self.diversity_weight * quantized.diversity() * count
+        pressure = self.penalty_weight * penalty * count
+        total = contrastive.loss + diversity + pressure
+        one = torch.ones_like(count)
+        code, prob = quantized.code_perplexity(), quantized.prob_perplexity()
+        parts: Sums = {
+            "loss_bits": (bits(total), count),
+            "loss_contrastive": (bits(contrastive.loss), count),
+            "loss_diversity": (bits(diversity), count),
+            "loss_penalty": (bits(pressure), count),
+            "accuracy": (contrastive.correct, count),
+            "shared_negatives": (contrastive.shared, count * self.negatives),
+            "distinct_codes": (contrastive.distinct, count),
+            "masked_share": (count, (lengths * batch.weight).sum()),
+            "prob_perplexity": (prob.sum(), one),
+            "code_perplexity": (code.sum(), one),
+            "temperature": (temperature, one),
+            **{f"code_perplexity_{group}": (each, one) for group, each in enumerate(code)},
+        }
+        return Loss(total, count, {name: (a.detach(), b.detach()) for name, (a, b) in parts.items()})
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        loss = self(batch)
+        pairs = {"loss": (loss.total, loss.weight), **loss.metrics}
+        del pairs["temperature"]
+        return Evaluation({name: (a.double(), b.double()) for name, (a, b) in pairs.items()})
+
+    def footprint(self) -> Footprint:
+        """What the encoder keeps; scores and negatives grow with the square of a row's masked frames."""
+        return Footprint(self.encoder.activation_bytes())
+
+
+def _gathered(frames: Tensor, index: Tensor) -> Tensor:
+    """Frames (B, T, X) at ``index`` (B, M) -> (B, M, X)."""
+    return frames.gather(1, index[:, :, None].expand(-1, -1, frames.shape[2]))
