@@ -115,7 +115,7 @@ class Decoder:
                 skipped.append(Skip(cut["id"], problem.reason, problem.detail))
                 rows.append(_Row(samples=np.zeros(int(length), np.float32)))
         if self.crop_seconds is not None:
-            self._crop(rows, min(lengths.tolist()), planned)
+            self._crop(rows, planned)
         shape = planned.shape
         return collate(rows, self.sample_rate, shape, planned.epoch, planned.index, tuple(skipped))
 
@@ -134,12 +134,12 @@ class Decoder:
             samples = standardise(samples)
         return _Row(cut["id"], samples, labels, text, weight, len(samples) / self.sample_rate)
 
-    def _crop(self, rows: Sequence[_Row], shortest: int, planned: MicroBatch) -> None:
-        """Cut the rows of a batch whose ``shortest`` planned length counts even if its audio was lost."""
+    def _crop(self, rows: Sequence[_Row], planned: MicroBatch) -> None:
+        """Cut the rows of a batch; a lost one counts with its planned length: no shape depends on it."""
         assert self.crop_seconds is not None
         most = crop_samples(self.crop_seconds, self.sample_rate)
         if planned.shape is None:
-            most = min(most, shortest, *(len(row.samples) for row in rows))
+            most = min(most, *(len(row.samples) for row in rows))
         draws = uniform_at(self.seed, _CROPS, planned.epoch, self.index.keys[planned.rows])
         for row, draw in zip(rows, draws.tolist(), strict=True):
             spare = max(0, len(row.samples) - most)

@@ -85,6 +85,7 @@ def test_the_root_is_absolute_or_beside_the_manifest(
         (".\nx.wav\t16000\ny.wav\t0\n", "m.tsv:3: '0' is no number of frames"),
         (".\nx.wav\t-5\n", "m.tsv:2: '-5' is no number of frames"),
         (".\nx.wav\t16_000\n", "m.tsv:2: '16_000' is no number of frames"),
+        (".\nx.wav\t１６\n", "m.tsv:2: '１６' is no number of frames"),
         (".\nx.wav\t1e4\n", "m.tsv:2: '1e4' is no number of frames"),
         (".\n", "lists no recordings below its root folder"),
         (".\n\n \n", "lists no recordings below its root folder"),
@@ -142,6 +143,13 @@ def test_the_rate_is_that_of_the_first_header_and_no_other_file_is_opened(
     assert source.sampling_rate == 8000
     source.fingerprint()
     assert opened == ["00.wav", "02.wav"]
+    for number in range(30):
+        (tmp_path / f"{number:02d}.wav").write_bytes(b"damaged")
+    opened.clear()
+    again = open_source(path)
+    assert isinstance(again, Fairseq)
+    assert again.sampling_rate == 16_000
+    assert len(opened) == 10
     alone = tsv(tmp_path / "n.tsv", ".", ("gone.wav", 16000))
     assert cuts_of(alone)[0]["duration"] == 1.0  # 16 kHz where nothing tells
 
