@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speechtrain.errors import ConfigError
-from speechtrain.randomness import seed_at
+from speechtrain.randomness import key_of, seed_at
+
+_NEGATIVES = key_of("negatives")
 
 KINDS = ("static", "uniform", "normal", "poisson")
 
@@ -220,10 +222,9 @@ def draw_negatives(counts: Sequence[int], width: int, negatives: int, seed: int)
     table = np.zeros((len(counts), width, negatives), dtype)
     for row, count in enumerate(counts):
         if count > 1:
-            drawn = np.random.default_rng(seed_at(seed, row)).integers(
-                0, count - 1, (count, negatives), np.int32
-            )
-            table[row, :count] = others(drawn)
+            # its own address: masks drawn with the same seed share nothing with it
+            rng = np.random.default_rng(seed_at(seed, _NEGATIVES, row))
+            table[row, :count] = others(rng.integers(0, count - 1, (count, negatives), np.int32))
     return torch.from_numpy(table)
 
 
