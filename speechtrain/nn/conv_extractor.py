@@ -113,7 +113,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
     """The same as matrix products over strided views of time-major rows; first derivatives only."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     flat = weight.transpose(1, 2).flatten(1)  # (out, k·C), the order of a frame's values in memory
@@ -154,17 +154,17 @@ class ConvBlock(nn.Module):
     """Convolution, norm, GELU: (B, T, C) to (B, T', out)."""
 
     def __init__(
-        self, inputs: int, outputs: int, kernel: int, stride: int, bias: bool, norm: nn.Module, form: str
+        self, inputs: int, outputs: int, kernel: int, stride: int, bias: bool, norm: nn.Module
     ) -> None:
         super().__init__()
         self.conv = nn.Conv1d(inputs, outputs, kernel, stride, bias=bias)
         nn.init.kaiming_normal_(self.conv.weight)
         self.norm = norm
         self.stride = stride
-        self.convolve = FORMS[form]
+        self.form: Convolution = conv1d
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.convolve(x, self.conv.weight, self.conv.bias, self.stride))
+        y: Tensor = self.norm(self.form(x, self.conv.weight, self.conv.bias, self.stride))
         return F.gelu(y)
 
 
@@ -180,8 +180,10 @@ class ConvExtractor(nn.Module):
 
     ``gradient_scale`` multiplies the gradient that enters the extractor; 0 freezes it (no graph is
     recorded, and its parameters ask for no gradient). ``form`` is how a convolution is computed:
-    ``conv1d``, ``conv2d``, or ``matmul``, matrix products over strided views; the parameters and
-    their names are the same in all. Raises ConfigError for values out of range.
+    ``conv1d``, ``conv2d``, or ``matmul``, matrix products over strided views of memory (CPU and CUDA;
+    a lazy device has no such views); the parameters and their names are the same in all.
+
+    Raises ConfigError for values out of range.
     """
 
     def __init__(
@@ -199,8 +201,6 @@ class ConvExtractor(nn.Module):
             )
         if norm not in ("group", "layer"):
             raise ConfigError(f"encoder.conv_norm is {norm!r}; it is group or layer")
-        if form not in FORMS:
-            raise ConfigError(f"encoder.conv_form is {form!r}; it is one of {', '.join(FORMS)}")
         if gradient_scale < 0:
             raise ConfigError(f"encoder.gradient_scale is {gradient_scale}; it must be 0 or more")
         self.spans = [(int(kernel), int(stride)) for _, kernel, stride in layers]
@@ -213,13 +213,21 @@ class ConvExtractor(nn.Module):
             norms: nn.Module = LayerNorm(width) if norm == "layer" else nn.Identity()
             if norm == "group" and index == 0:
                 norms = InstanceNorm(width)
-            # a product with one input channel is only k values long: the convolution is faster there,
-            # and leaves time innermost, as the norm over time wants it
-            chosen = "conv1d" if form == "matmul" and index == 0 else form
-            self.layers.append(ConvBlock(inputs, width, kernel, stride, bias, norms, chosen))
+            self.layers.append(ConvBlock(inputs, width, kernel, stride, bias, norms))
             inputs = width
+        self.use(form)
         if gradient_scale == 0:
             self.requires_grad_(False)
+
+    def use(self, form: str) -> None:
+        """Compute the convolutions in another of ``FORMS`` from now on."""
+        if form not in FORMS:
+            raise ConfigError(f"encoder.conv_form is {form!r}; it is one of {', '.join(FORMS)}")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, ConvBlock)
+            # a product with one input channel is only k values long: the convolution is faster there,
+            # and leaves time innermost, as the norm over time wants it
+            layer.form = conv1d if form == "matmul" and index == 0 else FORMS[form]
 
     def forward(self, audio: Tensor) -> Tensor:
         """Audio (B, S) to features (B, T, C), T = ``frames(S)``."""

@@ -48,22 +48,23 @@ class PositionalConv(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention with separate projections; ``valid`` (B, T) marks the keys seen.
 
-    ``form`` ``sdpa`` is torch's fused operation; ``slices`` the same written out in operations that
-    a lazy device records, with its softmax in fp32.
+    ``fused`` is torch's own operation; the other form is the same written out in operations that
+    a lazy device records without a break, with its softmax at least in fp32.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float, form: str) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.query, self.key, self.value, self.output = (nn.Linear(width, width) for _ in range(4))
         self.heads, self.dropout = heads, dropout
         self.scale = (width // heads) ** -0.5
-        self.attend = {"sdpa": self._fused, "slices": self._written}[form]
+        self.fused = True
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
         rows, frames, width = x.shape
         split = (rows, frames, self.heads, width // self.heads)
         q, k, v = (part(x).view(split).transpose(1, 2) for part in (self.query, self.key, self.value))
-        y = self.attend(q, k, v, valid[:, None, None, :])
+        attend = self._fused if self.fused else self._written
+        y = attend(q, k, v, valid[:, None, None, :])
         attended: Tensor = self.output(y.transpose(1, 2).reshape(rows, frames, width))
         return attended
 
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         scores = torch.matmul(q * self.scale, k.transpose(2, 3))
         if scores.dtype in (torch.bfloat16, torch.float16):
             scores = scores.float()
-        weights = scores.masked_fill(valid.logical_not(), FORBIDDEN).softmax(-1)
+        weights = scores.masked_fill(valid == 0, FORBIDDEN).softmax(-1)
         return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
 
 
@@ -95,10 +96,9 @@ class TransformerLayer(nn.Module):
         dropout: float,
         attention_dropout: float,
         activation_dropout: float,
-        attention: str,
     ) -> None:
         super().__init__()
-        self.attention = Attention(width, heads, attention_dropout, attention)
+        self.attention = Attention(width, heads, attention_dropout)
         self.attention_norm = nn.LayerNorm(width)
         self.feed_forward_in = nn.Linear(width, feed_forward)
         self.feed_forward_out = nn.Linear(feed_forward, width)
@@ -164,30 +164,30 @@ class Transformer(nn.Module):
         for name in ("heads", "position_groups"):
             if width % sizes[name]:
                 raise ConfigError(f"encoder.{name} is {sizes[name]}; it must divide encoder.width, {width}")
-        if attention not in ("sdpa", "slices"):
-            raise ConfigError(f"encoder.attention is {attention!r}; it is sdpa or slices")
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(
-                width,
-                feed_forward,
-                heads,
-                pre_norm,
-                dropout,
-                attention_dropout,
-                activation_dropout,
-                attention,
+                width, feed_forward, heads, pre_norm, dropout, attention_dropout, activation_dropout
             )
             for _ in range(layers)
         )
+        self.use(attention)
         self.pre_norm = pre_norm
         self.length_multiple = length_multiple
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+
+    def use(self, attention: str) -> None:
+        """Compute attention as ``sdpa`` or ``slices`` from now on."""
+        if attention not in ("sdpa", "slices"):
+            raise ConfigError(f"encoder.attention is {attention!r}; it is sdpa or slices")
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.fused = attention == "sdpa"
 
     def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
         """Frames (B, T, D), their valid number (B,) and layer-drop factors (L,) or none for plain layers."""

@@ -104,6 +104,12 @@ class Wav2Vec2Encoder(Encoder):
         self.mask, self.channel_mask = mask, channel_mask
         self.augment = Augment() if augment is None else augment
 
+    def use_static_forms(self) -> None:
+        """Compute as a device that records graphs wants it: convolutions in two dimensions, attention
+        written out. Results and parameters stay the same."""
+        self.extractor.use("conv2d")
+        self.transformer.use("slices")
+
     def extract(self, audio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
 

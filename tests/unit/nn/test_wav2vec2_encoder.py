@@ -380,3 +380,14 @@ def test_true_base_shape() -> None:
 def test_wrong_probabilities_are_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"encoder.{name} "):
         make(**{name: 1.0})
+
+
+def test_static_forms_change_nothing_but_rounding() -> None:
+    encoder = make(mask=SpanMask(0.5, 4), **CALM)
+    batch = encoder.prepare(make_batch(9000, 6000), 2)
+    plain = encoder(batch)[0]
+    encoder.use_static_forms()
+    assert encoder.state_dict().keys() == make().state_dict().keys()
+    written = encoder(batch)[0]
+    assert not any(layer.attention.fused for layer in encoder.transformer.layers)
+    torch.testing.assert_close(written[0], plain[0], atol=1e-5, rtol=1e-5)
