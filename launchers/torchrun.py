@@ -7,7 +7,7 @@ import sys
 
 from speechtrain.distributed import PARENT
 from speechtrain.errors import ConfigError
-from speechtrain.launch import Job, Launcher, Result, shell_line, supervise
+from speechtrain.launch import AGENT, Job, Launcher, Result, shell_line, supervise
 
 
 class Torchrun(Launcher):
@@ -33,7 +33,7 @@ class Torchrun(Launcher):
         self.check(job)
         job = self._prepared(job)
         environment = {**job.environ(), PARENT: str(os.getpid())}
-        return Result(supervise(self._command(job), environment, agent_log=job.run_dir / "agent.log"))
+        return Result(supervise(self._command(job), environment, agent_log=job.run_dir / AGENT))
 
     def render(self, job: Job) -> str:
         job = self._prepared(job)

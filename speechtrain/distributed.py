@@ -6,6 +6,7 @@ Nothing above asks whether a run is distributed: one process is ``Solo``, a full
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ from speechtrain.errors import MachineError
 
 PARENT = "SPEECHTRAIN_PARENT"
 """Environment variable: the process that started this one here; without it there is no reason to go on."""
+
+_BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class World:
                 )
             values.append(int(text))
         return cls(*values)
+
+
+class PeerLost(MachineError):
+    """Another rank has ended, or does not answer: what follows here is not the cause."""
 
 
 class Group(ABC):
@@ -93,6 +100,10 @@ class Group(ABC):
     def any(self, flag: bool) -> bool:
         """Whether the flag of any process is set; every process must ask."""
         return bool(self.sum(torch.tensor([float(flag)]))[0] > 0)
+
+    def explained(self, error: Exception) -> Exception:
+        """``error``, or a PeerLost where that is what it comes from."""
+        return error
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Leave the group. Call after the wrapped module has been dropped."""
@@ -199,6 +210,12 @@ class TorchGroup(Group):
             statistic.copy_(mean.view_as(statistic))
         stop, late = (count > 0 for count in joined[2:4].tolist())  # the update's one read of the device
         return joined[0].float(), stop, late, joined[1] > 0
+
+    def explained(self, error: Exception) -> Exception:
+        if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
+            cause = " ".join(str(error).split())[:200]
+            return PeerLost(f"rank {self.world.rank} has lost a peer, or waited for it in vain: {cause}")
+        return error
 
     def close(self) -> None:
         """Leave the group. Call after the wrapped module has been dropped.

@@ -21,6 +21,8 @@ from types import FrameType
 from speechtrain.processes import children_of
 
 WORKER = "speechtrain.worker"
+AGENT = "agent.log"
+"""In the run directory: what an agent that starts the ranks says of them."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _PR_SET_PDEATHSIG = 1

@@ -61,11 +61,15 @@ def rank_folder(run_dir: Path, rank: int) -> Path:
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """The outcome of the rank that failed first: the others' follow from it. None where none has failed."""
+    """The outcome of the rank that failed first, its peers' follow from it; None where none has failed."""
     folders = [run_dir, *(run_dir / RANKS).glob("*")]
     found = [result for folder in folders if (result := read_result(folder)) is not None]
     failed = [result for result in found if result.get("status") == "failed"]
-    return min(failed, key=lambda result: float(result.get("failed_at", 0.0)), default=None)
+
+    def order(result: dict[str, Any]) -> tuple[bool, float]:  # hosts' clocks may differ
+        return not result.get("is_cause", True), float(result.get("failed_at", 0.0))
+
+    return min(failed, key=order, default=None)
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from speechtrain.checkpoint import Checkpointer, write_json
 from speechtrain.config import build, load
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed import PARENT, Group, Solo, World, open_group
+from speechtrain.distributed import PARENT, Group, PeerLost, Solo, World, open_group
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
@@ -272,11 +272,13 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0) -> int:
         train(load(path), World.from_environment(os.environ), stop, attempt)
         result = attempt.result()
         attempt.group.close()
-    except Exception as error:  # the boundary of the process: whatever it is, the parent must be told
+    except Exception as raised:  # the boundary of the process: whatever it is, the parent must be told
+        error = attempt.group.explained(raised)
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
         message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
         attempt.status = "failed"
-        place = {"rank": rank, "failed_at": time.time()}  # of several failures the first is the cause
+        # of several failures the first is the cause
+        place = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
         result = {**attempt.result(), "error": message.strip(), "exit_code": code, **place}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             trace.write_text(traceback.format_exc())

@@ -15,7 +15,7 @@ from speechtrain.checkpoint import write_json
 from speechtrain.config import ALLOW_TARGETS, build, check, dump, identity, load, rehearse, resolved
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
-from speechtrain.launch import Job, Launcher
+from speechtrain.launch import AGENT, Job, Launcher
 from speechtrain.precision import Precision
 from speechtrain.run import (
     ABOUT,
@@ -30,6 +30,7 @@ from speechtrain.run import (
     read_result,
 )
 
+_USERS = (ConfigError, DataError, MachineError)
 _MIN_FREE = 256 * 2**20  # bytes below which no run is begun
 
 
@@ -70,7 +71,7 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     lock.release()  # rank 0 takes it over
     simulated = config.trainer.simulate_world
     if simulated is not None:
-        share = f"{job.world_size} ranks × accumulate {simulated // job.world_size}"
+        share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
         print(f"trainer.simulate_world={simulated}: {share}", flush=True)
     ended = launcher.launch(job)
     result = read_result(run_dir)
@@ -80,7 +81,7 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
         raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
     if result["status"] == "failed":
         error = _error_of(result, run_dir)
-        if is_new and isinstance(error, (ConfigError, DataError, MachineError)):
+        if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
             _discard(run_dir)
         raise error
     result["limits"] = plain["trainer"]
@@ -180,7 +181,7 @@ def _micro_batches(config: DictConfig) -> int:
 
 def _discard(run_dir: Path) -> None:
     """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
-    begun = {CONFIG, ABOUT, RESULT, ERROR, "lock", "agent.log"}
+    begun = {CONFIG, ABOUT, RESULT, ERROR, "lock", AGENT}
     if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for name in begun:
@@ -194,8 +195,10 @@ def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
         if isinstance(c, type) and issubclass(c, SpeechtrainError)
     }
     found = by_code.get(result["exit_code"], SpeechtrainError)
-    rank = int(result.get("rank", 0))
-    trace = "" if found is not SpeechtrainError else f" (trace in {rank_folder(run_dir, rank) / ERROR})"
+    folder = rank_folder(run_dir, int(result.get("rank", 0)))
+    trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""
+    if not result.get("is_cause", True):  # killed, or its host is gone: it had no time to say so
+        trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
     return found(result["error"] + trace)
 
 

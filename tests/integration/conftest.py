@@ -89,6 +89,11 @@ class Command:
             assert found.setdefault((record[0], record[1]), record) == record
         return list(found.values())
 
+    def scored(self) -> list[str]:
+        """Ids of the utterances that were evaluated, fillers left out."""
+        lines = (self.run_dir / "scored.jsonl").read_text().splitlines()
+        return [name for line in lines for name in json.loads(line)]
+
     def result(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
         return content

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from speechtrain.batch import Batch
 from speechtrain.data.module import SpeechData
+from speechtrain.errors import DataError
 
 
 class RecordingData(SpeechData):
-    """Appends each training batch's address, ids and a checksum of its audio to ``handed.jsonl``."""
+    """Appends each training batch's address, ids and a checksum of its audio to ``handed.jsonl``.
+
+    The ids of evaluation batches go to ``scored.jsonl``, however many ranks there are.
+    """
 
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         return self._recorded(super().train(rank, world_size, accumulate))
@@ -23,3 +27,22 @@ class RecordingData(SpeechData):
                 audio = zlib.crc32(batch.audio.numpy().tobytes())
                 file.write(json.dumps([batch.epoch, batch.index, batch.ids, audio]) + "\n")
                 yield batch
+
+    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
+        return {name: self._scored(batches) for name, batches in super().valid(rank, world_size).items()}
+
+    def _scored(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        with (Path(self.run_dir) / "scored.jsonl").open("a", buffering=1) as file:
+            for batch in batches:
+                file.write(json.dumps([name for name in batch.ids if name]) + "\n")
+                yield batch
+
+
+class FailingData(SpeechData):
+    """The second rank meets an error at its third batch."""
+
+    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
+        for number, batch in enumerate(super().train(rank, world_size, accumulate)):
+            if rank == 1 and number == 2:
+                raise DataError("rank 1 fails as it was told to")
+            yield batch

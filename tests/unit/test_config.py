@@ -193,7 +193,8 @@ def test_simulated_worlds(config: DictConfig) -> None:
         "trainer.target=0.1",
         "trainer.keep=9",
         "data.workers=3",
-        "launcher.inline=true",
+        "launcher=torchrun",
+        "launcher.one.inline=true",
     ],
 )
 def test_what_a_resume_may_change(override: str) -> None:

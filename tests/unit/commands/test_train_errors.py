@@ -77,7 +77,7 @@ WRONG = [
     (["trainer=5"], CONFIG, ["trainer"]),
     (["world_size=eight"], CONFIG, ["world_size", "'eight'"]),
     (["world_size=0"], CONFIG, ["world_size=0"]),
-    (["world_size=2"], CONFIG, ["world_size=2", "launcher=local"]),
+    (["world_size=2", "launcher=local"], CONFIG, ["world_size=2", "launcher=torchrun"]),
     (["seed=-1"], CONFIG, ["seed=-1"]),
     (["seed=1,2"], CONFIG, ["seed=1,2", "-m"]),
     (["seed=${foo}"], CONFIG, ["seed", "foo"]),
