@@ -72,10 +72,6 @@ def test_a_signal_to_one_rank_stops_all_and_another_world_goes_on(command: Calla
     )
     assert run.checkpoints()[-1].name == f"step-{first:08d}"
 
-    refused = run.run("world_size=3")
-    assert refused.returncode == 2
-    assert f"{run.run_dir} has 2 micro-batches an update, which world_size=3 does not" in refused.stderr
-
     more = ["trainer.validate_every=1000", f"trainer.max_steps={first + 3}"]
     done = run.run("world_size=1", *more)  # of the same global batch
     assert done.returncode == 0, done.stderr
@@ -118,7 +114,9 @@ def test_processes_end_cleanly_each_time(tmp_path: Path) -> None:
     program = tmp_path / "one_update.py"
     program.write_text(ONE_UPDATE)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    for _ in range(3):
-        done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    pipe = subprocess.PIPE
+    # beside each other: the busier the machine, the more an exit race shows
+    runs = [subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
+    for done in [finish(run) for run in runs]:
         assert done.returncode == 0, done.stderr
         assert not re.search("terminate called|Error", done.stderr)
