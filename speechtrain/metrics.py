@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from rapidfuzz.distance import Levenshtein
@@ -26,6 +26,17 @@ def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
     """
     characters = " ".join(reference.split())
     return Levenshtein.distance(characters, " ".join(hypothesis.split())), len(characters)
+
+
+def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """``wer`` and ``cer`` of (reference, hypothesis) pairs as sums of errors and counts, () float64."""
+    pairs = list(pairs)
+    rates = {}
+    for name, errors_of in (("wer", word_errors), ("cer", character_errors)):
+        counts = [errors_of(reference, hypothesis) for reference, hypothesis in pairs]
+        both = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts)], dtype=torch.float64)
+        rates[name] = (both[0], both[1])
+    return rates
 
 
 def align(reference: str, hypothesis: str) -> list[Operation]:

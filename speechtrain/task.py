@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,12 @@ class Example:
     id: str
     reference: str
     hypothesis: str
+
+
+def examples_of(batch: Batch, hypotheses: Sequence[str]) -> tuple[Example, ...]:
+    """The decoded utterances of a batch, filler rows left out."""
+    rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
+    return tuple(Example(name, reference, text) for name, reference, text in rows if name)
 
 
 @dataclass(frozen=True)

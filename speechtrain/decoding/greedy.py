@@ -1,4 +1,4 @@
-"""Greedy transducer decoding of a whole batch at once."""
+"""Greedy decoding of a whole batch at once."""
 
 from __future__ import annotations
 
@@ -57,3 +57,16 @@ def greedy(
             state = select(emits, new_state, state)
         active = (frame < lengths) & (emitted < max_symbols)
     return hypotheses
+
+
+def best_path(scores: Tensor, lengths: Tensor, blank: int) -> list[list[int]]:
+    """CTC's best path: the best class of each frame, repetitions merged, blanks dropped.
+
+    ``scores`` (B, T, V) of any scale, ``lengths`` (B,) frames; one host read a batch.
+    """
+    classes = scores.argmax(-1)
+    changed = torch.ones_like(classes, dtype=torch.bool)
+    changed[:, 1:] = classes[:, 1:] != classes[:, :-1]
+    kept = (changed & (classes != blank)).cpu()
+    rows = zip(classes.cpu(), kept, lengths.tolist(), strict=True)
+    return [row[:length][keep[:length]].tolist() for row, keep, length in rows]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.greedy import greedy
-from speechtrain.metrics import character_errors, word_errors
+from speechtrain.metrics import error_rates
 from speechtrain.nn.encoder import Encoder
 from speechtrain.nn.lstm import LSTM, State
 from speechtrain.nn.transducer_loss import transducer_loss
-from speechtrain.task import Evaluation, Example, Loss, Sums, Task
+from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
 
 _LABELS_PER_SECOND = 50  # a limit for a model that babbles
@@ -70,8 +70,9 @@ class RNNT(Task):
     the encoder's: with it the additive joint is Intel's older Linear over the concatenation, its
     weight split in two. ``ctc_weight`` adds a CTC loss on the encoder, ``fastemit`` is the lambda of
     Yu et al. (2021). ``max_symbols`` ends a hypothesis after so many labels (MLPerf: 300); None allows
-    50 for each second of audio, twice the characters of the fastest speech. The loss of a batch is
-    the sum over its utterances, its weight their number.
+    50 for each second of audio, twice the characters of the fastest speech. A pretrained encoder
+    stays as it is for ``freeze_encoder_steps`` updates. The loss of a batch is the sum over its
+    utterances, its weight their number.
     """
 
     metric = "wer"
@@ -94,6 +95,7 @@ class RNNT(Task):
         fastemit: float = 0.0,
         max_symbols_per_step: int = 30,
         max_symbols: int | None = None,
+        freeze_encoder_steps: int = 0,
     ) -> None:
         super().__init__()
         if joint_bias not in ("both", "single"):
@@ -109,6 +111,7 @@ class RNNT(Task):
         self.tokenizer = tokenizer
         self.blank = tokenizer.blank
         self.encoder = encoder
+        self.normalise_audio = encoder.normalise_audio
         self.prediction = Prediction(
             tokenizer.size - 1,
             prediction_embedding,
@@ -128,12 +131,16 @@ class RNNT(Task):
         self.fastemit = fastemit
         self.max_symbols_per_step = max_symbols_per_step
         self.max_symbols = max_symbols
+        self.freeze_encoder_steps = freeze_encoder_steps
+
+    def advance(self, step: int, seed: int) -> None:
+        self.encoder.frozen = step < self.freeze_encoder_steps
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         return self.encoder.prepare(batch, seed)
 
     def forward(self, batch: Batch) -> Loss:
-        encoded, lengths = self.encoder(batch)
+        encoded, lengths = self.encoder.encode(batch)
         per_row, parts = self._losses(encoded, lengths, batch)
         return Loss((per_row * batch.weight).sum(), batch.weight.sum(), parts)
 
@@ -174,23 +181,15 @@ class RNNT(Task):
         return transducer + self.ctc_weight * ctc, parts
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        encoded, lengths = self.encoder(batch)
+        encoded, lengths = self.encoder.encode(batch)
         per_row, _ = self._losses(encoded, lengths, batch)
-        metrics: Sums = {"loss": ((per_row * batch.weight).sum().double(), batch.weight.sum().double())}
-        texts = self._decode(encoded, lengths)
-        examples = tuple(
-            Example(name, reference, text)
-            for name, reference, text in zip(batch.ids, batch.texts, texts, strict=True)
-            if name
-        )
-        for name, errors_of in (("wer", word_errors), ("cer", character_errors)):
-            counts = [errors_of(e.reference, e.hypothesis) for e in examples]
-            pair = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts)], dtype=torch.float64)
-            metrics[name] = (pair[0], pair[1])
+        examples = examples_of(batch, self._decode(encoded, lengths))
+        metrics = error_rates((e.reference, e.hypothesis) for e in examples)
+        metrics["loss"] = ((per_row * batch.weight).sum().double(), batch.weight.sum().double())
         return Evaluation(metrics, examples)
 
     def transcribe(self, batch: Batch) -> list[str]:
-        encoded, lengths = self.encoder(batch)
+        encoded, lengths = self.encoder.encode(batch)
         return self._decode(encoded, lengths)
 
     def _decode(self, encoded: Tensor, lengths: Tensor) -> list[str]:

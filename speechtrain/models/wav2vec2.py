@@ -6,6 +6,7 @@ G codebooks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -19,9 +20,50 @@ from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
 from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.randomness import seed_at
-from speechtrain.task import Evaluation, Loss, Sums, Task
+from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
 _MASKS, _NEGATIVES, _CHANNELS, _NOISE = range(4)  # streams of a micro-batch's draws on the host
+
+
+class CollapseWatch:
+    """Notices codebooks that no longer say anything, which the contrastive loss alone rewards.
+
+    With one code for all frames every negative is excluded and the accuracy is 100 %. A sign is fewer
+    than 5 % of a codebook's entries in use (perplexity), a fifth of the negatives with their
+    positive's code, a tenth of an utterance's codes distinct, or more than 97 % accuracy, in
+    every log line of ``patience`` updates; so a dip of a healthy run raises no alarm.
+    """
+
+    def __init__(self, codebooks: int, codes: int, patience: int = 100) -> None:
+        self.codebooks, self.codes, self.patience = codebooks, codes, patience
+        self._onset: int | None = None
+        self._lines, self._is_told = 0, False
+
+    def __call__(self, step: int, means: Mapping[str, float], cause: str) -> Alarm | None:
+        """The alarm at the log line of ``step``, once for each collapse; ``cause`` ends its message."""
+        sign = self._sign(means)
+        if not sign:
+            self._onset, self._lines, self._is_told = None, 0, False
+            return None
+        self._onset = step if self._onset is None else self._onset
+        self._lines += 1
+        if self._is_told or self._lines < 3 or step - self._onset < self.patience:
+            return None
+        self._is_told = True
+        return Alarm(self._onset, f"the codebooks have collapsed at step {step}: {sign}; {cause}")
+
+    def _sign(self, means: Mapping[str, float]) -> str:
+        for group in range(self.codebooks):
+            in_use = means[f"code_perplexity_{group}"]
+            if in_use < 0.05 * self.codes:
+                return f"{in_use:.1f} of {self.codes} codes in use in codebook {group}"
+        if means["shared_negatives"] > 0.2:
+            return f"{100 * means['shared_negatives']:.0f} % of the negatives carry their positive's code"
+        if means["distinct_codes"] < 0.1:
+            return f"{100 * means['distinct_codes']:.0f} % of an utterance's codes are distinct"
+        if means["accuracy"] > 0.97:
+            return f"an accuracy of {100 * means['accuracy']:.1f} % is too good to be true"
+        return ""
 
 
 class Wav2Vec2(Task):
@@ -89,9 +131,18 @@ class Wav2Vec2(Task):
         self.fixed_width = fixed_width
         self.host_noise = host_noise
         self._step, self._update_seed = 0, 0
+        self._collapse = CollapseWatch(codebooks, codes)
 
     def advance(self, step: int, seed: int) -> None:
         self._step, self._update_seed = step, seed
+
+    def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
+        cause = "lower optimizer.lr, or raise model.diversity_weight"
+        if self.temperature[0] <= self.temperature[1]:
+            cause = f"model.temperature starts at its floor of {self.temperature[1]:g}: start at 2"
+        elif self.diversity_weight == 0:
+            cause = "model.diversity_weight is 0: nothing keeps the codes in use; 0.1 to 0.3 does"
+        return self._collapse(step, means, cause)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         encoder = self.encoder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
@@ -18,6 +19,14 @@ class Encoder(nn.Module, ABC):
     """A front end and a network: (B, S) audio to (B, T, ``width``) frames."""
 
     width: int
+    frozen: bool = False  # while it is, ``encode`` records no graph and the weights stay as they are
+    normalise_audio: bool = False  # recordings are to come with zero mean and unit variance
+
+    def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """``forward``, as a recogniser calls it."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            encoded: tuple[Tensor, Tensor] = self(batch)
+        return encoded
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ The choices are found in ``conf/``: a new model, device or schedule is tested by
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -26,6 +27,7 @@ from speechtrain.batch import Batch
 from speechtrain.commands.composition import compose
 from speechtrain.config import INTERFACES, OFFERED, build, check, rehearse, target_class
 from speechtrain.launch import Job
+from speechtrain.task import Task
 from speechtrain.text.vocabulary import train_sentencepiece
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -318,7 +320,7 @@ def test_augment_does_nothing_in_evaluation(choice: str, required: dict[str, str
 
 def _batch(tokenizer: Any) -> Batch:
     torch.manual_seed(0)
-    texts = ("one two", "")
+    texts = ("one two", "") if tokenizer.reads_text else ("", "")
     labels = [tokenizer.encode(text) for text in texts]
     width = max(map(len, labels))
     lengths = torch.tensor([12_000, 8_000])
@@ -350,8 +352,9 @@ def _shrunk(config: DictConfig) -> DictConfig:
                 and not isinstance(value, bool)
                 and value >= 64
                 and "max_" not in str(key)
+                and key != "sample_rate"
             ):
-                config[group][key] = 16
+                config[group][key] = 48  # which 4, 12 and 16 heads divide
     return config
 
 
@@ -359,12 +362,17 @@ def _shrunk(config: DictConfig) -> DictConfig:
 def test_network_learns_and_evaluates(group: str, choice: str, required: dict[str, str]) -> None:
     torch.manual_seed(0)
     task, tokenizer = _task(_shrunk(_config(required, group, choice)))
-    batch = _batch(tokenizer)
-    loss = task.train()(batch)
+    raw = _batch(tokenizer)
+    task.train()
+    task.advance(0, seed=1)
+    batch = task.prepare(raw, seed=2)
+    loss = task(batch)
     assert loss.total.dtype == loss.weight.dtype == torch.float32
     assert loss.total.shape == loss.weight.shape == ()
     assert math.isfinite(loss.total.item())
-    assert loss.weight.item() == 1  # the filler row has no weight
+    assert loss.weight.item() > 0
+    filler = dataclasses.replace(raw, weight=torch.zeros(2), ids=("", ""), texts=("", ""))
+    assert task(task.prepare(filler, seed=2)).weight.item() == 0
     loss.total.backward()
     without = [name for name, p in task.named_parameters() if p.requires_grad and p.grad is None]
     assert not without
@@ -373,16 +381,17 @@ def test_network_learns_and_evaluates(group: str, choice: str, required: dict[st
     assert sorted(grouped) == sorted(id(p) for p in task.parameters() if p.requires_grad)
 
     task.eval()
+    batch = task.prepare(raw, seed=3)
     with torch.no_grad():
         found = [task.evaluate(batch) for _ in range(2)]
-        texts = task.transcribe(batch)
     assert task.metric in found[0].metrics
     for name, (total, count) in found[0].metrics.items():
         assert math.isfinite(total.item()), name
         assert count.item() > 0, name
         assert torch.equal(total, found[1].metrics[name][0]), f"{name} is not the same twice"
-    assert [e.id for e in found[0].examples] == ["a"]
-    assert len(texts) == 2
+    if type(task).transcribe is not Task.transcribe:
+        assert [e.id for e in found[0].examples] == ["a"]
+        assert len(task.transcribe(batch)) == 2
     task.load_state_dict(task.state_dict())
     assert task.footprint().bytes(2, 1.0, 7) >= 0
     frames = [task.encoder.frames(samples) for samples in (8_000, 12_000)]

@@ -1,0 +1,80 @@
+"""CTC recognition (Graves et al., 2006): an encoder and one linear layer."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch, Footprint
+from speechtrain.decoding.greedy import best_path
+from speechtrain.metrics import error_rates
+from speechtrain.nn.encoder import Encoder
+from speechtrain.task import Evaluation, Loss, Task, examples_of
+from speechtrain.text.vocabulary import Tokenizer
+
+
+class CTC(Task):
+    """A linear layer on an encoder's frames, trained by CTC: how wav2vec 2.0 is usually fine-tuned.
+
+    The loss of a batch is the sum over its utterances, its weight their number; an utterance of more
+    labels than frames adds 0. A pretrained encoder stays as it is for ``freeze_encoder_steps``
+    updates; ``dropout`` is that of its frames.
+    """
+
+    metric = "wer"
+
+    def __init__(
+        self, tokenizer: Tokenizer, encoder: Encoder, dropout: float = 0.1, freeze_encoder_steps: int = 0
+    ) -> None:
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"model.dropout is {dropout}; it must be at least 0 and below 1")
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        self.normalise_audio = encoder.normalise_audio
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(encoder.width, tokenizer.size)
+        self.freeze_encoder_steps = freeze_encoder_steps
+
+    def advance(self, step: int, seed: int) -> None:
+        self.encoder.frozen = step < self.freeze_encoder_steps
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        return self.encoder.prepare(batch, seed)
+
+    def forward(self, batch: Batch) -> Loss:
+        scores, lengths = self._scores(batch)
+        return Loss(*self._loss(scores, lengths, batch))
+
+    def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (B, T, V) fp32, blank last, and frames (B,)."""
+        encoded, lengths = self.encoder.encode(batch)
+        return self.output(self.dropout(encoded)).float().log_softmax(-1), lengths
+
+    def _loss(self, scores: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        per_row = F.ctc_loss(
+            scores.transpose(0, 1),
+            batch.labels,
+            lengths,
+            batch.label_lengths,
+            self.tokenizer.blank,
+            reduction="none",
+            zero_infinity=True,
+        )
+        return (per_row * batch.weight).sum(), batch.weight.sum()
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        scores, lengths = self._scores(batch)
+        examples = examples_of(batch, self._decode(scores, lengths))
+        metrics = error_rates((e.reference, e.hypothesis) for e in examples)
+        total, weight = self._loss(scores, lengths, batch)
+        return Evaluation({**metrics, "loss": (total.double(), weight.double())}, examples)
+
+    def transcribe(self, batch: Batch) -> list[str]:
+        return self._decode(*self._scores(batch))
+
+    def _decode(self, scores: Tensor, lengths: Tensor) -> list[str]:
+        return [self.tokenizer.decode(ids) for ids in best_path(scores, lengths, self.tokenizer.blank)]
+
+    def footprint(self) -> Footprint:
+        return Footprint(self.encoder.activation_bytes())
