@@ -70,13 +70,18 @@ class _StridedProduct(Function):
         gradient = gradients[0].contiguous()
         frames = gradient.shape[1]
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # blocks of neighbouring frames share memory where k > s, so gradients are added into zeros
-        to_x = torch.zeros_like(x) if needs_x else None
+        to_x = torch.empty_like(x) if needs_x else None
         to_weight = torch.zeros_like(weight) if needs_weight else None
+        # the first blocks touch each other and are written; later ones lie over them and are added
+        written = frames * ctx.stride if ctx.kernel >= ctx.stride else 0
         for index in range(x.shape[0]):
             if to_x is not None:
+                to_x[index, written:] = 0
                 for columns, block in _blocks(to_x[index], frames, ctx.kernel, ctx.stride):
-                    block.addmm_(gradient[index], weight[:, columns])
+                    if written and not columns.start:
+                        torch.mm(gradient[index], weight[:, columns], out=block)
+                    else:
+                        block.addmm_(gradient[index], weight[:, columns])
             if to_weight is not None:
                 for columns, block in _blocks(x[index], frames, ctx.kernel, ctx.stride):
                     to_weight[:, columns].addmm_(gradient[index].t(), block)
@@ -112,6 +117,9 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
     """The same as matrix products over strided views of time-major rows; first derivatives only."""
+    if x.shape[2] == 1:
+        # k·C is k: copying the frames costs less than several products of so few columns
+        return F.linear(x[:, :, 0].unfold(1, weight.shape[2], stride).contiguous(), weight[:, 0], bias)
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -124,21 +132,55 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
 FORMS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "matmul": matmul}
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class _NormOverTime(Function):
+    """Instance norm of (B, T, C) rows in time-major memory, where torch's would transpose them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        variance, mean = torch.var_mean(wide, 1, keepdim=True, correction=0)
+        inverse = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inverse)
+        scale = inverse * weight
+        return torch.addcmul(bias - mean * scale, wide, scale).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        gradient, wide = _wide(gradients[0]), _wide(x)
+        scale = inverse * weight
+        to_bias = gradient.sum(1, keepdim=True)
+        to_weight = ((gradient * wide).sum(1, keepdim=True) - mean * to_bias) * inverse
+        # scale · (gradient − its mean − normalised · mean of gradient · normalised), as a·gradient + b·x + c
+        slope = -scale * inverse * to_weight / x.shape[1]
+        shift = -scale * to_bias / x.shape[1] - slope * mean
+        to_x = torch.addcmul(shift, gradient, scale).addcmul_(wide, slope).to(x.dtype)
+        return to_x, to_weight.sum((0, 1)), to_bias.sum((0, 1)), None
+
+
 class InstanceNorm(nn.GroupNorm):
     """GroupNorm with one group a channel, computed as instance norm: (B, T, C) over T, at least in fp32.
 
     The two are one formula (biased variance, one scale and shift a channel); instance norm also runs
-    as a single operation on devices where group norm is taken apart. The statistics cover every
+    as a single operation on devices where group norm is taken apart. ``time_major`` says how the
+    input lies in memory; the result is the same. The statistics cover every
     frame of a row, padding included, as upstream's do.
     """
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
+        self.time_major = False
 
     def forward(self, x: Tensor) -> Tensor:
-        across = x.transpose(1, 2)
-        if x.dtype in (torch.bfloat16, torch.float16):
-            across = across.float()
+        if self.time_major:
+            y: Tensor = _NormOverTime.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+            return y
+        across = _wide(x.transpose(1, 2))
         y = F.instance_norm(across, weight=self.weight, bias=self.bias, eps=self.eps)
         return y.to(x.dtype).transpose(1, 2)
 
@@ -223,11 +265,11 @@ class ConvExtractor(nn.Module):
         """Compute the convolutions in another of ``FORMS`` from now on."""
         if form not in FORMS:
             raise ConfigError(f"encoder.conv_form is {form!r}; it is one of {', '.join(FORMS)}")
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             assert isinstance(layer, ConvBlock)
-            # a product with one input channel is only k values long: the convolution is faster there,
-            # and leaves time innermost, as the norm over time wants it
-            layer.form = conv1d if form == "matmul" and index == 0 else FORMS[form]
+            layer.form = FORMS[form]
+            if isinstance(layer.norm, InstanceNorm):
+                layer.norm.time_major = form == "matmul"
 
     def forward(self, audio: Tensor) -> Tensor:
         """Audio (B, S) to features (B, T, C), T = ``frames(S)``."""

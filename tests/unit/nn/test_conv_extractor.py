@@ -32,13 +32,14 @@ def test_golden_lengths(samples: int, frames: int) -> None:
 @pytest.mark.parametrize("kernel", [1, 2, 3, 5, 10])
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_the_convolution_and_so_are_its_gradients(
-    form: str, bias: bool, kernel: int, stride: int
+    form: str, bias: bool, kernel: int, stride: int, channels: int
 ) -> None:
     for dtype, tolerance in TOLERANCE.items():
-        x = torch.randn(2, 23, 3, dtype=dtype, requires_grad=True)
-        weight = torch.randn(5, 3, kernel, dtype=dtype, requires_grad=True)
+        x = torch.randn(2, 23, channels, dtype=dtype, requires_grad=True)
+        weight = torch.randn(5, channels, kernel, dtype=dtype, requires_grad=True)
         shift = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
         inputs = [t for t in (x, weight, shift) if t is not None]
         plain = F.conv1d(x.transpose(1, 2), weight, shift, stride).transpose(1, 2)
@@ -103,9 +104,12 @@ def test_parameters_have_the_published_names_and_shapes() -> None:
     assert large == expected
 
 
+@pytest.mark.parametrize("time_major", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_instance_norm_is_group_norm_with_a_group_a_channel(dtype: torch.dtype) -> None:
+def test_instance_norm_is_group_norm_with_a_group_a_channel(dtype: torch.dtype, time_major: bool) -> None:
+    torch.manual_seed(0)
     norm = InstanceNorm(6).to(dtype)
+    norm.time_major = time_major
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     x = (torch.randn(3, 50, 6, dtype=dtype) * 3 + 1).requires_grad_()
@@ -113,9 +117,10 @@ def test_instance_norm_is_group_norm_with_a_group_a_channel(dtype: torch.dtype) 
     y = norm(x)
     assert worst(y, plain) < TOLERANCE[dtype]
     cotangent = torch.randn_like(x)
-    (ours,) = torch.autograd.grad(y, x, cotangent)
-    (theirs,) = torch.autograd.grad(plain, x, cotangent)
-    assert worst(ours, theirs) < TOLERANCE[dtype]
+    inputs = (x, norm.weight, norm.bias)
+    gradients = torch.autograd.grad(y, inputs, cotangent)
+    for ours, theirs in zip(gradients, torch.autograd.grad(plain, inputs, cotangent), strict=True):
+        assert worst(ours, theirs) < TOLERANCE[dtype]
 
 
 def test_padding_is_in_the_statistics_of_group_norm_and_not_of_layer_norm() -> None:
