@@ -11,11 +11,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from speechtrain.distributed import PARENT, World
-from speechtrain.errors import MachineError
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.run import RunLock
-from speechtrain.worker import StopRequest
+from speechtrain.worker import StopRequest, limits_for
 
 
 def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -36,6 +37,29 @@ def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "error.log").read_text()
 
 
+def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("of rank 0")
+    done = rank(tmp_path, RANK="1", WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert (tmp_path / "result.json").read_text() == "of rank 0"
+    assert not (tmp_path / "lock").exists()
+    own = tmp_path / "ranks" / "1"
+    result = json.loads((own / "result.json").read_text())
+    assert (result["status"], result["rank"], result["is_cause"]) == ("failed", 1, True)
+    assert "Traceback" in (own / "error.log").read_text()
+    assert (own / "output.log").read_text() == ""
+
+
+def test_a_world_that_the_run_does_not_have_is_refused() -> None:
+    config = OmegaConf.create({"world_size": 1, "trainer": {"simulate_world": 6}})
+    assert limits_for(config, World()).accumulate == 6
+    with pytest.raises(MachineError, match="WORLD_SIZE=2 in the environment, but the run has world_size=1"):
+        limits_for(config, World(0, 2))
+    config.world_size = 4
+    with pytest.raises(ConfigError, match="world_size=4 does not divide it"):
+        limits_for(config, World(0, 4))
+
+
 def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:
     lock = RunLock(tmp_path).acquire()
     (tmp_path / "result.json").write_text("theirs")
@@ -51,7 +75,11 @@ def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Pa
         "from speechtrain.worker import StopRequest, _leave_with_parent\n"
         "stop = StopRequest(); _leave_with_parent(stop); print(stop())"
     )
-    for parent, expected in ((str(os.getpid()), "False"), ("1", "True"), ("", "False")):
+    gone = "999999999"
+    for parent, expected in (
+        *((str(os.getpid()), "False"), (gone, "True"), ("", "False")),
+        (str(os.getppid()), "False"),  # this process is the agent between
+    ):
         environment = {**os.environ, PARENT: parent}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == expected, done.stderr
