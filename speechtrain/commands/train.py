@@ -27,13 +27,15 @@ groups (the choices of each follow; those of your --config-dir add to them)
 {{groups}}
 
 keys
-  world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
+  world_size=N               processes (ranks) of the run; launcher= starts them, and hydra/launcher= a sweep's jobs
+  launcher=NAME              auto is local for one rank and torchrun, the default for more than one rank
   seed=N                     of every random decision
   run_dir=DIR                default runs/<model>-<data>-<hash>; the same command continues the run in it
   resume=auto|never|must     what to do with a run directory that holds checkpoints
   dry_run=true               print what would be started, and start nothing
   trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
-  trainer.accumulate=N       micro-batches per update
+  trainer.accumulate=N       micro-batches per rank and update
+  trainer.simulate_world=N   micro-batches per update over all ranks: accumulate follows from world_size
   data.train=FILE[,FILE]     with data=manifest: training manifests, their union in order
   data.valid.NAME=FILE       with data=manifest: an evaluation set
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
