@@ -195,7 +195,7 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     parameters = sum(p.numel() for p in task.parameters())
     counts = {"parameters": parameters, "ranks": world.size, "accumulate": limits.accumulate}
-    tracker.log("start", {**counts, "steps": planned, **data.report()})
+    tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
     own = rank_folder(run_dir, world.rank)
     trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, own, stop)
     attempt.progress = trainer.progress

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.greedy import best_path
+from speechtrain.errors import ConfigError
 from speechtrain.metrics import error_rates
 from speechtrain.nn.encoder import Encoder
 from speechtrain.task import Evaluation, Loss, Task, examples_of
@@ -29,6 +30,8 @@ class CTC(Task):
         super().__init__()
         if not 0 <= dropout < 1:
             raise ValueError(f"model.dropout is {dropout}; it must be at least 0 and below 1")
+        if not tokenizer.reads_text:
+            raise ConfigError("model=ctc learns from transcripts; use another tokenizer than tokenizer=none")
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio

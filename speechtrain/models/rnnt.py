@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.greedy import greedy
+from speechtrain.errors import ConfigError
 from speechtrain.metrics import error_rates
 from speechtrain.nn.encoder import Encoder
 from speechtrain.nn.lstm import LSTM, State
@@ -108,6 +109,8 @@ class RNNT(Task):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"model.{name} is {size}; it must be at least 1")
+        if not tokenizer.reads_text:
+            raise ConfigError("model=rnnt learns from transcripts; use another tokenizer than tokenizer=none")
         self.tokenizer = tokenizer
         self.blank = tokenizer.blank
         self.encoder = encoder

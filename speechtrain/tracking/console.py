@@ -161,13 +161,23 @@ class _Display:
 
 
 def start_line(values: Mapping[str, Any]) -> str:
-    """``start    480,029 parameters, 3,000 steps``."""
+    """``start    480,029 parameters, 3,000 steps``, what is left out, and the shapes where they are fixed."""
     facts = []
     if values.get("parameters") is not None:
         facts.append(f"{values['parameters']:,} parameters")
     if values.get("steps"):
         facts.append(f"{values['steps']:,} steps")
-    return f"start    {', '.join(facts)}".rstrip()
+    ranks, accumulate = values.get("ranks", 1), values.get("accumulate", 1)
+    if ranks * accumulate > 1:
+        facts.append(f"{ranks} x {accumulate} micro-batches a step")
+    for name, value in values.items():
+        if name.endswith("_share"):
+            facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
+        elif name not in ("parameters", "steps", "ranks", "accumulate", "shapes"):
+            facts.append(f"{value:,} {name}")
+    shapes = ", ".join("x".join(map(str, shape)) for shape in values.get("shapes") or ())
+    line = f"start    {', '.join(facts)}".rstrip()
+    return f"{line}\n         shapes (rows x samples x labels): {shapes}" if shapes else line
 
 
 def train_line(values: Mapping[str, Any]) -> str:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.decoding.greedy import best_path
+from speechtrain.errors import ConfigError
 from speechtrain.models.ctc import CTC
 from speechtrain.nn.encoder import Encoder
-from speechtrain.text.vocabulary import Characters
+from speechtrain.text.vocabulary import Characters, NoText
 
 SAMPLES_A_FRAME = 160
 
@@ -116,3 +117,8 @@ def test_a_frozen_encoder_moves_when_its_time_has_come() -> None:
 def test_dropout_out_of_range_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.dropout is 1"):
         model(dropout=1.0)
+
+
+def test_a_tokenizer_without_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learns from transcripts"):
+        CTC(NoText(), Frames())

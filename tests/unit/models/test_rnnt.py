@@ -13,8 +13,9 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.commands.composition import compose
 from speechtrain.config import build
+from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
-from speechtrain.text.vocabulary import Characters, Tokenizer
+from speechtrain.text.vocabulary import Characters, NoText, Tokenizer
 
 
 class Pieces(Tokenizer):
@@ -168,3 +169,8 @@ def test_evaluation_reports_corpus_sums() -> None:
     assert float(result.metrics["wer"][1]) == 2.0
     assert float(result.metrics["cer"][1]) == 7.0
     assert float(result.metrics["loss"][1]) == 1.0
+
+
+def test_a_tokenizer_without_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learns from transcripts"):
+        built(tokenizer=NoText())

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from speechtrain.errors import ConfigError
-from speechtrain.tracking.console import Console, duration, metric
+from speechtrain.tracking.console import Console, duration, metric, start_line
 
 START = {"steps": 5000, "parameters": 480029}
 TRAIN = {
@@ -197,3 +197,15 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
 def test_rich_is_imported_only_for_a_live_display() -> None:
     code = _LIVE + "sys.exit('rich' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
+def test_the_start_tells_what_is_left_out_and_which_shapes_there_are() -> None:
+    values = {"parameters": 10, "ranks": 2, "accumulate": 4, "steps": 5, "too_long": 1200}
+    values |= {"padding_share": 0.0694, "shapes": [(8, 48000, 0), (4, 96000, 0)]}
+    assert start_line(values).splitlines() == [
+        "start    10 parameters, 5 steps, 2 x 4 micro-batches a step, 1,200 too_long, 6.9 % padding",
+        "         shapes (rows x samples x labels): 8x48000x0, 4x96000x0",
+    ]
+    assert (
+        start_line({"parameters": 10, "ranks": 1, "accumulate": 1, "shapes": []}) == "start    10 parameters"
+    )
