@@ -152,20 +152,23 @@ def static(
 def test_static_shapes_give_the_dynamic_loss_and_gradients(
     dtype: torch.dtype, tolerance: float, equal: bool, surplus: str | None, lengths: tuple[int, ...]
 ) -> None:
-    parts, spans = Parts(dtype), SpanMask()
+    spans = SpanMask()
     mask = spans.draw(lengths, FRAMES, seed=1, equal=equal)
     counts = mask.sum(1).tolist()
     assert (len(set(counts)) == 1) == equal
     width = None if surplus is None else spans.most(FRAMES)
     negatives = draw_negatives(counts, width or max(counts), NEGATIVES, seed=2)
-    noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES, dtype=dtype))
-    expected = dynamic(parts, mask, negatives, noise, 0.8, lengths)
-    got = static(parts, mask, negatives, noise, 0.8, lengths, width)
+    noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES))
+    # the oracle is float64 with the same weights, whatever the precision of what is tested
+    expected = dynamic(Parts(torch.float64), mask, negatives, noise.double(), 0.8, lengths)
+    got = static(Parts(dtype), mask, negatives, noise.to(dtype), 0.8, lengths, width)
     assert float((got.loss - expected.loss).abs()) <= tolerance * float(expected.loss)
     assert float((got.diversity - expected.diversity).abs()) <= tolerance  # of 1, its largest value
-    assert expected.grads.keys() == got.grads.keys() == dict(parts.named_parameters()).keys()
+    assert expected.grads.keys() == got.grads.keys() == dict(Parts(dtype).named_parameters()).keys()
     for name, gradient in expected.grads.items():
-        error = (got.grads[name] - gradient).norm() / gradient.norm()
+        # a bias's gradient sums over frames what mostly cancels: its scale is that of its layer
+        layer = expected.grads[name.removesuffix("bias") + "weight"] if name.endswith("bias") else gradient
+        error = (got.grads[name] - gradient).norm() / max(gradient.norm(), layer.norm())
         assert float(error) <= tolerance, name
     assert got.accuracy == pytest.approx(expected.accuracy, abs=1e-7)
     assert got.perplexities == pytest.approx(expected.perplexities, rel=1e-5)
@@ -292,7 +295,7 @@ def test_cosine_without_broadcasting_is_the_cosine() -> None:
     drawn = draw_negatives([3], 3, 4, 0)
     loss = contrastive_loss(zero, zero.detach(), ids[:1, :3], drawn, torch.ones(1, 3)).loss
     loss.backward()
-    assert float(loss) == pytest.approx(3 * math.log(5))
+    assert float(loss.detach()) == pytest.approx(3 * math.log(5))
     assert zero.grad is not None
     assert zero.grad.isfinite().all()
 
