@@ -43,6 +43,7 @@ class Config:
     run_dir: str | None = None
     resume: str = "auto"  # auto | never | must
     dry_run: bool = False
+    init_from: str | None = None
     trainer: Limits = field(default_factory=Limits)
     model: Any = MISSING
     encoder: Any = MISSING

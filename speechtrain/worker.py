@@ -98,6 +98,16 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
 
 
+def _begin_with(path: str | None, task: Task) -> dict[str, int]:
+    """Give a new run the weights at ``path``; how many tensors came from there and how many are fresh."""
+    if not path:
+        return {}
+    from speechtrain.interop.weights import initialise, read_weights
+
+    found = initialise(task, read_weights(path), path)
+    return {"tensors taken over": len(found.loaded), "fresh": len(found.fresh)}
+
+
 def seed_everything(seed: int) -> None:
     """Seed the generators that libraries may use on their own; ours are addressed, not carried."""
     random.seed(seed)
@@ -175,6 +185,8 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     )
     with group.first():  # what it reads of a large set, the others find in the cache
         data.check()
+    checkpointer = Checkpointer(run_dir, limits.keep)
+    begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
 
     per_epoch = data.micro_batches_per_epoch / (world.size * limits.accumulate)
@@ -190,11 +202,11 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     if not world.rank:
         tokenizer.save(str(run_dir))
-    checkpointer = Checkpointer(run_dir, limits.keep, lambda m: tracker.log("warning", {"message": m}))
+    checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     parameters = sum(p.numel() for p in task.parameters())
-    counts = {"parameters": parameters, "ranks": world.size, "accumulate": limits.accumulate}
+    counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": limits.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
     own = rank_folder(run_dir, world.rank)
     trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, own, stop)

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
     | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary"}
-    | {"tracking.base", "tracking.group"},
+    | {"tracking.base", "tracking.group", "interop.weights"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
     | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base"},
     "evaluation": {"devices.base", "distributed", "metrics", "precision", "task"},
