@@ -27,7 +27,7 @@ groups (the choices of each follow; those of your --config-dir add to them)
 {{groups}}
 
 keys
-  world_size=N               processes (ranks) of the run; launcher= starts them, and hydra/launcher= a sweep's jobs
+  world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
   launcher=NAME              auto is local for one rank and torchrun, the default for more than one rank
   seed=N                     of every random decision
   run_dir=DIR                default runs/<model>-<data>-<hash>; the same command continues the run in it
