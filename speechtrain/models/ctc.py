@@ -41,6 +41,7 @@ class CTC(Task):
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
+        self.encoder.advance(step, seed)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         return self.encoder.prepare(batch, seed)

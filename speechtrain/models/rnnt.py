@@ -138,6 +138,7 @@ class RNNT(Task):
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
+        self.encoder.advance(step, seed)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         return self.encoder.prepare(batch, seed)

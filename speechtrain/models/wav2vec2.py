@@ -130,11 +130,12 @@ class Wav2Vec2(Task):
         self.penalty_weight = penalty_weight
         self.fixed_width = fixed_width
         self.host_noise = host_noise
-        self._step, self._update_seed = 0, 0
+        self._step = 0
         self._collapse = CollapseWatch(codebooks, codes)
 
     def advance(self, step: int, seed: int) -> None:
-        self._step, self._update_seed = step, seed
+        self._step = step
+        self.encoder.advance(step, seed)
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
         cause = "lower optimizer.lr, or raise model.diversity_weight"
@@ -149,20 +150,22 @@ class Wav2Vec2(Task):
         assert encoder.mask is not None
         lengths = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
         width = encoder.frames(batch.audio.shape[1])
-        counted = [bool(name) for name in batch.ids]
+        # a row too short to leave an unmasked frame weighs as little as a filler row
+        shortest = encoder.mask.shortest()
+        counted = [bool(name) and n >= shortest for name, n in zip(batch.ids, lengths, strict=True)]
         mask = encoder.mask.draw(lengths, width, seed_at(seed, _MASKS), equal=True, counted=counted)
         index, weight = frame_table(mask, encoder.mask.most(width) if self.fixed_width else None)
         counts, entries = mask.sum(1).tolist(), index.shape[1]
         extra = {
             "mask": torch.from_numpy(mask),
             "index": index,
-            "masked": weight * batch.weight[:, None],
+            "masked": weight * (batch.weight * torch.tensor(counted))[:, None],
             "negatives": draw_negatives(counts, entries, self.negatives, seed_at(seed, _NEGATIVES)),
         }
         if self.training:
             # one tensor for each draw, none a Python number: a static device compiles once
             extra["temperature"] = torch.tensor(code_temperature(self._step, *self.temperature))
-            extra["keep"] = encoder.draw_keep(self._update_seed)
+            extra["keep"] = encoder.draw_keep()
             if encoder.channel_mask is not None:
                 rows = [encoder.width] * len(lengths)
                 channels = encoder.channel_mask.draw(rows, encoder.width, seed_at(seed, _CHANNELS))

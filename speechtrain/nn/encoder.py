@@ -32,6 +32,9 @@ class Encoder(nn.Module, ABC):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Frames (B, T, width) and their lengths (B,); ``batch.keys`` address evaluation's dither."""
 
+    def advance(self, step: int, seed: int) -> None:
+        """The encoder's share of ``Task.advance``."""
+
     def prepare(self, batch: Batch, seed: int) -> Batch:
         """The encoder's share of ``Task.prepare``: what it draws or counts on the host."""
         return batch

@@ -102,6 +102,7 @@ class Wav2Vec2Encoder(Encoder):
         self.normalise_audio = normalise_audio
         self.sample_rate = sample_rate
         self.mask, self.channel_mask = mask, channel_mask
+        self._update_seed = 0
         self.augment = Augment() if augment is None else augment
 
     def use_static_forms(self) -> None:
@@ -109,6 +110,9 @@ class Wav2Vec2Encoder(Encoder):
         written out. Results and parameters stay the same."""
         self.extractor.use("conv2d")
         self.transformer.use("slices")
+
+    def advance(self, step: int, seed: int) -> None:
+        self._update_seed = seed
 
     def extract(self, audio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
@@ -163,19 +167,22 @@ class Wav2Vec2Encoder(Encoder):
         rows, samples = batch.audio.shape
         if self.mask is not None:
             frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
-            drawn = self.mask.draw(frames, self.frames(samples), seed_at(seed, _FRAMES))
+            # a row too short to be masked in part may be masked whole: it still has a transcript
+            uncounted = [False] * rows
+            drawn = self.mask.draw(frames, self.frames(samples), seed_at(seed, _FRAMES), counted=uncounted)
             extra["mask"] = torch.from_numpy(drawn)
         if self.channel_mask is not None:
             drawn = self.channel_mask.draw([self.width] * rows, self.width, seed_at(seed, _CHANNELS))
             extra["channel_mask"] = torch.from_numpy(drawn)
         if self.layer_drop:
-            extra["keep"] = self.draw_keep(seed)
+            extra["keep"] = self.draw_keep()
         return replace(batch, extra=batch.extra | extra)
 
-    def draw_keep(self, seed: int) -> Tensor:
-        """Factors (L,) of the layers for one seed: 0 with probability ``layer_drop``, else 1."""
+    def draw_keep(self) -> Tensor:
+        """Factors (L,) of the layers for this update: 0 with probability ``layer_drop``, else 1."""
         layers = np.arange(len(self.transformer.layers), dtype=np.int64)
-        return torch.from_numpy((uniform_at(seed, _LAYERS, layers) >= self.layer_drop).astype(np.float32))
+        draws = uniform_at(self._update_seed, _LAYERS, layers)
+        return torch.from_numpy((draws >= self.layer_drop).astype(np.float32))
 
     def frames(self, samples: int) -> int:
         return self.extractor.frames(samples)

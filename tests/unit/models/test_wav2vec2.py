@@ -103,6 +103,16 @@ def test_filler_rows_change_nothing() -> None:
         torch.testing.assert_close(theirs.metrics[name], ours.metrics[name], rtol=1e-5, atol=1e-5)
 
 
+def test_a_row_too_short_to_mask_weighs_nothing() -> None:
+    task = built(*TINY).eval()
+    batch = task.prepare(a_batch(1.2, 0.1, 1.0), 5)
+    assert batch.extra["masked"][1].sum() == 0
+    assert torch.isfinite(task(batch).total)
+    alone = task(task.prepare(a_batch(0.1), 5))
+    assert alone.weight.item() == 0
+    assert torch.isfinite(alone.total)
+
+
 def test_draws_follow_from_their_address() -> None:
     task, batch = built(*TINY, "encoder.layer_drop=0.5"), a_batch(1.2, 1.0)
     task.advance(10, seed=3)

@@ -261,6 +261,7 @@ def test_prepare_draws_by_address_and_only_in_training() -> None:
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["mask"], other["mask"])
     assert not torch.equal(one["channel_mask"], other["channel_mask"])
+    assert torch.equal(one["keep"], other["keep"]), "the layers are those of the update"
     assert one["mask"].shape == (3, encoder.frames(16000))
     assert one["mask"].dtype == torch.bool
     assert one["channel_mask"].shape == (3, 48)
@@ -271,6 +272,12 @@ def test_prepare_draws_by_address_and_only_in_training() -> None:
     assert len({int(n) for n in one["mask"].sum(1)}) > 1  # rows are independent
     assert encoder.eval().prepare(batch, 3) is batch
     assert not make(layer_drop=0.0).prepare(batch, 3).extra
+
+
+def test_a_row_too_short_for_spans_ends_no_run() -> None:
+    encoder = make(mask=SpanMask(0.65, 10))
+    drawn = encoder.prepare(make_batch(16000, 1200), 3).extra["mask"]
+    assert drawn[1].sum() <= encoder.frames(1200)
 
 
 def test_masks_are_used_in_training_and_not_in_evaluation() -> None:
@@ -289,12 +296,17 @@ def test_masks_are_used_in_training_and_not_in_evaluation() -> None:
 
 def test_layers_are_dropped_at_their_rate() -> None:
     encoder = make(layers=2, layer_drop=0.3)
-    kept = torch.stack([encoder.draw_keep(seed) for seed in range(2000)])
+
+    def keep(seed: int) -> torch.Tensor:
+        encoder.advance(10, seed)
+        return encoder.draw_keep()
+
+    kept = torch.stack([keep(seed) for seed in range(2000)])
     assert set(kept.unique().tolist()) == {0.0, 1.0}
     assert ((kept.mean(0) - 0.7).abs() < 0.04).all()
     assert abs(float((kept[:, 0] * kept[:, 1]).mean()) - 0.49) < 0.04  # independent of one another
-    assert torch.equal(encoder.draw_keep(5), encoder.draw_keep(5))
-    assert make(layer_drop=0.0).draw_keep(1).tolist() == [1.0, 1.0, 1.0]
+    assert torch.equal(keep(5), keep(5))
+    assert make(layer_drop=0.0).draw_keep().tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("mask", [None, SpanMask(0.5, 4)])
