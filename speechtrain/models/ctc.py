@@ -38,6 +38,7 @@ class CTC(Task):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(encoder.width, tokenizer.size)
         self.freeze_encoder_steps = freeze_encoder_steps
+        self.skips_parameters = freeze_encoder_steps > 0
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps

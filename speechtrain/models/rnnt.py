@@ -135,6 +135,7 @@ class RNNT(Task):
         self.max_symbols_per_step = max_symbols_per_step
         self.max_symbols = max_symbols
         self.freeze_encoder_steps = freeze_encoder_steps
+        self.skips_parameters = freeze_encoder_steps > 0
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
