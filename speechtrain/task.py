@@ -62,7 +62,7 @@ class Task(nn.Module, ABC):
     """The name among the evaluation metrics that selects the best checkpoint; lower is better."""
 
     skips_parameters: bool = False
-    """Whether some update's loss leaves out a parameter that is trained: several ranks must then look for it."""
+    """Whether some update's loss leaves out a trained parameter: several ranks must then look for it."""
 
     normalise_audio: bool = False
     """Whether each recording comes with zero mean and unit variance, before cropping and padding."""
