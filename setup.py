@@ -10,7 +10,7 @@ version = next(
     if line.startswith("__version__")
 )
 
-COMMANDS = ("train", "prepare", "evaluate", "transcribe", "report", "doctor")
+COMMANDS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
 
 setup(
     name="speechtrain",
@@ -50,7 +50,9 @@ setup(
     extras_require={
         # GPL-3 espeak-ng as a wheel: only to synthesise more words and voices, never at run time
         "demo": ["espeakng-loader"],
+        "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "dev": [
+            "transformers>=4.57",
             "pytest",
             "pyyaml",
             "pytest-timeout",

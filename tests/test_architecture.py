@@ -18,10 +18,10 @@ EVERYONE = {"errors", "batch", "randomness", "__init__"}
 MAY_IMPORT = {
     # they compose the parts and show them; torch.nn blocks and trackers are none of their business
     "commands": {"config", "launch", "run", "worker", "evaluation", "distributed", "checkpoint", "task"}
-    | {"precision", "devices.base", "devices.cpu", "data", "text", "report", "metrics"},
+    | {"precision", "devices.base", "devices.cpu", "data", "text", "report", "metrics", "interop"},
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
-    | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary"}
+    | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary", "interop.weights"}
     | {"tracking.base", "tracking.group", "interop.weights"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
     | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base"},
@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "processes": set(),
     "run": set(),
     "report": {"metrics", "run", "tracking"},
-    "interop": {"models", "checkpoint"},
+    "interop": {"models", "nn", "checkpoint"},
     "launchers": {"launch", "distributed"},
     "batch": set(),
     "randomness": set(),

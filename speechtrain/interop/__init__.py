@@ -1,0 +1,1 @@
+"""Weights to and from other systems: fairseq, Hugging Face, safetensors."""

@@ -1,0 +1,124 @@
+"""speechtrain-export: a run to fairseq's or Hugging Face's form, and theirs to ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from speechtrain.commands.common import Parser, guarded
+from speechtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speechtrain.interop.wav2vec2 import Pretrained
+
+_OURS = "speechtrain"
+_FORMATS = (_OURS, "fairseq", "huggingface")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    build = Parser(
+        prog="speechtrain-export",
+        description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), their checkpoints "
+        "to ours (--from), or the one to the other (both). Every conversion runs Hugging Face's model and "
+        "ours on the same audio, and leaves nothing behind where they differ by more than 1e-4.",
+        epilog="What --from alone writes is used as speechtrain-train --config-dir DIR model=imported "
+        "init_from=DIR, or encoder=imported with a recogniser. Exit codes: 0 done, 2 usage, 3 a file that "
+        "cannot be used or models that differ, 4 transformers is missing, 5 no run or no sound checkpoint.",
+    )
+    build.add_argument("source", type=Path, help="run directory, fairseq .pt file or Hugging Face directory")
+    build.add_argument(
+        "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"({_OURS}: a run)"
+    )
+    build.add_argument("--to", dest="form", choices=_FORMATS, default=_OURS, help=f"({_OURS})")
+    build.add_argument(
+        "--out", type=Path, required=True, help="directory to write; a .pt file with --to fairseq"
+    )
+    build.add_argument("--checkpoint", default="best", help="of a run: best, last or a folder's name (best)")
+    build.add_argument(
+        "--encoder", action="store_true", help="leave out what only pretraining needs: Wav2Vec2Model"
+    )
+    build.add_argument("--force", action="store_true", help="replace what lies at --out")
+    return build
+
+
+def main() -> None:
+    """Console entry point."""
+    sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+def run(argv: list[str]) -> int:
+    """Convert and say what was checked. Raises a SpeechtrainError, with nothing left behind."""
+    arguments = parser().parse_args(argv)
+    if arguments.source_form == arguments.form:
+        raise ConfigError(
+            f"--from and --to are both {arguments.form}; name another form, such as --to huggingface"
+        )
+    out: Path = arguments.out
+    _check_free(out, arguments.form, arguments.force)
+    pretrained, updates, differences = _read(arguments.source, arguments.source_form, arguments.checkpoint)
+    if arguments.encoder:
+        pretrained = pretrained.encoder_only()
+    differences.append(_write(pretrained, arguments.form, out, updates))
+    kind = "encoder" if pretrained.is_encoder else "pretraining model"
+    print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
+    known = [value for value in differences if value is not None]
+    if known:
+        print(f"checked in Hugging Face's model on the same audio: largest difference {max(known):.1e}")
+    else:
+        print(
+            "NOT checked in Hugging Face's model: transformers is missing; pip install 'speechtrain[interop]'"
+        )
+    if "fairseq" in (arguments.source_form, arguments.form):
+        print("not run in fairseq itself: docs/interchange.md has the commands that do")
+    return 0
+
+
+def _check_free(out: Path, form: str, force: bool) -> None:
+    if form == "fairseq" and out.is_dir():
+        raise ConfigError(f"--out {out} is a directory; name the .pt file to write")
+    if form != "fairseq" and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; name a directory")
+    if not force and out.exists() and (out.is_file() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists; choose another, or --force replaces the files in question")
+
+
+def _read(source: Path, form: str, checkpoint: str) -> tuple[Pretrained, int, list[float | None]]:
+    """The model, its updates so far, and what its check has shown."""
+    from speechtrain.interop import huggingface
+    from speechtrain.interop.wav2vec2 import describe
+    from speechtrain.interop.weights import read_fairseq
+
+    if form == "huggingface":
+        pretrained, difference = huggingface.read(source)
+        return pretrained, 0, [difference]
+    if form == "fairseq":
+        pretrained, checked = read_fairseq(source)
+        return pretrained, 0, [checked]
+    from speechtrain.commands.opening import open_run
+
+    # where the run was trained need not be where it is exported
+    opened = open_run(source, checkpoint, ["device=cpu", "precision=fp32"])
+    updates = int(opened.checkpoint.name.partition("-")[2])
+    return describe(opened.task, opened.task.state_dict()), updates, []
+
+
+def _write(pretrained: Pretrained, form: str, out: Path, updates: int) -> float | None:
+    from speechtrain.interop import fairseq, huggingface
+    from speechtrain.interop.weights import check_fairseq, write_imported
+
+    if form == "huggingface":
+        return huggingface.write(pretrained, out)
+    if form == "fairseq":
+        content = fairseq.checkpoint_of(pretrained, updates)
+        difference = check_fairseq(pretrained, out)
+        fairseq.write(pretrained, content, out)
+        return difference
+    write_imported(pretrained, out)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,423 @@
+"""Hugging Face's wav2vec 2.0 models: directories read and written, each conversion proved when it runs.
+
+``transformers`` (extra ``interop``) is the other side of the proof: the same second of audio goes
+through its model and through ours, and a conversion whose outputs differ by more than ``LIMIT``
+anywhere is an error that leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from speechtrain.errors import ConfigError, DataError, MachineError
+from speechtrain.interop.wav2vec2 import PUBLISHED, Pretrained, Rule, inward, outward, renamed
+
+LIMIT = 1e-4
+"""Largest difference allowed between the two models' outputs, which are of order 1."""
+
+_RULES: list[Rule] = [
+    (r"encoder\.mask_embedding", r"wav2vec2.masked_spec_embed"),
+    (
+        r"encoder\.extractor\.layers\.(\d+)\.conv\.(\w+)",
+        r"wav2vec2.feature_extractor.conv_layers.\1.conv.\2",
+    ),
+    (
+        r"encoder\.extractor\.layers\.(\d+)\.norm\.(\w+)",
+        r"wav2vec2.feature_extractor.conv_layers.\1.layer_norm.\2",
+    ),
+    (r"encoder\.norm\.(\w+)", r"wav2vec2.feature_projection.layer_norm.\1"),
+    (r"encoder\.projection\.(\w+)", r"wav2vec2.feature_projection.projection.\1"),
+    (r"encoder\.transformer\.position\.(\w+)", r"wav2vec2.encoder.pos_conv_embed.conv.\1"),
+    (r"encoder\.transformer\.norm\.(\w+)", r"wav2vec2.encoder.layer_norm.\1"),
+    (
+        r"encoder\.transformer\.layers\.(\d+)\.attention\.(query|key|value|output)\.(\w+)",
+        r"wav2vec2.encoder.layers.\1.attention.\2.\3",
+    ),
+    (
+        r"encoder\.transformer\.layers\.(\d+)\.attention_norm\.(\w+)",
+        r"wav2vec2.encoder.layers.\1.layer_norm.\2",
+    ),
+    (
+        r"encoder\.transformer\.layers\.(\d+)\.feed_forward_in\.(\w+)",
+        r"wav2vec2.encoder.layers.\1.feed_forward.intermediate_dense.\2",
+    ),
+    (
+        r"encoder\.transformer\.layers\.(\d+)\.feed_forward_out\.(\w+)",
+        r"wav2vec2.encoder.layers.\1.feed_forward.output_dense.\2",
+    ),
+    (
+        r"encoder\.transformer\.layers\.(\d+)\.norm\.(\w+)",
+        r"wav2vec2.encoder.layers.\1.final_layer_norm.\2",
+    ),
+    (r"quantizer\.codebook", r"quantizer.codevectors"),
+    (r"quantizer\.projection\.(\w+)", r"quantizer.weight_proj.\1"),
+    (r"project_q\.(\w+)", r"project_q.\1"),
+    (r"final_proj\.(\w+)", r"project_hid.\1"),
+]
+_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+_PREFIX = "wav2vec2."
+_PROJECTION = "wav2vec2.feature_projection.projection"
+_PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
+
+
+def huggingface_name(name: str) -> str:
+    """One of our names in ``Wav2Vec2ForPreTraining``, its weight-norm pair as ``weight_g``, ``_v``."""
+    theirs = renamed(name, _RULES)
+    for ours, projection in _ATTENTION.items():
+        theirs = theirs.replace(f".attention.{ours}.", f".attention.{projection}.")
+    return theirs
+
+
+def is_available() -> bool:
+    """Whether ``transformers`` is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def _transformers() -> Any:
+    try:
+        module = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MachineError(
+            "a conversion to or from Hugging Face runs both models, and transformers is missing "
+            f"({error}); pip install 'speechtrain[interop]'"
+        ) from None
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
+
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+def difference_of(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> float:
+    """Largest difference between our model's outputs and those of Hugging Face's with the tensors ``theirs``.
+
+    ``theirs`` are named as in ``Wav2Vec2ForPreTraining``. Raises MachineError without transformers.
+    """
+    return _difference(pretrained, _model(pretrained, theirs))
+
+
+def _model(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> Any:
+    """Hugging Face's model with the given tensors, in evaluation mode."""
+    transformers = _transformers()
+    kind = transformers.Wav2Vec2Model if pretrained.is_encoder else transformers.Wav2Vec2ForPreTraining
+    config = transformers.Wav2Vec2Config(**config_of(pretrained))
+    with torch.device("meta"):  # no time for initial weights that nobody sees
+        model = kind(config)
+    names = set(model.state_dict())
+    state = {}
+    width = pretrained.encoder["width"]
+    identity = {f"{_PROJECTION}.weight": torch.eye(width), f"{_PROJECTION}.bias": torch.zeros(width)}
+    for name, value in (identity | dict(theirs)).items():  # theirs projects between equal widths too
+        own = name.removeprefix(_PREFIX) if pretrained.is_encoder else name
+        base, _, leaf = own.rpartition(".")
+        state[own if own in names else f"{base}.{_PAIR.get(leaf, leaf)}"] = value
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def _audio() -> Tensor:
+    """A second of chirp and noise, (1, 16000), the same everywhere."""
+    time = torch.arange(16000) / 16000
+    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
+    return (0.3 * torch.sin(2 * math.pi * (200 + 1500 * time) * time) + 0.1 * noise)[None]
+
+
+@torch.no_grad()
+def _difference(pretrained: Pretrained, model: Any) -> float:
+    encoder, task = pretrained.build()
+    audio = _audio()
+    base = model if task is None else model.wav2vec2
+    theirs = base(audio)
+    features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
+    hidden = encoder.contextualise(features, lengths)
+    pairs = [(hidden, theirs.last_hidden_state), (features, theirs.extract_features)]
+    pairs.append((encoder.mask_embedding, base.masked_spec_embed))  # no audio reaches it
+    if task is not None:
+        # from the same features: rounding must not decide between two codes
+        codes, _ = model.quantizer(theirs.extract_features)
+        weight = torch.ones(features.shape[:2])
+        ours = task.quantizer(theirs.extract_features, 1.0, weight).codes
+        pairs.append((task.project_q(ours), model.project_q(codes)))
+        pairs.append((task.final_proj(hidden), model.project_hid(theirs.last_hidden_state)))
+        # codes that this audio does not choose
+        pairs.append((task.quantizer.codebook.flatten(), model.quantizer.codevectors.flatten()))
+    if any(a.shape != b.shape for a, b in pairs):
+        return math.inf
+    return max(float((a - b).abs().nan_to_num(math.inf).max()) for a, b in pairs)
+
+
+def proved(difference: float, where: str) -> float:
+    """``difference`` itself. Raises DataError above ``LIMIT``."""
+    if not difference <= LIMIT:
+        raise DataError(
+            f"{where}: on the same audio our model and Hugging Face's differ by {difference:.2g}, and "
+            f"{LIMIT:g} is the limit; nothing is kept of the conversion"
+        )
+    return difference
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read(folder: str | Path) -> tuple[Pretrained, float]:
+    """A model from Hugging Face's directory, and the proof's figure.
+
+    ``Wav2Vec2ForPreTraining``, ``Wav2Vec2Model`` and ``Wav2Vec2ForCTC`` are read, the last
+    without its head. Weights come from model.safetensors (or its shards) or pytorch_model.bin, the
+    latter without running pickled code. What the format does not say (gradient scale,
+    temperature, feature penalty) is as published for models of this norm.
+
+    Raises DataError for a directory that is incomplete or of another model, for the first tensor that
+    does not fit, and where the two models differ; MachineError without transformers.
+    """
+    folder = Path(folder)
+    transformers = _transformers()
+    config = _config(folder)
+    tensors = _normal_names(_tensors(folder))
+    is_encoder = "quantizer.codevectors" not in tensors
+    if is_encoder:  # heads of fine-tuned models are none of ours
+        tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
+    pretrained = _arguments(folder, config, is_encoder)
+    try:
+        shapes = pretrained.shapes()
+    except ConfigError as error:
+        raise DataError(f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {error}") from None
+    if "encoder.projection.weight" not in shapes:
+        _drop_identity(tensors, folder)
+    weights = inward(tensors, shapes, huggingface_name, str(folder))
+    pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
+    kind = transformers.Wav2Vec2Model if is_encoder else transformers.Wav2Vec2ForPreTraining
+    model = kind.from_pretrained(folder, local_files_only=True).float().eval()
+    return pretrained, proved(_difference(pretrained, model), str(folder))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); give a Hugging Face directory") from None
+    if not isinstance(config, dict) or config.get("model_type") != "wav2vec2":
+        kind = config.get("model_type") if isinstance(config, dict) else None
+        raise DataError(f"{path} describes the model type {kind!r}, and only wav2vec2 is read")
+    fixed = {"hidden_act": "gelu", "feat_extract_activation": "gelu", "add_adapter": False}
+    for key, only in (fixed | {"layer_norm_eps": 1e-5, "adapter_attn_dim": None}).items():
+        if config.get(key, only) != only:
+            raise DataError(f"{path}: {key} is {config[key]!r}, and only {only!r} is read")
+    return config
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    whole, index, old = (
+        folder / name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    )
+    try:
+        if whole.is_file():
+            return load_file(whole)
+        if index.is_file():
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            return {
+                name: value
+                for shard in shards
+                for name, value in load_file(folder / Path(shard).name).items()
+            }
+        if old.is_file():
+            found = torch.load(old, map_location="cpu", weights_only=True)
+            return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        raise DataError(f"{folder}: its weights cannot be read ({type(error).__name__}: {error})") from None
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
+        told = " ".join(str(error).split())[:120]
+        raise DataError(f"{folder}: its weights cannot be read ({told}); fetch them again") from None
+    raise DataError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+
+
+def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names as in ``Wav2Vec2ForPreTraining``, whichever class and version wrote them."""
+    if not any(name.startswith(_PREFIX) for name in tensors):
+        tensors = {_PREFIX + name: value for name, value in tensors.items()}
+    normal = {}
+    for name, value in tensors.items():
+        for short, long in _PAIR.items():
+            name = name.replace(long, short)
+        normal[name] = value
+    return normal
+
+
+def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Leave out a projection between equal widths that changes nothing, which our encoder does without."""
+    weight, bias = (tensors.pop(f"{_PROJECTION}.{name}", None) for name in ("weight", "bias"))
+    is_identity = weight is not None and weight.dim() == 2 and torch.equal(weight, torch.eye(*weight.shape))
+    if weight is not None and not (is_identity and (bias is None or not bias.any())):
+        raise DataError(
+            f"{folder}: the tensor {_PROJECTION}.weight projects between equal widths, for which our encoder "
+            "has no layer"
+        )
+
+
+def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
+    get = config.get
+    convolutions = zip(
+        get("conv_dim", [512] * 7),
+        get("conv_kernel", [10, 3, 3, 3, 3, 2, 2]),
+        get("conv_stride", [5, 2, 2, 2, 2, 2, 2]),
+        strict=False,
+    )
+    norm = str(get("feat_extract_norm", "group"))
+    published = PUBLISHED.get(norm, PUBLISHED["group"])
+    audio = _preprocessor(folder)
+    encoder = {
+        "conv_layers": [[int(number) for number in layer] for layer in convolutions],
+        "conv_bias": bool(get("conv_bias", False)),
+        "conv_norm": norm,
+        "width": int(get("hidden_size", 768)),
+        "layers": int(get("num_hidden_layers", 12)),
+        "feed_forward": int(get("intermediate_size", 3072)),
+        "heads": int(get("num_attention_heads", 12)),
+        "pre_norm": bool(get("do_stable_layer_norm", False)),
+        "position_kernel": int(get("num_conv_pos_embeddings", 128)),
+        "position_groups": int(get("num_conv_pos_embedding_groups", 16)),
+        "dropout": float(get("hidden_dropout", 0.1)),
+        "attention_dropout": float(get("attention_dropout", 0.1)),
+        "activation_dropout": float(get("activation_dropout", 0.1)),
+        "input_dropout": float(get("feat_proj_dropout", 0.0)),
+        "layer_drop": float(get("layerdrop", 0.1)),
+        "normalise_audio": bool(audio.get("do_normalize", norm == "layer")),
+        "sample_rate": int(audio.get("sampling_rate", 16000)),
+        "mask": _mask(config, "time", 0.05, 2),
+        "channel_mask": _mask(config, "feature", 0.0, 0) if get("mask_feature_prob") else None,
+        **published["encoder"],
+    }
+    model = {
+        "final_width": int(get("proj_codevector_dim", 256)),
+        "codebooks": int(get("num_codevector_groups", 2)),
+        "codes": int(get("num_codevectors_per_group", 320)),
+        "code_width": int(get("codevector_dim", 256)),
+        "negatives": int(get("num_negatives", 100)),
+        "contrast_temperature": float(get("contrastive_logits_temperature", 0.1)),
+        "diversity_weight": float(get("diversity_loss_weight", 0.1)),
+        "target_dropout": float(get("feat_quantizer_dropout", 0.0)),
+        **published["model"],
+    }
+    return Pretrained(encoder, {} if is_encoder else model, {})
+
+
+def _preprocessor(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "preprocessor_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _mask(config: Mapping[str, Any], kind: str, probability: float, least: int) -> dict[str, Any]:
+    return {
+        "probability": float(config.get(f"mask_{kind}_prob", probability)),
+        "length": int(config.get(f"mask_{kind}_length", 10)),
+        "min_masks": int(config.get(f"mask_{kind}_min_masks", least)),
+    }
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def config_of(pretrained: Pretrained) -> dict[str, Any]:
+    """``Wav2Vec2Config``'s arguments for a model."""
+    encoder, model = pretrained.encoder, pretrained.model
+    mask, channels = encoder["mask"] or {}, encoder["channel_mask"] or {}
+    config = {
+        "hidden_size": encoder["width"],
+        "num_hidden_layers": encoder["layers"],
+        "num_attention_heads": encoder["heads"],
+        "intermediate_size": encoder["feed_forward"],
+        "hidden_act": "gelu",
+        "hidden_dropout": encoder["dropout"],
+        "activation_dropout": encoder["activation_dropout"],
+        "attention_dropout": encoder["attention_dropout"],
+        "feat_proj_dropout": encoder["input_dropout"],
+        "final_dropout": 0.0,
+        "layerdrop": encoder["layer_drop"],
+        "feat_extract_norm": encoder["conv_norm"],
+        "conv_dim": [layer[0] for layer in encoder["conv_layers"]],
+        "conv_kernel": [layer[1] for layer in encoder["conv_layers"]],
+        "conv_stride": [layer[2] for layer in encoder["conv_layers"]],
+        "conv_bias": encoder["conv_bias"],
+        "num_conv_pos_embeddings": encoder["position_kernel"],
+        "num_conv_pos_embedding_groups": encoder["position_groups"],
+        "do_stable_layer_norm": encoder["pre_norm"],
+        "mask_time_prob": mask.get("probability", 0.0),
+        "mask_time_length": mask.get("length", 10),
+        "mask_time_min_masks": mask.get("min_masks", 2),
+        "mask_feature_prob": channels.get("probability", 0.0),
+        "mask_feature_length": channels.get("length", 10),
+        "mask_feature_min_masks": channels.get("min_masks", 0),
+    }
+    if model:
+        config |= {
+            "feat_quantizer_dropout": model["target_dropout"],
+            "num_codevectors_per_group": model["codes"],
+            "num_codevector_groups": model["codebooks"],
+            "contrastive_logits_temperature": model["contrast_temperature"],
+            "num_negatives": model["negatives"],
+            "codevector_dim": model["code_width"],
+            "proj_codevector_dim": model["final_width"],
+            "diversity_loss_weight": model["diversity_weight"],
+        }
+    return config
+
+
+def write(pretrained: Pretrained, folder: str | Path) -> float:
+    """Write ``Wav2Vec2ForPreTraining``, or of an encoder ``Wav2Vec2Model``; the proof's figure.
+
+    config.json, model.safetensors and preprocessor_config.json are written beside ``folder``, loaded
+    from there by transformers, compared with our model on the same audio, and only then put in place.
+
+    Raises DataError where the two differ, MachineError without transformers.
+    """
+    folder = Path(folder)
+    model = _model(pretrained, outward(pretrained.weights, huggingface_name))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        model.save_pretrained(temporary)
+        reader = {
+            "do_normalize": pretrained.encoder["normalise_audio"],
+            "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+            "feature_size": 1,
+            "padding_side": "right",
+            "padding_value": 0.0,
+            "return_attention_mask": pretrained.encoder["conv_norm"] == "layer",
+            "sampling_rate": pretrained.encoder["sample_rate"],
+        }
+        (temporary / "preprocessor_config.json").write_text(json.dumps(reader, indent=2) + "\n")
+        again = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
+        difference = proved(_difference(pretrained, again), str(folder))
+        put(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return difference
+
+
+def put(temporary: Path, folder: Path) -> None:
+    """Move a finished directory's files into ``folder``; what else lies there stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            target = folder / path.relative_to(temporary)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)

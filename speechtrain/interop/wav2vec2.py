@@ -1,0 +1,215 @@
+"""wav2vec 2.0 between formats: what its parts are called here, and which arguments build them.
+
+A format module (``fairseq``, ``huggingface``) turns files into ``Pretrained`` and back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.errors import ConfigError, DataError
+from speechtrain.models.wav2vec2 import Wav2Vec2
+from speechtrain.nn.conv_extractor import ConvBlock
+from speechtrain.nn.masking import SpanMask
+from speechtrain.nn.transformer import TransformerLayer
+from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
+
+Shapes = dict[str, tuple[int, ...]]
+Rule = tuple[str, str]
+"""A pattern of whole names and what they become, as ``re`` expands it."""
+
+# what group-norm and layer-norm models were published with, where a format does not say
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+    "group": {
+        "encoder": {"gradient_scale": 0.1},
+        "model": {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0},
+    },
+    "layer": {
+        "encoder": {"gradient_scale": 1.0},
+        "model": {"temperature": [2.0, 0.1, 0.999995], "penalty_weight": 0.0},
+    },
+}
+STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
+"""Strides of the published extractor by its kernels: no tensor tells them."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A wav2vec 2.0 model outside of any run.
+
+    ``encoder`` are ``Wav2Vec2Encoder``'s arguments with ``mask`` and ``channel_mask`` as arguments of
+    ``SpanMask`` or None; ``model`` are those of ``Wav2Vec2`` without its encoder, empty where the file
+    holds an encoder only. ``weights`` carry the task's names (``encoder.…``), in fp32.
+    """
+
+    encoder: dict[str, Any]
+    model: dict[str, Any]
+    weights: dict[str, Tensor]
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the parts that only pretraining needs are missing."""
+        return not self.model
+
+    @property
+    def values(self) -> int:
+        """Number of parameters."""
+        return sum(value.numel() for value in self.weights.values())
+
+    def encoder_only(self) -> Pretrained:
+        """The same without quantiser and projections."""
+        own = {name: value for name, value in self.weights.items() if name.startswith("encoder.")}
+        return Pretrained(self.encoder, {}, own)
+
+    def build(self) -> tuple[Wav2Vec2Encoder, Wav2Vec2 | None]:
+        """Encoder and task in evaluation mode, with the weights; no task where ``is_encoder``."""
+        with torch.device("meta"):
+            module, encoder = _module(self.encoder, self.model)
+        module.load_state_dict(self.weights, assign=True)
+        module.eval()
+        return encoder, module if isinstance(module, Wav2Vec2) else None
+
+    def shapes(self) -> Shapes:
+        """Names and shapes that the arguments ask for. Raises ConfigError for values out of range."""
+        with torch.device("meta"):
+            module, _ = _module(self.encoder, self.model)
+        return {name: tuple(value.shape) for name, value in module.state_dict().items()}
+
+
+def _module(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[nn.Module, Wav2Vec2Encoder]:
+    masks = {name: SpanMask(**encoder[name]) if encoder[name] else None for name in ("mask", "channel_mask")}
+    built = Wav2Vec2Encoder(**{**encoder, **masks})
+    return (Wav2Vec2(built, **model) if model else nn.ModuleDict({"encoder": built})), built
+
+
+def describe(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
+    """The model in a task: all of a ``Wav2Vec2``, or the encoder of any task that has such a one.
+
+    Raises ConfigError where there is none.
+    """
+    encoder = getattr(module, "encoder", None)
+    if not isinstance(encoder, Wav2Vec2Encoder):
+        raise ConfigError(
+            f"{type(module).__name__} holds no wav2vec 2.0 encoder; only model=wav2vec2 and models with "
+            "encoder=wav2vec2 have a form that others read"
+        )
+    arguments = _encoder_arguments(encoder)
+    own = {name: value.detach().cpu().float() for name, value in weights.items()}
+    if isinstance(module, Wav2Vec2):
+        return Pretrained(arguments, _model_arguments(module), own)
+    return Pretrained(arguments, {}, own).encoder_only()
+
+
+def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
+    extractor, transformer = encoder.extractor, encoder.transformer
+    first, last, layer = extractor.layers[0], extractor.layers[-1], transformer.layers[0]
+    assert isinstance(first, ConvBlock)
+    assert isinstance(last, ConvBlock)
+    assert isinstance(layer, TransformerLayer)
+    is_group = isinstance(first.norm, nn.GroupNorm)
+    return {
+        "conv_layers": [
+            [width, *span] for width, span in zip(extractor.widths, extractor.spans, strict=True)
+        ],
+        "conv_bias": first.conv.bias is not None,
+        "conv_norm": "group" if is_group else "layer",
+        "gradient_scale": extractor.gradient_scale,
+        "width": encoder.width,
+        "layers": len(transformer.layers),
+        "feed_forward": layer.feed_forward_in.out_features,
+        "heads": layer.attention.heads,
+        "pre_norm": transformer.pre_norm,
+        "position_kernel": transformer.position.kernel,
+        "position_groups": transformer.position.groups,
+        "dropout": transformer.dropout.p,
+        "attention_dropout": layer.attention.dropout,
+        "activation_dropout": layer.activation_dropout.p,
+        "input_dropout": encoder.input_dropout.p,
+        "layer_drop": encoder.layer_drop,
+        "normalise_audio": encoder.normalise_audio,
+        "sample_rate": encoder.sample_rate,
+        "mask": _mask_arguments(encoder.mask),
+        "channel_mask": _mask_arguments(encoder.channel_mask),
+    }
+
+
+def _mask_arguments(mask: SpanMask | None) -> dict[str, Any] | None:
+    if mask is None:
+        return None
+    names = ("probability", "length", "kind", "other", "overlap", "min_space", "min_masks")
+    return {name: getattr(mask, name) for name in names}
+
+
+def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
+    groups, entries, width = task.quantizer.codebook.shape
+    return {
+        "final_width": task.final_proj.out_features,
+        "codebooks": groups,
+        "codes": entries,
+        "code_width": groups * width,
+        "temperature": list(task.temperature),
+        "negatives": task.negatives,
+        "contrast_temperature": task.contrast_temperature,
+        "diversity_weight": task.diversity_weight,
+        "penalty_weight": task.penalty_weight,
+        "target_dropout": task.target_dropout,
+    }
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def renamed(name: str, rules: Sequence[Rule]) -> str:
+    """``name`` by the first rule whose pattern is all of it. Raises KeyError where there is none.
+
+    >>> renamed("encoder.norm.bias", [(r"encoder\\.norm\\.(.+)", r"layer_norm.\\1")])
+    'layer_norm.bias'
+    """
+    for pattern, replacement in rules:
+        match = re.fullmatch(pattern, name)
+        if match:
+            return match.expand(replacement)
+    raise KeyError(name)
+
+
+def outward(weights: Mapping[str, Tensor], theirs: Callable[[str], str]) -> dict[str, Tensor]:
+    """Weights under another format's names; codebooks (G, V, width) become (1, G V, width)."""
+    return {
+        theirs(name): value.reshape(1, -1, value.shape[2]) if name == "quantizer.codebook" else value
+        for name, value in weights.items()
+    }
+
+
+def inward(
+    tensors: Mapping[str, Tensor], shapes: Shapes, theirs: Callable[[str], str], where: str
+) -> dict[str, Tensor]:
+    """Another format's tensors under our names, in fp32, every one of the expected shape.
+
+    Raises DataError, which begins with ``where``, for the first tensor that is missing, misshapen or
+    not expected.
+    """
+    weights, expected = {}, set()
+    for name, shape in shapes.items():
+        key = theirs(name)
+        expected.add(key)
+        if key not in tensors:
+            raise DataError(f"{where}: the tensor {key} is missing; its config asks for it")
+        value = tensors[key]
+        outside = (1, shape[0] * shape[1], shape[2]) if name == "quantizer.codebook" else shape
+        if tuple(value.shape) != outside:
+            raise DataError(
+                f"{where}: the tensor {key} is {tuple(value.shape)}, and its config asks for {outside}"
+            )
+        weights[name] = value.detach().to(torch.float32).reshape(shape).contiguous()
+    for key in tensors:
+        if key not in expected:
+            raise DataError(
+                f"{where}: the tensor {key} has no place in wav2vec 2.0 as its config describes it"
+            )
+    return weights

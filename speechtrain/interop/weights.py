@@ -1,0 +1,228 @@
+"""Weights by path, whatever wrote them, under our names; and a module initialised from them."""
+
+from __future__ import annotations
+
+import importlib.resources
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from speechtrain.checkpoint import Checkpointer
+from speechtrain.errors import ConfigError, DataError, SpeechtrainError
+from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop.wav2vec2 import Pretrained
+from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
+
+_LOG = logging.getLogger(__name__)
+_SPAN_MASK = "speechtrain.nn.masking.SpanMask"
+_ENCODER = "speechtrain.nn.wav2vec2.Wav2Vec2Encoder"
+_MODEL = "speechtrain.models.wav2vec2.Wav2Vec2"
+NAME = "imported"
+"""The choice of ``encoder=`` and ``model=`` that an imported model's directory offers."""
+
+
+def read_weights(path: str) -> dict[str, Tensor]:
+    """Tensors under our names, on the CPU, from whatever lies at ``path``.
+
+    A run directory (its best checkpoint), a checkpoint's folder, a directory or .safetensors file of
+    ours, a fairseq .pt file or a Hugging Face directory: the content decides, not the name. What
+    others wrote is checked in Hugging Face's model as it is read; without transformers, a fairseq file
+    is read with a warning and a Hugging Face directory is refused.
+
+    Raises RunError, DataError or MachineError, each naming the path and what to do.
+    """
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return _of_folder(found)
+    if not found.is_file():
+        raise DataError(
+            f"{found} does not exist; give a run directory, a checkpoint's folder, a .safetensors file, a "
+            "fairseq .pt file or a Hugging Face directory"
+        )
+    with found.open("rb") as file:
+        start = file.read(9)
+    if start[8:] == b"{":  # safetensors: the header's length in 8 bytes, then the header
+        if (found.parent / "config.json").is_file():
+            return huggingface.read(found.parent)[0].weights
+        return _safetensors(found)
+    pretrained, difference = read_fairseq(found)
+    if difference is None:
+        _LOG.warning("%s was not checked in Hugging Face's model: transformers is not installed", found)
+    return pretrained.weights
+
+
+def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
+    """A fairseq checkpoint and its difference to Hugging Face's model, None without transformers.
+
+    Raises DataError where the two differ by more than ``huggingface.LIMIT``.
+    """
+    pretrained = fairseq.read(path)
+    return pretrained, check_fairseq(pretrained, path)
+
+
+def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
+    """Run a model's tensors, as fairseq names them, in Hugging Face's model; None without transformers.
+
+    Raises DataError where the outputs differ from ours by more than ``huggingface.LIMIT``.
+    """
+    if not huggingface.is_available():
+        return None
+    theirs = fairseq.huggingface_tensors(pretrained)
+    return huggingface.proved(huggingface.difference_of(pretrained, theirs), str(path))
+
+
+def _of_folder(folder: Path) -> dict[str, Tensor]:
+    if (folder / "checkpoints").is_dir():
+        return Checkpointer(folder).weights("best")[1]
+    if (folder / "checkpoint.json").is_file():
+        Checkpointer(folder.parent).verify(folder)
+        return _safetensors(folder / "model.safetensors")
+    if (folder / "config.json").is_file():
+        return huggingface.read(folder)[0].weights
+    if (folder / "model.safetensors").is_file():
+        return _safetensors(folder / "model.safetensors")
+    raise DataError(
+        f"{folder} holds no weights; give a run directory with checkpoints/, a checkpoint's folder, or a "
+        "directory with model.safetensors"
+    )
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); copy it again") from None
+
+
+# --- into a module --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Initialised:
+    """What ``initialise`` did, by name."""
+
+    loaded: list[str]  # now as in the file
+    fresh: list[str]  # as they were: the file has none, or one of another shape
+    unused: list[str]  # of the file, with no place in the module
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> Initialised:
+    """Give every parameter and buffer of ``module`` the value of the same name and shape, if there is one.
+
+    A module's ``encoder.`` is loaded whole or not at all; what stands behind it may stay fresh. ``path``
+    is where the weights are from, for the message.
+
+    Raises ConfigError, with the module untouched, for the first encoder tensor that is missing or has
+    another shape, and where nothing would be loaded.
+    """
+    own = module.state_dict()
+    for name, value in own.items():
+        if not name.startswith("encoder."):
+            continue
+        if name not in weights:
+            raise ConfigError(f"init_from={path}: no {name} is there; {_advice(weights)}")
+        if weights[name].shape != value.shape:
+            raise ConfigError(
+                f"init_from={path}: {name} is {tuple(weights[name].shape)} there and {tuple(value.shape)} "
+                f"here; {_advice(weights)}"
+            )
+    loaded = [name for name, value in own.items() if name in weights and weights[name].shape == value.shape]
+    if not loaded:
+        raise ConfigError(f"init_from={path}: none of its tensors fits {type(module).__name__}")
+    for name in loaded:
+        own[name].copy_(weights[name])
+    taken = set(loaded)
+    return Initialised(
+        loaded, [name for name in own if name not in taken], [name for name in weights if name not in taken]
+    )
+
+
+def _advice(weights: Mapping[str, Tensor]) -> str:
+    """The encoder= choices that have these shapes, or what to do where there is none."""
+    shapes = {n: tuple(v.shape) for n, v in weights.items() if n.startswith("encoder.")}
+    if not shapes:
+        return "it holds no encoder at all"
+    fits = [name for name, other in _choices().items() if other == shapes]
+    if fits:
+        return f"encoder={' or '.join(fits)} fits"
+    if "encoder.mask_embedding" in shapes:
+        return (
+            "no encoder= choice has its shapes: set the keys below encoder. as the run that wrote it had "
+            "them, or import it with speechtrain-export --from, which writes a choice that fits"
+        )
+    return "use the encoder= of the run that wrote it"
+
+
+def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of every wav2vec 2.0 encoder in conf/encoder, by name."""
+    found = {}
+    for entry in (importlib.resources.files("speechtrain.conf") / "encoder").iterdir():
+        node = yaml.safe_load(entry.read_text()) if entry.name.endswith(".yaml") else None
+        if not isinstance(node, dict) or node.pop("_target_", None) != _ENCODER:
+            continue
+        try:
+            with torch.device("meta"):
+                encoder = Wav2Vec2Encoder(**(node | {"mask": None, "channel_mask": None}))
+        except (SpeechtrainError, TypeError):  # a choice that waits for a value from elsewhere
+            continue
+        state = encoder.state_dict()
+        found[entry.name.removesuffix(".yaml")] = {f"encoder.{n}": tuple(v.shape) for n, v in state.items()}
+    return dict(sorted(found.items()))
+
+
+# --- an imported model ----------------------------------------------------------------------------
+
+
+def write_imported(pretrained: Pretrained, folder: Path) -> None:
+    """Write model.safetensors, and encoder/ and model/ with a YAML that builds what it fits.
+
+    The directory is a Hydra ``--config-dir`` and an ``init_from`` in one.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        (temporary / "encoder").mkdir(parents=True)
+        save_file(pretrained.weights, temporary / "model.safetensors")
+        (temporary / "encoder" / f"{NAME}.yaml").write_text(encoder_yaml(pretrained))
+        if not pretrained.is_encoder:
+            (temporary / "model").mkdir()
+            (temporary / "model" / f"{NAME}.yaml").write_text(model_yaml(pretrained))
+        huggingface.put(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def encoder_yaml(pretrained: Pretrained) -> str:
+    """A choice of the group ``encoder`` that builds the model's encoder."""
+    node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
+    for name in ("mask", "channel_mask"):
+        if node[name]:
+            node[name] = {"_target_": _SPAN_MASK, **node[name]}
+    return _dumped(node)
+
+
+def model_yaml(pretrained: Pretrained) -> str:
+    """A choice of the group ``model`` that pretrains the model further."""
+    groups = {"encoder": NAME, "tokenizer": "none", "optimizer": "wav2vec2", "schedule": "wav2vec2"}
+    node = {
+        "defaults": [{f"override /{group}": choice} for group, choice in groups.items()],
+        "model": {"_target_": _MODEL, **pretrained.model},
+        "trainer": {"clip": 0.0, "ema": 0.0},
+    }
+    return "# @package _global_\n" + _dumped(node)
+
+
+def _dumped(node: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(node, sort_keys=False, default_flow_style=None)
+    return text
