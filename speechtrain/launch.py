@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 5.0
 _TRACE = "Traceback (most recent call last):"
 _OURS = ("speechtrain: ", "warning  ")
-# torch's own records, as in "E1121 03:40:12.123000 4711 torch/distributed/…]" and "[rank0]:[W1121 03:40:12.1 …"
+# torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
 _AGENTS_LINE = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
 
 
