@@ -62,10 +62,13 @@ _STANDARD = {
     "typing": {"Any", "Union", "Optional", "List", "Dict", "Tuple"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
     "datetime": {"datetime", "date", "time", "timedelta", "timezone"},
+    "operator": {"getitem"},  # makes typing.List[int] of its parts
+    "_operator": {"getitem"},
     "copyreg": {"_reconstructor", "__newobj__"},
     "_codecs": {"encode"},
     "builtins": {"object", "dict", "list", "tuple", "set", "frozenset", "str", "bytes", "bytearray"}
-    | {"int", "float", "bool", "complex", "slice", "range"},
+    | {"int", "float", "bool", "complex", "slice", "range"}
+    | {"long", "unicode", "basestring", "xrange"},  # as protocol 2 spells them
 }
 _STANDARD["copy_reg"], _STANDARD["__builtin__"] = _STANDARD["copyreg"], _STANDARD["builtins"]
 _TORCH = {"Size", "device", "Tensor", "Parameter"}
