@@ -8,7 +8,6 @@ name, flushed to the disk and renamed, so a reader finds all of it or none.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -183,8 +182,7 @@ class Checkpointer:
             for left in (folder for folder in folders if folder.name >= name):
                 aside = left.with_name(left.name + ".left")
                 shutil.rmtree(aside, ignore_errors=True)
-                with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                    left.rename(aside)
+                left.rename(aside)
             folders = [folder for folder in folders if folder.name < name]
         for folder in reversed(folders):
             try:

@@ -144,7 +144,10 @@ class Trainer:
             "precision": self.precision,
             "progress": self.progress,
         }
-        found = self.checkpointer.restore(states) if resume != "never" else None
+        found = None
+        if resume != "never":
+            with self.group.first():  # it sets damaged ones aside
+                found = self.checkpointer.restore(states)
         if found is not None:
             self.tracker.log("resume", {"step": found})
         elif resume == "must":
@@ -232,7 +235,8 @@ class Trainer:
         failed, wall, factor = self.progress.rollbacks, self.progress.wall_s, self.progress.rate_factor
         if failed >= _MOST_ROLLBACKS:
             raise Diverged(f"{alarm.message} (after {failed} rollbacks, each with half the learning rate)")
-        found = self.checkpointer.restore(states, before=alarm.onset)
+        with self.group.first():
+            found = self.checkpointer.restore(states, before=alarm.onset)
         if found is None:
             raise Diverged(f"{alarm.message} (no checkpoint from before step {alarm.onset} to roll back to)")
         self.progress.rollbacks, self.progress.wall_s = failed + 1, wall

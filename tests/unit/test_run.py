@@ -38,7 +38,10 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
 def test_a_child_does_not_inherit_the_lock(tmp_path: Path) -> None:
     """A data worker that outlives a killed rank must not keep the run busy."""
     lock = RunLock(tmp_path).acquire()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
+    assert child.stdout is not None
+    child.stdout.readline()  # it runs: its copy of the lock was closed on the way
     lock.release()
     RunLock(tmp_path).acquire().release()
     child.kill()
