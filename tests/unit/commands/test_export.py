@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from speechtrain.commands import export
+from speechtrain.errors import ConfigError, DataError
+from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop.wav2vec2 import Pretrained, describe
+from speechtrain.interop.weights import initialise, read_weights
+from speechtrain.models.wav2vec2 import Wav2Vec2
+from speechtrain.nn.masking import SpanMask
+from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
+
+
+@pytest.fixture(scope="module")
+def model() -> Pretrained:
+    torch.manual_seed(0)
+    thin = [[32, 10, 5], *[[32, 3, 2]] * 4, *[[32, 2, 2]] * 2]
+    encoder = Wav2Vec2Encoder(thin, width=48, layers=2, feed_forward=96, heads=4, mask=SpanMask())
+    task = Wav2Vec2(encoder, 24, codes=32, code_width=16)
+    return describe(task, task.state_dict())
+
+
+@pytest.fixture
+def file(model: Pretrained, tmp_path: Path) -> Path:
+    fairseq.write(model, fairseq.checkpoint_of(model), tmp_path / "c.pt")
+    return tmp_path / "c.pt"
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from speechtrain.commands.export import parser; parser(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_there_and_back(
+    model: Pretrained, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    hf, ours = tmp_path / "hf", tmp_path / "ours"
+    assert export.run([str(file), "--from", "fairseq", "--to", "huggingface", "--out", str(hf)]) == 0
+    assert "largest difference" in capsys.readouterr().out
+    assert export.run([str(hf), "--from", "huggingface", "--out", str(ours)]) == 0
+    for path in (file, hf, ours, hf / "model.safetensors", ours / "model.safetensors"):
+        weights = read_weights(str(path))
+        assert weights.keys() == model.weights.keys()
+        assert all(torch.equal(value, model.weights[name]) for name, value in weights.items())
+    assert load_file(ours / "model.safetensors").keys() == model.weights.keys()
+    assert yaml.safe_load((ours / "encoder" / "imported.yaml").read_text())["width"] == 48
+    assert yaml.safe_load((ours / "model" / "imported.yaml").read_text())["model"]["codes"] == 32
+
+
+def test_nothing_is_overwritten(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("x")
+    with pytest.raises(ConfigError, match="--force"):
+        export.run([str(file), "--from", "fairseq", "--out", str(tmp_path)])
+    with pytest.raises(ConfigError, match="both"):
+        export.run([str(file), "--out", str(tmp_path / "n")])
+
+
+def test_models_that_differ_leave_nothing(
+    model: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(
+        huggingface, "_ATTENTION", huggingface._ATTENTION | {"query": "k_proj", "key": "q_proj"}
+    )
+    with pytest.raises(DataError, match="differ by"):
+        huggingface.write(model, tmp_path / "hf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_is_initialised_whole_or_not_at_all(model: Pretrained) -> None:
+    task = torch.nn.ModuleDict({"encoder": model.build()[0], "head": torch.nn.Linear(48, 3)})
+    done = initialise(task, model.weights, "x")
+    assert done.fresh == ["head.weight", "head.bias"]
+    assert "quantizer.codebook" in done.unused
+    other = {n: v for n, v in model.weights.items() if n != "encoder.norm.bias"}
+    with pytest.raises(ConfigError, match=r"init_from=x: no encoder\.norm\.bias is there"):
+        initialise(task, other, "x")
+    small = yaml.safe_load(Path(__file__).parents[3].joinpath("conf/encoder/wav2vec2_small.yaml").read_text())
+    del small["_target_"]
+    shipped = Wav2Vec2Encoder(**(small | {"mask": None}))
+    weights = {f"encoder.{n}": v for n, v in shipped.state_dict().items()}
+    with pytest.raises(ConfigError, match="encoder=wav2vec2_small fits"):
+        initialise(task, weights, "x")
