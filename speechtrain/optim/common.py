@@ -1,8 +1,9 @@
-"""What the optimizers here share: the ranges of their settings, and a norm without host reads."""
+"""What the optimizers here share: the ranges of their settings, their loop, a norm without host reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,3 +35,23 @@ def squared_norm(tensor: Tensor) -> Tensor:
     """
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return (wide * wide).sum()
+
+
+class TensorwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer whose update of a parameter depends on that parameter alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient; the host reads nothing."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter, gradient in dense_gradients(group):
+                self._update(parameter, gradient, group)
+        return loss
+
+    @abstractmethod
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Change ``parameter`` in place."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speechtrain.optim.common import check_settings, dense_gradients, squared_norm
+from speechtrain.optim.common import TensorwiseOptimizer, check_settings, squared_norm
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(TensorwiseOptimizer):
     """LAMB (You et al., 2020, arXiv:1904.00962), as MLPerf's RNN-T trains with it.
 
     With gradient g, ``m = b1 m + (1 − b1) g``, ``v = b2 v + (1 − b2) g²`` and their bias-corrected
@@ -32,18 +32,6 @@ class LAMB(torch.optim.Optimizer):
         settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         check_settings(settings)
         super().__init__(params, settings)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the host reads nothing."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter, gradient in dense_gradients(group):
-                self._update(parameter, gradient, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speechtrain.optim.common import check_settings, dense_gradients, squared_norm
+from speechtrain.optim.common import TensorwiseOptimizer, check_settings, squared_norm
 
 
-class NovoGrad(torch.optim.Optimizer):
+class NovoGrad(TensorwiseOptimizer):
     """NovoGrad (Ginsburg et al., 2019, arXiv:1905.11286), with which NeMo trains Jasper and ContextNet.
 
     The second moment v is one number for each parameter tensor: ``v = b2 v + (1 − b2) ‖g‖²``, and
@@ -31,18 +31,6 @@ class NovoGrad(torch.optim.Optimizer):
         settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         check_settings(settings)
         super().__init__(params, {**settings, "grad_averaging": grad_averaging})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the host reads nothing."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter, gradient in dense_gradients(group):
-                self._update(parameter, gradient, group)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
