@@ -1,0 +1,68 @@
+"""What one run has learnt is where another begins: pretraining, then CTC on its encoder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+TINY = [
+    "encoder.conv_layers=[[16,10,5],[16,3,2],[16,3,2],[16,3,2],[16,3,2],[16,2,2],[16,2,2]]",
+    *("encoder.width=32", "encoder.feed_forward=32", "encoder.layers=1", "encoder.position_kernel=16"),
+    *("data.train.utterances=16", "data.valid.unheard.utterances=2", "data.workers=0", "device.threads=1"),
+    *("trainer.max_epochs=null", "trainer.log_every=1", "tracking=jsonl"),
+]
+
+
+def train(*overrides: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "speechtrain.commands.train", *TINY, *overrides]
+    return subprocess.run(program, capture_output=True, text=True, check=False)
+
+
+def test_a_recogniser_begins_with_a_pretrained_encoder(tmp_path: Path) -> None:
+    small = ["model.codes=24", "model.code_width=16", "model.final_width=16", "model.negatives=12"]
+    done = train("model=wav2vec2_small", *small, "trainer.max_steps=2", f"run_dir={tmp_path}/pretrained")
+    assert done.returncode == 0, done.stderr
+    pretrained = load_file(tmp_path / "pretrained/checkpoints/step-00000002/model.safetensors")
+
+    recogniser = ["model=ctc", "encoder=wav2vec2_small", "optimizer=adamw", "schedule=constant"]
+    recogniser += ["model.freeze_encoder_steps=2", "trainer.ema=0", f"init_from={tmp_path}/pretrained"]
+    done = train(
+        *recogniser,
+        "trainer.max_steps=3",
+        "trainer.save_every=1",
+        "trainer.keep=9",
+        f"run_dir={tmp_path}/ctc",
+    )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (tmp_path / "ctc/metrics.jsonl").read_text().splitlines()]
+    (start,) = [event for event in events if event["event"] == "start"]
+    assert start["fresh"] == 2, "the output layer's weight and bias"
+    for step, is_frozen in ((1, True), (2, True), (3, False)):
+        weights = load_file(tmp_path / f"ctc/checkpoints/step-{step:08d}/model.safetensors")
+        names = [name for name in weights if name.startswith("encoder.")]
+        same = all(weights[name].equal(pretrained[name]) for name in names)
+        assert same is is_frozen, f"step {step}"
+
+    refused = train(*recogniser, "encoder.width=48", "trainer.max_steps=1", f"run_dir={tmp_path}/other")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
+    assert "encoder.mask_embedding is (32,) there and (48,) here" in refused.stderr
+
+
+@pytest.mark.parametrize("missing", ["no/such/run", "/no/such/file.pt"])
+def test_weights_that_are_not_there_are_named(tmp_path: Path, missing: str) -> None:
+    done = train(
+        "model=ctc",
+        "encoder=wav2vec2_small",
+        "trainer.max_steps=1",
+        f"init_from={missing}",
+        f"run_dir={tmp_path}/run",
+    )
+    assert done.returncode == 3
+    assert missing in done.stderr
+    assert done.stderr.count("\n") == 1
