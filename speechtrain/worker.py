@@ -30,6 +30,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed import PARENT, Group, PeerLost, Solo, World, open_group
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
+from speechtrain.forms import adapt
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import Precision
@@ -180,6 +181,7 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     device, precision = open_device(config, world.local_rank)
     group = attempt.group = open_group(world, backends_of(device), limits.timeout_seconds)
     task, tokenizer = build_task(config)
+    adapt(task, device.forms(precision.dtype))
     data: DataModule = build(
         config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
+from speechtrain.forms import Forms
 
 
 class Device(ABC):
@@ -40,6 +41,10 @@ class Device(ABC):
     @abstractmethod
     def move(self, batch: Batch) -> Batch:
         """The batch with its tensors on the device."""
+
+    def forms(self, dtype: torch.dtype) -> Forms:
+        """Which of their equal forms the model's blocks take here, for training in ``dtype``."""
+        return Forms(static=self.static_shapes)
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Adaptive, Forms
 from speechtrain.nn.contrastive import bits, contrastive_loss
 from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
@@ -66,7 +67,7 @@ class CollapseWatch:
         return ""
 
 
-class Wav2Vec2(Task):
+class Wav2Vec2(Task, Adaptive):
     """Contrastive pretraining of an encoder on raw audio; no transcripts are read.
 
     Every row of a batch masks the same number of frames; what the loss needs is gathered by index,
@@ -132,6 +133,9 @@ class Wav2Vec2(Task):
         self.host_noise = host_noise
         self._step = 0
         self._collapse = CollapseWatch(codebooks, codes)
+
+    def adapt(self, forms: Forms) -> None:
+        self.fixed_width = self.fixed_width or forms.static
 
     def advance(self, step: int, seed: int) -> None:
         self._step = step

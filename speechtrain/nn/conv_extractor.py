@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Adaptive, Forms
 
 
 class _ScaleGradient(Function):
@@ -210,7 +211,7 @@ class ConvBlock(nn.Module):
         return F.gelu(y)
 
 
-class ConvExtractor(nn.Module):
+class ConvExtractor(nn.Module, Adaptive):
     """Raw audio (B, S) to features (B, T, C) by strided convolutions without padding.
 
     ``layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
@@ -260,6 +261,10 @@ class ConvExtractor(nn.Module):
         self.use(form)
         if gradient_scale == 0:
             self.requires_grad_(False)
+
+    def adapt(self, forms: Forms) -> None:
+        if forms.static:
+            self.use("conv2d")
 
     def use(self, form: str) -> None:
         """Compute the convolutions in another of ``FORMS`` from now on."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Adaptive, Forms
 
 FORBIDDEN = -(2.0**30)  # a score that softmax turns into exactly 0, and finite where a row has no key
 
@@ -121,7 +122,7 @@ class TransformerLayer(nn.Module):
         return y
 
 
-class Transformer(nn.Module):
+class Transformer(nn.Module, Adaptive):
     """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
 
     Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
@@ -180,6 +181,10 @@ class Transformer(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+
+    def adapt(self, forms: Forms) -> None:
+        if forms.static:
+            self.use("slices")
 
     def use(self, attention: str) -> None:
         """Compute attention as ``sdpa`` or ``slices`` from now on."""

@@ -105,12 +105,6 @@ class Wav2Vec2Encoder(Encoder):
         self._update_seed = 0
         self.augment = Augment() if augment is None else augment
 
-    def use_static_forms(self) -> None:
-        """Compute as a device that records graphs wants it: convolutions in two dimensions, attention
-        written out. Results and parameters stay the same."""
-        self.extractor.use("conv2d")
-        self.transformer.use("slices")
-
     def advance(self, step: int, seed: int) -> None:
         self._update_seed = seed
 

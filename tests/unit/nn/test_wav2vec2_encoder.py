@@ -8,6 +8,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Forms, adapt
 from speechtrain.nn.augment import Augment
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
@@ -398,7 +399,7 @@ def test_static_forms_change_nothing_but_rounding() -> None:
     encoder = make(mask=SpanMask(0.5, 4), **CALM)
     batch = encoder.prepare(make_batch(9000, 6000), 2)
     plain = encoder(batch)[0]
-    encoder.use_static_forms()
+    adapt(encoder, Forms(static=True))
     assert encoder.state_dict().keys() == make().state_dict().keys()
     written = encoder(batch)[0]
     assert not any(layer.attention.fused for layer in encoder.transformer.layers)
