@@ -1,14 +1,25 @@
-"""Uni-directional LSTM stacks with the reference's initialisation and an optional LayerNorm behind."""
+"""Uni-directional LSTM stacks with the reference's initialisation and an optional LayerNorm behind.
+
+Shape legend: B rows, T frames, I inputs, H units, 4H the gates of a unit in torch's order: input, forget,
+candidate, output.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from speechtrain.forms import Adaptive, Forms
 
 State = tuple[Tensor, Tensor]
 
 
-class LSTM(nn.Module):
+class LSTM(nn.Module, Adaptive):
     """``layers`` LSTM layers, dropout between them and on the output, then LayerNorm where asked.
 
     Shapes are batch-first: (B, T, ``inputs``) to (B, T, ``hidden``). Uni-directional, so padding at
@@ -18,6 +29,11 @@ class LSTM(nn.Module):
     quarter of every input bias becomes ``forget_gate_bias`` and that of every recurrent bias 0;
     then all weights and biases are multiplied by ``init_scale``. LayerNorm stands behind the whole
     stack (Intel AIDK's placement, there skipped in evaluation by mistake; here it always runs).
+
+    Two forms with the same parameters and numbers. ``fused`` is torch's own, in fp32 whatever the
+    precision. ``loop`` goes frame by frame, with the products over all frames done at once, and under
+    bfloat16 autocast its products are bfloat16 (cells, gates and outputs stay fp32); where the device is
+    not static it is for training only, and what records no gradient is left to the fused one.
     """
 
     def __init__(
@@ -34,6 +50,7 @@ class LSTM(nn.Module):
         self.lstm = nn.LSTM(inputs, hidden, layers, dropout=dropout if layers > 1 else 0.0)
         self.dropout = nn.Dropout(dropout)
         self.norm: nn.Module = nn.LayerNorm(hidden) if layer_norm else nn.Identity()
+        self._forms = Forms()
         with torch.no_grad():
             for name, parameter in self.lstm.named_parameters():
                 if name.startswith("bias"):
@@ -41,10 +58,214 @@ class LSTM(nn.Module):
                     forget.fill_(forget_gate_bias if name.startswith("bias_ih") else 0.0)
                 parameter.mul_(init_scale)
 
+    def adapt(self, forms: Forms) -> None:
+        self._forms = forms
+
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """(B, T, inputs) to (B, T, hidden), and the state (layers, B, hidden) × 2 behind the last frame."""
-        # oneDNN's bf16 LSTM backward is slower than its fp32 one (1.4 to 2.1 times on an AVX512-BF16
-        # machine), so autocast stops here; time-major is the layout that needs no copy inside
-        with torch.autocast(x.device.type, enabled=False):
-            y, state = self.lstm(x.float().transpose(0, 1), state)
+        products = _product_dtype(x)
+        is_loop = self._forms.lstm == "loop" and (self._forms.static or torch.is_grad_enabled())
+        # autocast stops here: oneDNN's bf16 LSTM backward is slower than its fp32 one (1.4 to 2.1 times
+        # on an AVX512-BF16 machine), and the loop does its own casting
+        with _without_autocast(x):
+            x = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(
+                0, 1
+            )  # time-major: no copy inside
+            y, state = self._loop(x, state, products) if is_loop else self.lstm(x, state)
             return self.norm(self.dropout(y.transpose(0, 1))), state
+
+    def _loop(self, x: Tensor, state: State | None, products: torch.dtype) -> tuple[Tensor, State]:
+        """What ``self.lstm`` computes of (T, B, inputs)."""
+        start = x.new_zeros(x.shape[1], self.lstm.hidden_size)
+        hiddens, cells = [], []
+        for layer, weights in enumerate(self.lstm.all_weights):
+            if layer:
+                x = F.dropout(x, self.lstm.dropout, self.training)
+            before = (start, start) if state is None else (state[0][layer], state[1][layer])
+            x, hidden, cell = _Layer.apply(x, *before, *weights, products, self._forms.static)  # type: ignore[no-untyped-call]
+            hiddens.append(hidden[None])
+            cells.append(cell[None])
+        return x, (torch.cat(hiddens), torch.cat(cells))  # stack's backward fails on lazy tensors
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """Of the loop's products: bfloat16 under its autocast, else at least fp32 (float16 is too narrow)."""
+    device = x.device.type
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    is_bfloat16 = is_on and torch.get_autocast_dtype(device) == torch.bfloat16
+    return torch.bfloat16 if is_bfloat16 else torch.promote_types(x.dtype, torch.float32)
+
+
+class _Layer(torch.autograd.Function):
+    """One layer: (T, B, I) and a state (B, H) × 2 to (T, B, H) and the last state.
+
+    Only the recurrent product is done frame by frame. That of the inputs and those that give the
+    gradients of inputs and weights are single products over all frames. Autograd through a written-out
+    loop would instead add up the weights' gradients frame by frame, and for every frame's slice write a
+    zero tensor of the whole sequence.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        hidden: Tensor,
+        cell: Tensor,
+        input_weight: Tensor,
+        weight: Tensor,
+        input_bias: Tensor,
+        bias: Tensor,
+        products: torch.dtype,
+        is_static: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        frames, rows, inputs = x.shape
+        narrow = x.reshape(frames * rows, inputs).to(products)
+        gates = torch.mm(narrow, input_weight.to(products).t()).to(x.dtype) + (input_bias + bias)
+        # a copy, since the product reads it in this order once a frame: 1.5 times faster at B=4 in fp32
+        recurrent = weight.to(products).t().contiguous()
+        walk = _forward_static if is_static else _forward
+        gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), recurrent, hidden, cell)
+        ctx.save_for_backward(narrow, input_weight, weight, gates, cells, hiddens)
+        ctx.is_static = is_static
+        last = frames - 1
+        return outputs, outputs[last].clone(), cells[frames].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor | None, ...]:
+        narrow, input_weight, weight, gates, cells, hiddens = ctx.saved_tensors
+        products, (frames, rows, width) = narrow.dtype, outputs.shape
+        with _without_autocast(outputs):
+            walk = _backward_static if ctx.is_static else _backward
+            by_gates, hidden, cell = walk(
+                outputs, hidden, cell, _Slopes.of(gates, cells), weight.to(products)
+            )
+            flat = by_gates.view(frames * rows, 4 * width)
+            inputs = None
+            if ctx.needs_input_grad[0]:
+                inputs = torch.mm(flat, input_weight.to(products)).to(outputs.dtype).view(frames, rows, -1)
+            transposed = flat.t()
+            by_input = torch.mm(transposed, narrow).to(weight.dtype)
+            by_hidden = torch.mm(transposed, hiddens[:frames].reshape(frames * rows, width)).to(weight.dtype)
+            by_bias = flat.sum(0, dtype=outputs.dtype)
+        # two tensors: one for both biases would be copied, on lazy tensors by way of the host
+        return inputs, hidden, cell, by_input, by_hidden, by_bias, by_bias.clone(), None, None
+
+
+class _Slopes(NamedTuple):
+    """What backward multiplies by at each frame: nothing in it depends on the gradient."""
+
+    gates: Tensor  # (T, B, 4H) of the first three gates' sums by the cell, of the output gate's by the output
+    cell: Tensor  # (T, B, H) of the cell by the output
+    forget: Tensor  # (T, B, H) of the cell before by the cell
+
+    @classmethod
+    def of(cls, gates: Tensor, cells: Tensor) -> _Slopes:
+        width = cells.shape[2]
+        before, squashed = cells[:-1], cells[1:].tanh()
+        enter, forget = gates[..., :width], gates[..., width : 2 * width]
+        candidate, output = gates[..., 2 * width : 3 * width], gates[..., 3 * width :]
+        by_gates = (
+            enter * (1 - enter) * candidate,
+            forget * (1 - forget) * before,
+            (1 - candidate * candidate) * enter,
+            output * (1 - output) * squashed,
+        )
+        return cls(torch.cat(by_gates, 2), output * (1 - squashed * squashed), forget)
+
+
+def _forward(
+    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The walk over the frames, writing where the results stay.
+
+    ``gates`` (T, B, 4H) holds the inputs' part of their sums, and then the gates; ``recurrent`` is
+    (H, 4H). Returns the gates, the cells (T + 1, B, H) and what the products saw of the outputs
+    (T + 1, B, H), both beginning with the state given, and the outputs (T, B, H).
+    """
+    frames, rows, width = len(gates), *cell.shape
+    cells = gates.new_empty(frames + 1, rows, width)
+    hiddens = torch.empty_like(cells, dtype=recurrent.dtype)
+    cells[0], hiddens[0] = cell, hidden
+    is_narrow = hiddens.dtype != cells.dtype
+    outputs = torch.empty_like(cells[1:]) if is_narrow else hiddens[1:]
+    squashed = torch.empty_like(cells[0])
+    for t in range(frames):
+        sums, after = gates[t], cells[t + 1]
+        if is_narrow:
+            sums += torch.mm(hiddens[t], recurrent)
+        else:
+            sums.addmm_(hiddens[t], recurrent)
+        enter_and_forget, candidate, output = torch.split(sums, [2 * width, width, width], 1)
+        enter_and_forget.sigmoid_()
+        candidate.tanh_()
+        output.sigmoid_()
+        torch.mul(sums[:, width : 2 * width], cells[t], out=after)
+        after.addcmul_(sums[:, :width], candidate)
+        torch.mul(output, torch.tanh(after, out=squashed), out=outputs[t])
+        if is_narrow:
+            hiddens[t + 1] = outputs[t]
+    return gates, cells, hiddens, outputs
+
+
+def _forward_static(
+    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same in slices and concatenations: on lazy tensors a write into a slice copies the whole."""
+    width = cell.shape[1]
+    hidden = hidden.to(recurrent.dtype)
+    activated, cells, hiddens, outputs = [], [cell[None]], [hidden[None]], []
+    for t in range(len(gates)):
+        sums = gates[t] + torch.mm(hidden, recurrent).to(gates.dtype)
+        enter_and_forget = torch.sigmoid(sums[:, : 2 * width])
+        candidate, gate = torch.tanh(sums[:, 2 * width : 3 * width]), torch.sigmoid(sums[:, 3 * width :])
+        cell = enter_and_forget[:, width:] * cell + enter_and_forget[:, :width] * candidate
+        output = gate * torch.tanh(cell)
+        hidden = output.to(recurrent.dtype)
+        activated.append(torch.cat((enter_and_forget, candidate, gate), 1)[None])
+        cells.append(cell[None])
+        hiddens.append(hidden[None])
+        outputs.append(output[None])
+    return torch.cat(activated), torch.cat(cells), torch.cat(hiddens), torch.cat(outputs)
+
+
+def _backward(
+    outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The walk back: gradients (T, B, 4H) of the gates' sums, in the dtype of ``weight`` (4H, H), and of
+    the state given, from those of the outputs (T, B, H) and of the last state."""
+    rows, width = cell.shape
+    by_gates = torch.empty_like(slopes.gates, dtype=weight.dtype)
+    cell = cell.clone()
+    for t in range(len(by_gates) - 1, -1, -1):
+        hidden = hidden + outputs[t]
+        cell.addcmul_(hidden, slopes.cell[t])
+        slope, result = slopes.gates[t].view(rows, 4, width), by_gates[t].view(rows, 4, width)
+        torch.mul(slope[:, :3], cell[:, None], out=result[:, :3])
+        torch.mul(slope[:, 3], hidden, out=result[:, 3])
+        cell *= slopes.forget[t]
+        hidden = torch.mm(by_gates[t], weight).to(cell.dtype)
+    return by_gates, hidden, cell
+
+
+def _backward_static(
+    outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in slices and concatenations."""
+    width = cell.shape[1]
+    by_gates: list[Tensor] = []
+    for t in range(len(outputs) - 1, -1, -1):
+        hidden = hidden + outputs[t]
+        cell = cell + hidden * slopes.cell[t]
+        slope = slopes.gates[t]
+        parts = (slope[:, : 3 * width] * torch.cat((cell, cell, cell), 1), slope[:, 3 * width :] * hidden)
+        sums = torch.cat(parts, 1).to(weight.dtype)
+        by_gates.append(sums[None])
+        cell = cell * slopes.forget[t]
+        hidden = torch.mm(sums, weight).to(cell.dtype)
+    return torch.cat(by_gates[::-1]), hidden, cell

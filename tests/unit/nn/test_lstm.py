@@ -1,0 +1,201 @@
+"""The LSTM's forms hold to torch's, in numbers, gradients, states and draws."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechtrain.forms import Forms, adapt
+from speechtrain.nn import lstm as module
+from speechtrain.nn.lstm import LSTM
+
+LOOP, STATIC = Forms(lstm="loop"), Forms(static=True, lstm="loop")
+LOOPS = pytest.mark.parametrize("forms", [LOOP, STATIC], ids=["ragged", "static"])
+BOUNDS = pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
+
+
+def pair(
+    forms: Forms, dtype: torch.dtype = torch.float64, layers: int = 3, **keys: float
+) -> tuple[LSTM, LSTM]:
+    """One stack twice, the second in another form."""
+    torch.manual_seed(0)
+    one = LSTM(5, 7, layers, layer_norm=True, **keys).to(dtype)
+    other = LSTM(5, 7, layers, layer_norm=True, **keys).to(dtype)
+    other.load_state_dict(one.state_dict())
+    adapt(other, forms)
+    return one, other
+
+
+def gradients(model: LSTM, x: Tensor, state: tuple[Tensor, Tensor] | None) -> list[Tensor]:
+    """Outputs, the state behind, and the gradients of a scalar that both take part in."""
+    leaves = [t.clone().requires_grad_() for t in (x, *(state or ()))]
+    y, after = model(leaves[0], (leaves[1], leaves[2]) if state else None)
+    total = sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in (y, *after))
+    return [y, *after, *torch.autograd.grad(total, [*leaves, *model.parameters()])]  # type: ignore[list-item]
+
+
+@LOOPS
+@BOUNDS
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize(("rows", "frames"), [(4, 9), (1, 1), (3, 2)])
+def test_the_loop_computes_what_torch_does(
+    forms: Forms, dtype: torch.dtype, bound: float, has_state: bool, rows: int, frames: int
+) -> None:
+    one, other = pair(forms, dtype)
+    x = torch.randn(rows, frames, 5, dtype=dtype)
+    states = tuple(torch.randn(3, rows, 7, dtype=dtype) for _ in range(2)) if has_state else None
+    for wanted, found in zip(gradients(one, x, states), gradients(other, x, states), strict=True):  # type: ignore[arg-type]
+        assert found.dtype == wanted.dtype
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+
+
+@LOOPS
+def test_its_gradients_are_the_difference_quotients(forms: Forms) -> None:
+    model = pair(forms, layers=2)[1]
+    x, state = torch.randn(2, 4, 5, dtype=torch.float64), torch.randn(2, 2, 2, 7, dtype=torch.float64)
+    arguments = (x.requires_grad_(), state.requires_grad_(), *model.lstm.parameters())
+
+    def outputs(x: Tensor, state: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, (hidden, cell) = model(x, (state[0], state[1]))
+        return y, hidden, cell
+
+    assert torch.autograd.gradcheck(outputs, arguments)
+
+
+@LOOPS
+def test_dropout_draws_what_torch_draws(forms: Forms) -> None:
+    one, other = pair(forms, dropout=0.4)
+    x = torch.randn(4, 6, 5, dtype=torch.float64)
+    found = []
+    for model in (one, other):
+        torch.manual_seed(5)
+        found.append(model(x)[0])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    torch.manual_seed(6)
+    assert not torch.equal(other(x)[0], found[1])
+    other.eval()
+    torch.testing.assert_close(other(x)[0], one.eval()(x)[0], rtol=1e-9, atol=1e-9)
+
+
+@LOOPS
+def test_a_gradient_may_be_asked_for_twice(forms: Forms) -> None:
+    model = pair(forms)[1]
+    total = model(torch.randn(2, 5, 5, dtype=torch.float64))[0].square().sum()
+    first = torch.autograd.grad(total, list(model.parameters()), retain_graph=True)
+    again = torch.autograd.grad(total, list(model.parameters()))
+    assert all(map(torch.equal, first, again))
+
+
+@LOOPS
+def test_checkpoints_know_no_form(forms: Forms) -> None:
+    one, other = pair(forms)
+    assert one.state_dict().keys() == other.state_dict().keys() >= {"lstm.weight_ih_l0", "lstm.bias_hh_l2"}
+
+
+def test_what_records_no_gradient_is_torchs_own() -> None:
+    one, other = pair(LOOP, torch.float32)
+    x = torch.randn(2, 1, 5)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        (wanted, before), (found, after) = one(x), other(x)
+    assert torch.equal(wanted, found)
+    assert all(map(torch.equal, before, after))
+
+
+def products(model: LSTM, monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype | None) -> set[torch.dtype]:
+    """Dtypes of the matrix products of a forward and backward."""
+    seen: set[torch.dtype] = set()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "mm" in str(function):
+                seen.add(args[1].dtype)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 3, 5, requires_grad=True)
+    with Watch():
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            y, _ = model(x)
+        assert y.dtype == torch.float32
+        y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    return seen
+
+
+@LOOPS
+def test_products_are_bfloat16_under_its_autocast_only(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair(forms, torch.float32)[1]
+    assert products(model, monkeypatch, torch.bfloat16) == {torch.bfloat16}
+    assert products(model, monkeypatch, None) == {torch.float32}
+    assert products(model, monkeypatch, torch.float16) == {torch.float32}
+
+
+@LOOPS
+def test_bfloat16_is_close_to_fp32(forms: Forms) -> None:
+    one, other = pair(forms, torch.float32)
+    x = torch.randn(4, 20, 5)
+    wanted = gradients(one, x, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gradients(other, x, None)
+    for a, b in zip(found, wanted, strict=True):
+        assert float(((a - b).norm() / b.norm()).detach()) < 0.02
+    assert any(not torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+_LAZY = """
+import torch
+import torch._lazy.metrics as metrics
+import torch._lazy.ts_backend
+torch._lazy.ts_backend.init()
+from speechtrain.forms import Forms
+from speechtrain.nn.lstm import LSTM
+torch.manual_seed(0)
+one, other = LSTM(5, 7, 2), LSTM(5, 7, 2)
+other.load_state_dict(one.state_dict())
+other.adapt(Forms(static=True, lstm="loop"))
+other.to("lazy")
+x = torch.randn(4, 6, 5)
+for _ in range(4):
+    one.zero_grad(), other.zero_grad()
+    y, (h, c) = one(x)
+    (y.square().sum() + h.sum() + c.sum()).backward()
+    z, (h, c) = other(x.to("lazy"))
+    (z.square().sum() + h.sum() + c.sum()).backward()
+    torch._lazy.mark_step()
+torch.testing.assert_close(z.cpu(), y, rtol=1e-5, atol=1e-6)
+for p, q in zip(one.parameters(), other.parameters()):
+    torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-5, atol=1e-5)
+names = [n for n in metrics.counter_names() if n.startswith("aten::")]
+assert not [n for n in names if n != "aten::_local_scalar_dense"], names
+assert metrics.counter_value("UncachedCompile") <= 4, metrics.counter_value("UncachedCompile")
+"""
+
+
+def test_the_static_loop_trains_on_lazy_tensors_without_a_fallback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LAZY], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_slope_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = module._Slopes.of
+    monkeypatch.setattr(module._Slopes, "of", lambda gates, cells: of(gates, 1.001 * cells))
+    with pytest.raises(AssertionError):
+        test_the_loop_computes_what_torch_does(LOOP, torch.float64, 1e-9, False, 4, 9)
+
+
+def test_the_reference_initialisation() -> None:
+    model = LSTM(5, 7, 2, forget_gate_bias=1.0, init_scale=0.5)
+    for name, parameter in model.lstm.named_parameters():
+        forget = parameter[7:14]
+        if name.startswith("bias"):
+            assert torch.all(forget == (0.5 if "ih" in name else 0.0))
+        assert parameter.abs().max() <= 0.5 * max(1.0, 7**-0.5)
+    assert isinstance(model.norm, nn.Identity)
