@@ -1,0 +1,102 @@
+"""What `recipe=wav2vec2_fsdd` learns, whether a collapse is noticed, and what the learnt encoder is good for.
+
+    DATASET_DIR=path/to/fsdd python benchmarks/pretraining.py learn --seeds 1 2 3 --out runs/pretraining
+    DATASET_DIR=path/to/fsdd python benchmarks/pretraining.py collapse --out runs/pretraining
+    DATASET_DIR=path/to/fsdd python benchmarks/pretraining.py use --seeds 1 2 3 --out runs/pretraining
+
+`learn` leaves one speaker out and validates on that speaker alone as well as on the test recordings of the
+others; its runs stay in --out. `collapse` plants three collapses and says how each run ended. `use` trains
+CTC on a tenth of the labels, from the encoders that `learn` left there and from random ones, for equally
+many updates. Tables are Markdown; KEY=VALUE arguments go to every run (`device.threads=1`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from recipes import TRAIN, unheard
+
+SPEAKER = "nicolas"
+PLANTED = {
+    "temperature at its floor": ["model.temperature=[0.5,0.5,1.0]"],
+    "learning rate × 100": ["optimizer.lr=0.2"],
+    "diversity weight 0": ["model.diversity_weight=0"],
+}
+FIGURES = ("accuracy", "code_perplexity", "shared_negatives", "loss_contrastive")
+TENTH = 45  # of the 450 utterances into which each recording goes once
+
+
+def train(run_dir: Path, overrides: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train, or continue, or take what is there: the result and the events."""
+    command = [str(TRAIN), *overrides, f"run_dir={run_dir}", "tracking=jsonl"]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    result = json.loads((run_dir / "result.json").read_text())
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return result, events
+
+
+def learn(out: Path, seeds: list[int], overrides: list[str]) -> None:
+    """The curve of each seed on training audio and, at validations, on voices heard and unheard."""
+    root = os.environ.get("DATASET_DIR", "fsdd")
+    print("| seed | step | seconds | set | " + " | ".join(FIGURES) + " |\n|" + "---|" * (4 + len(FIGURES)))
+    for seed in seeds:
+        base = ["recipe=wav2vec2_fsdd", f"seed={seed}", *unheard(SPEAKER, root), *overrides]
+        result, events = train(out / f"seed{seed}", base)
+        begun = events[0]["time"]
+        for event in events:
+            shown = event["event"] == "valid" or (event["event"] == "train" and event["step"] % 250 == 0)
+            if shown:
+                cells = [f"{event[name]:.4g}" for name in FIGURES]
+                place = [seed, event["step"], round(event["time"] - begun), event.get("set", "train")]
+                print("| " + " | ".join([*map(str, place), *cells]) + " |", flush=True)
+        alarms = [e["message"] for e in events if e["event"] == "warning"]
+        print(f"\nseed {seed}: {result['status']}, alarms {alarms}\n", flush=True)
+
+
+def collapse(out: Path, overrides: list[str]) -> None:
+    """Each planted collapse: where the run ended and what it said."""
+    print("| planted | ended at step | said |\n|---|---|---|")
+    for name, change in PLANTED.items():
+        base = ["recipe=wav2vec2_fsdd", "trainer.max_steps=1000", *change, *overrides]
+        result, _ = train(out / name.replace(" ", "-"), base)
+        print(f"| {name} | {result['steps']} | {result.get('error', result['status'])} |", flush=True)
+
+
+def use(out: Path, seeds: list[int], overrides: list[str]) -> None:
+    """Word error rates of CTC on a tenth of the labels, from learnt and from random encoders."""
+    tuned = ["recipe=fsdd", "model=ctc", "encoder=wav2vec2_small", f"data.train.utterances={TENTH}"]
+    tuned += ["encoder.mask.probability=0.2", "trainer.max_epochs=null", "trainer.max_steps=400"]
+    tuned += ["trainer.validate_every=400", "optimizer.lr=1e-3", *overrides]
+    print("| seed | pretrained | random |\n|---|---|---|")
+    for seed in seeds:
+        rates = []
+        for name, change in {"pretrained": [f"init_from={out / f'seed{seed}'}"], "random": []}.items():
+            result, _ = train(out / f"ctc-{name}{seed}", [*tuned, f"seed={seed}", *change])
+            rates.append(f"{100 * result['metrics']['test/wer']:.1f} %")
+        print(f"| {seed} | {' | '.join(rates)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("learn", "collapse", "use"))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--out", type=Path, default=Path("runs/pretraining"))
+    arguments = parser.parse_args()
+    if arguments.what == "learn":
+        learn(arguments.out, arguments.seeds, arguments.overrides)
+    elif arguments.what == "collapse":
+        collapse(arguments.out, arguments.overrides)
+    else:
+        use(arguments.out, arguments.seeds, arguments.overrides)
+
+
+if __name__ == "__main__":
+    main()
