@@ -203,8 +203,8 @@ class Wav2Vec2(Task, Adaptive):
         diversity = self.diversity_weight * quantized.diversity() * count
         pressure = self.penalty_weight * penalty * count
         total = contrastive.loss + diversity + pressure
-        one = torch.ones_like(count)
-        code, prob = quantized.code_perplexity(), quantized.prob_perplexity()
+        one = (count > 0).to(count.dtype)  # a batch of filler rows alone has no codes
+        code, prob = quantized.code_perplexity() * one, quantized.prob_perplexity() * one
         parts: Sums = {
             "loss_bits": (bits(total), count),
             "loss_contrastive": (bits(contrastive.loss), count),
@@ -216,7 +216,7 @@ class Wav2Vec2(Task, Adaptive):
             "masked_share": (count, (lengths * batch.weight).sum()),
             "prob_perplexity": (prob.sum(), one),
             "code_perplexity": (code.sum(), one),
-            "temperature": (temperature, one),
+            "temperature": (temperature, torch.ones_like(count)),
             **{f"code_perplexity_{group}": (each, one) for group, each in enumerate(code)},
         }
         return Loss(total, count, {name: (a.detach(), b.detach()) for name, (a, b) in parts.items()})

@@ -1,0 +1,100 @@
+"""Tiny wav2vec 2.0 runs whose ranks are forked from one process, which has imported torch for all."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from speechtrain.commands.composition import compose
+from speechtrain.config import dump
+
+from .conftest import Command
+
+TINY = [
+    *("model=wav2vec2_small", "model._target_=pretraining.RecordedWav2Vec2", "data=digits", "augment=small"),
+    "encoder.conv_layers=[[16,10,5],[16,3,2],[16,3,2],[16,3,2],[16,3,2],[16,2,2],[16,2,2]]",
+    *("encoder.width=32", "encoder.feed_forward=48", "encoder.layers=3", "encoder.position_kernel=16"),
+    *("model.codes=24", "model.code_width=16", "model.final_width=16", "model.negatives=12"),
+    *("encoder.dropout=0.1", "encoder.attention_dropout=0.1", "encoder.input_dropout=0.1"),
+    *("encoder.activation_dropout=0.1", "encoder.layer_drop=0.3"),
+    "encoder.channel_mask={_target_:speechtrain.nn.masking.SpanMask,probability:0.2,length:4,min_masks:0}",
+    *("model.temperature=[2,0.5,0.97]", "model.penalty_weight=1", "device.threads=1", "tracking=jsonl"),
+    *("data.train.utterances=50", "data.train.min_words=2", "data.train.max_words=4", "data.batch.count=2"),
+    *("data.valid.unheard.utterances=3", "data.workers=0", "trainer.max_epochs=null", "trainer.log_every=1"),
+]
+"""Every dropout, layer drop and channel masks on; the temperature falls by 3 % an update."""
+
+
+class Pretraining(Command):
+    """A run in a directory of its own, its draws recorded there."""
+
+    def __init__(self, run_dir: Path, environment: Mapping[str, str], *overrides: str) -> None:
+        allowed = {**environment, "SPEECHTRAIN_ALLOW_TARGETS": "pretraining"}
+        super().__init__(run_dir, allowed, [])
+        self.arguments = [
+            *(*TINY, *overrides, f"+model.record={run_dir}/drawn.jsonl", f"run_dir={run_dir}"),
+        ]
+
+    def write(self) -> Path:
+        """The run's config.yaml, as the command would leave it for the ranks."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        path = self.run_dir / "config.yaml"
+        path.write_text(dump(compose(self.arguments)))
+        return path
+
+    def drawn(self) -> dict[tuple[int, int], list[Any]]:
+        """Step, ids and checksums of each micro-batch by its address; every attempt drew the same."""
+        found: dict[tuple[int, int], list[Any]] = {}
+        for line in (self.run_dir / "drawn.jsonl").read_text().splitlines():
+            epoch, index, *rest = json.loads(line)
+            assert found.setdefault((epoch, index), rest) == rest
+        return dict(sorted(found.items()))
+
+
+class Forks:
+    """The process from which ranks are forked; one run at a time."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._said()
+
+    def _said(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the forking process has died"
+        return line
+
+    def start(self, config: Path, ranks: int = 1) -> list[int]:
+        """Process ids of a run's ranks."""
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([str(config), ranks, port]) + "\n")
+        self._process.stdin.flush()
+        members: list[int] = json.loads(self._said())
+        return members
+
+    def wait(self) -> list[int]:
+        """Their exit codes, negative for signals, when all have ended."""
+        codes: list[int] = json.loads(self._said())
+        return codes
+
+    def run(self, config: Path, ranks: int = 1) -> list[int]:
+        self.start(config, ranks)
+        return self.wait()
+
+
+@contextmanager
+def forking(environment: Mapping[str, str]) -> Iterator[Forks]:
+    """A process to fork from, as long as the context lasts."""
+    allowed = {**environment, "SPEECHTRAIN_ALLOW_TARGETS": "pretraining", "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(Path(__file__).with_name("pretraining.py"))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program, env=allowed, stdin=pipe, stdout=pipe, text=True) as process:
+        yield Forks(process)
