@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=Path("runs/pretraining"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.what == "learn":
         learn(arguments.out, arguments.seeds, arguments.overrides)
     elif arguments.what == "collapse":
