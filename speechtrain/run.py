@@ -17,6 +17,8 @@ from speechtrain.errors import RunError
 CONFIG = "config.yaml"
 RESULT = "result.json"
 ABOUT = "run.json"
+DEVICE = "device.json"
+"""What the device has chosen by measurement; a resumed run takes it from there."""
 ERROR = "error.log"
 RANKS = "ranks"
 
@@ -79,6 +81,15 @@ def read_result(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_device(run_dir: Path) -> dict[str, Any]:
+    """What ``device.json`` says; nothing where there is none that can be read."""
+    try:
+        content = json.loads((run_dir / DEVICE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def about(argv: list[str], overrides: list[str]) -> dict[str, Any]:

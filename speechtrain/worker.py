@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -33,17 +34,19 @@ from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainE
 from speechtrain.forms import adapt
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
-from speechtrain.precision import Precision
+from speechtrain.precision import FP32, Precision
 from speechtrain.processes import parent_of
 from speechtrain.randomness import seed_at
-from speechtrain.run import ERROR, RESULT, RunLock, rank_folder
+from speechtrain.run import DEVICE, ERROR, RESULT, RunLock, rank_folder, read_device
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer import Progress, Trainer, planned_steps
 
+_LOG = logging.getLogger("speechtrain.worker")  # where this module is run, its own name is another
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
+_MOST_EARLY = 1000  # warnings from before the trackers are there
 
 
 class _Warnings(logging.Handler):
@@ -78,7 +81,10 @@ class StopRequest:
 
 
 def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
-    """The device, claimed, and the precision. Raises MachineError where they do not go together."""
+    """The device, claimed, and the precision: fp32 where the chip has no instructions for another.
+
+    Raises MachineError where they do not go together.
+    """
     device: Device = build(config, "device")
     precision: Precision = build(config, "precision")
     if not device.supports(precision.dtype):
@@ -87,8 +93,21 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
         raise MachineError(
             f"precision={precision.name}: device={device.name} does not train in it; use {others}"
         )
+    if reason := device.why_fp32(precision.dtype):
+        _LOG.warning(f"precision={precision.name}: {reason}")
+        precision = FP32()
     device.open(local_rank)
     return device, precision
+
+
+def settle(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
+    """What the device chooses by measurement: rank 0's choice for all, for the whole life of the run."""
+    with group.first():
+        before = read_device(run_dir)
+        chosen = device.settle(before)
+        if not group.world.rank and chosen not in ({}, before):
+            write_json(run_dir / DEVICE, chosen)
+    return chosen
 
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
@@ -178,6 +197,8 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     run_dir = Path(config.run_dir)
     limits = limits_for(config, world)
     seed_everything(config.seed)
+    early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there is somebody to tell
+    logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
     group = attempt.group = open_group(world, backends_of(device), limits.timeout_seconds)
     task, tokenizer = build_task(config)
@@ -202,11 +223,15 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     # warnings of the other ranks go to their own logs
     attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
+    early.setTarget(_Warnings(tracker))
+    early.close()
     if not world.rank:
         tokenizer.save(str(run_dir))
     checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
+    if chosen := settle(device, group, run_dir):
+        tracker.log("device", chosen)
     parameters = sum(p.numel() for p in task.parameters())
     counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": limits.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})

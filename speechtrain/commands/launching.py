@@ -20,6 +20,7 @@ from speechtrain.precision import Precision
 from speechtrain.run import (
     ABOUT,
     CONFIG,
+    DEVICE,
     ERROR,
     RANKS,
     RESULT,
@@ -181,7 +182,7 @@ def _micro_batches(config: DictConfig) -> int:
 
 def _discard(run_dir: Path) -> None:
     """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
-    begun = {CONFIG, ABOUT, RESULT, ERROR, "lock", AGENT}
+    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT}
     if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for name in begun:

@@ -23,8 +23,9 @@ from speechtrain.checkpoint import Checkpointer
 from speechtrain.config import ALLOW_TARGETS, first_line, load, mismatch, target_class
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, RunError, nearest
+from speechtrain.forms import adapt
 from speechtrain.precision import Precision
-from speechtrain.run import CONFIG
+from speechtrain.run import CONFIG, read_device
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.worker import build_task, open_device
@@ -71,7 +72,9 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
     config = open_config(run_dir, overrides)
     folder, weights = read_weights(run_dir, checkpoint)
     device, precision = open_device(config, 0)
+    device.settle(read_device(run_dir))
     task, tokenizer = build_task(config)
+    adapt(task, device.forms(precision.dtype))
     try:
         task.load_state_dict(weights)
     except RuntimeError as error:

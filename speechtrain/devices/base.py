@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,18 @@ class Device(ABC):
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether training in ``dtype`` is supported here."""
+
+    def why_fp32(self, dtype: torch.dtype) -> str:
+        """Why training asked for in ``dtype`` is done in fp32 on this chip; empty where it is not."""
+        return ""
+
+    def settle(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose by measurement what is left to the device, or as this run did ``before`` on such a chip.
+
+        Called after ``open``. Returns what the run is to keep, so that it computes alike when it is
+        resumed; nothing where nothing was measured.
+        """
+        return {}
 
     @abstractmethod
     def move(self, batch: Batch) -> Batch:

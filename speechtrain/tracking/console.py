@@ -48,6 +48,8 @@ class Console(Tracker):
             if self._is_live():
                 self._display = self._display or _Display(forced=self.mode == "live")
             self._say(start_line(values))
+        elif event == "device":
+            self._say(f"device   {', '.join(f'{name} {value}' for name, value in values.items())}")
         elif event == "resume":
             self._say(f"resume   after step {values['step']}")
         elif event == "train" and self._display is None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 TINY = [
-    *("recipe=demo", "device.threads=1", "tracking=jsonl", "data.workers=0"),
+    *("recipe=demo", "device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0"),
     *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
     *("encoder.hidden=32", "encoder.features.mels=20", "model.prediction_hidden=32"),
     *("model.prediction_embedding=16", "model.joint_hidden=32", "model.max_symbols=30"),

@@ -1,0 +1,132 @@
+"""Which cores belong to which of the ranks of a host: computed from the topology alone.
+
+The formulas are those of Intel's AIDK launcher: with C physical cores a rank, of which the first W are
+left to communication, rank p computes on cores p·C + W to (p + 1)·C - 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechtrain.errors import MachineError
+
+_SYS = Path("/sys/devices/system")
+
+
+@dataclass(frozen=True)
+class Core:
+    """One physical core: the numbers of its logical CPUs, and the memory node beside it."""
+
+    cpus: tuple[int, ...]
+    node: int = 0
+
+    @property
+    def first(self) -> int:
+        """The CPU that computes; the others are its hyperthreads."""
+        return self.cpus[0]
+
+
+def parse(text: str) -> list[Core]:
+    """The cores in what ``lscpu --parse=CPU,CORE,SOCKET,NODE`` prints, node by node.
+
+    ``0,0,0,0`` and ``4,0,0,0`` are two hyperthreads of one core. An absent node counts as 0.
+    """
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            cpu, core, socket, node = (int(field or 0) for field in line.split(",")[:4])
+            found.setdefault((node, socket, core), []).append(cpu)
+    return _ordered(Core(tuple(sorted(cpus)), place[0]) for place, cpus in found.items())
+
+
+def topology(root: Path = _SYS) -> list[Core]:
+    """This host's cores, as Linux shows them below ``root``; each CPU a core where it shows none."""
+    nodes: dict[int, int] = {}
+    for folder in root.glob("node/node[0-9]*"):
+        for cpu in cpus_of(_read(folder / "cpulist")):
+            nodes[cpu] = int(folder.name.removeprefix("node"))
+    found: set[Core] = set()
+    for folder in root.glob("cpu/cpu[0-9]*"):
+        siblings = cpus_of(_read(folder / "topology" / "thread_siblings_list"))
+        if siblings:  # absent where the CPU is switched off
+            found.add(Core(tuple(siblings), nodes.get(siblings[0], 0)))
+    return _ordered(found) or [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
+
+
+def _ordered(cores: Iterable[Core]) -> list[Core]:
+    return sorted(cores, key=lambda core: (core.node, core.first))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def cpus_of(text: str) -> list[int]:
+    """The numbers in a list as the kernel writes it: ``0-2,8`` is 0, 1, 2, 8."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def usable(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
+    """What a process that may use ``cpus`` has of ``cores``."""
+    kept = [Core(tuple(cpu for cpu in core.cpus if cpu in cpus), core.node) for core in cores]
+    return [core for core in kept if core.cpus]
+
+
+def share(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -> list[Core]:
+    """Rank ``rank``'s cores of those that ``processes`` ranks share evenly, less its first ``reserved``.
+
+    Raises MachineError where a rank would have none.
+    """
+    each = len(cores) // processes
+    if each <= reserved:
+        raise MachineError(
+            f"{len(cores)} usable cores are too few for {processes} ranks with {reserved} reserved in each; "
+            "lower world_size or device.reserve, or set device.bind=none"
+        )
+    return list(cores[rank * each + reserved : (rank + 1) * each])
+
+
+def reserved_cpus(cores: Sequence[Core], processes: int, reserved: int) -> list[int]:
+    """The CPUs that all ranks leave to communication."""
+    each = len(cores) // processes
+    return [core.first for p in range(processes) for core in cores[p * each : p * each + reserved]]
+
+
+def on_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
+    """All cores of the memory node that rank ``rank`` belongs to; nodes fill up one after the other.
+
+    Where there are more nodes than ranks, a rank has several.
+    """
+    nodes = sorted({core.node for core in cores})
+    if len(nodes) >= processes:
+        first, last = rank * len(nodes) // processes, (rank + 1) * len(nodes) // processes
+        return [core for core in cores if core.node in nodes[first:last]]
+    return [core for core in cores if core.node == nodes[rank * len(nodes) // processes]]
+
+
+def mask(cores: Iterable[Core]) -> str:
+    """The bit mask of their first CPUs: cores 1 and 2 are ``0x6``."""
+    return hex(sum(1 << core.first for core in cores))
+
+
+def pin_domains(cores: Sequence[Core], processes: int, reserved: int) -> str:
+    """All ranks' masks in the form of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
+    return "[" + "".join(f"{mask(share(cores, processes, p, reserved))}," for p in range(processes)) + "]"
+
+
+def bind(cpus: Collection[int]) -> None:
+    """Keep every thread of this process on ``cpus``; memory first touched from now on lies beside them."""
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(int(name), cpus)
