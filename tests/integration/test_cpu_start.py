@@ -1,0 +1,43 @@
+"""What a run on the CPU chooses when it starts is said, kept, and taken up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from speechtrain.devices.cpu import CPU
+
+from .conftest import Command
+
+
+def test_a_measured_choice_is_kept_in_the_run(command: Callable[..., Command]) -> None:
+    run = command("run", "device.matmul=auto", "trainer.max_steps=2")
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((run.run_dir / "device.json").read_text())
+    assert kept["matmul"] in ("highest", "medium")
+    assert run.events("device")[0].items() >= kept.items()
+    kept["speedup"] = 77.0  # a sign that it was not measured again
+    (run.run_dir / "device.json").write_text(json.dumps(kept))
+    done = run.run("trainer.max_steps=4")
+    assert done.returncode == 0, done.stderr
+    assert run.events("device")[-1]["speedup"] == 77.0
+    assert json.loads((run.run_dir / "device.json").read_text()) == kept
+
+
+def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(command: Callable[..., Command]) -> None:
+    import torch
+
+    if not CPU().why_fp32(torch.bfloat16):
+        pytest.skip("this chip computes bf16")
+    runs = [command(name, f"precision={name}", "trainer.max_steps=2") for name in ("fp32", "bf16")]
+    for run in runs:
+        done = run.run()
+        assert done.returncode == 0, done.stderr
+    said = [[e["message"] for e in run.events("warning")] for run in runs]
+    assert not said[0]
+    assert len(said[1]) == 1
+    assert said[1][0].startswith("precision=bf16: this chip has no bf16 instructions")
+    assert runs[0].losses() == runs[1].losses()

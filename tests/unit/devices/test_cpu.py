@@ -1,0 +1,271 @@
+"""What the CPU's keys become: variables, core sets, forms, and choices that are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechtrain.devices import binding, cpu, preload
+from speechtrain.devices.binding import Core
+from speechtrain.devices.cpu import CPU, chip, probe_matmul
+from speechtrain.errors import MachineError
+from speechtrain.forms import Forms
+
+X86 = "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 {flags}\n\nprocessor\t: 1\nflags\t\t: none\n\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n\n"
+
+
+@pytest.fixture
+def has_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "chip", lambda: ("Xeon", {"avx512_bf16"}))
+
+
+@pytest.fixture
+def has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "chip", lambda: ("Epyc", {"avx2"}))
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
+    """Two nodes of four cores with two hyperthreads each, all of them usable."""
+    cores = [Core((c, c + 8), c // 4) for c in range(8)]
+    monkeypatch.setattr(binding, "topology", lambda: cores)
+    monkeypatch.setattr(cpu, "usable_cpus", lambda: set(range(16)))
+    return cores
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The only folder of libraries there is."""
+    monkeypatch.setattr(preload, "folders", lambda environ: [tmp_path / "absent", tmp_path])
+    return tmp_path
+
+
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        shutil.copyfile(sys.executable, folder / name)  # of this interpreter's kind
+
+
+# --- the chip -----------------------------------------------------------------------------------
+
+
+def test_the_chip_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(X86.format(flags="amx_bf16"))
+    assert chip(file) == ("Xeon", {"fpu", "avx2", "amx_bf16"})
+    file.write_text(ARM)
+    assert chip(file)[1] == {"fp", "asimd", "bf16"}
+    assert chip(tmp_path / "absent")[1] == set()
+
+
+def test_bf16_is_fp32_where_the_chip_has_none(has_no_bf16: None) -> None:
+    assert "no bf16 instructions" in CPU().why_fp32(torch.bfloat16)
+    assert not CPU().why_fp32(torch.float32)
+    assert not CPU(bf16="software").why_fp32(torch.bfloat16)
+    assert CPU(bf16="software").forms(torch.bfloat16) == Forms(lstm="fused")
+
+
+def test_the_loop_is_for_bf16_where_the_chip_has_it(has_bf16: None) -> None:
+    assert not CPU().why_fp32(torch.bfloat16)
+    assert CPU().forms(torch.bfloat16) == Forms(lstm="loop")
+    assert CPU().forms(torch.float32) == Forms(lstm="fused")
+    assert CPU(lstm="fused").forms(torch.bfloat16) == Forms(lstm="fused")
+    assert CPU(lstm="loop").forms(torch.float32) == Forms(lstm="loop")
+
+
+@pytest.mark.parametrize("key", ["matmul", "lstm", "bf16", "allocator", "openmp", "bind"])
+def test_a_key_of_no_such_value_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"device\.{key} is 'x'; it is one of auto"):
+        CPU(**{key: "x"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"device\.reserve is -1"):
+        CPU(reserve=-1)
+
+
+# --- variables ----------------------------------------------------------------------------------
+
+
+def test_threads_share_the_physical_cores(two_nodes: list[Core], libraries: Path) -> None:
+    assert CPU().environment(1)["OMP_NUM_THREADS"] == "8"
+    assert CPU().environment(4)["OMP_NUM_THREADS"] == "2"
+    assert CPU().environment(99)["OMP_NUM_THREADS"] == "1"
+    assert CPU(threads=3).environment(2)["OMP_NUM_THREADS"] == "3"
+
+
+def test_reserved_cores_are_named_to_communication(two_nodes: list[Core], libraries: Path) -> None:
+    found = CPU(reserve=1, bind="cores").environment(2)
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["I_MPI_PIN_DOMAIN"] == "[0xe,0xe0,]"
+    assert (found["CCL_WORKER_COUNT"], found["CCL_WORKER_AFFINITY"]) == ("1", "0,4")
+    assert "I_MPI_PIN_DOMAIN" not in CPU().environment(2)
+
+
+def test_the_instruction_set_is_passed_on(libraries: Path) -> None:
+    assert CPU(isa="AVX512_CORE_AMX").environment(1)["DNNL_MAX_CPU_ISA"] == "AVX512_CORE_AMX"
+    assert "DNNL_MAX_CPU_ISA" not in CPU().environment(1)
+
+
+def test_nothing_is_loaded_where_nothing_is_found(libraries: Path) -> None:
+    assert not {"LD_PRELOAD", "MALLOC_CONF", "KMP_BLOCKTIME"} & CPU().environment(1).keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("allocator", "jemalloc"), ("allocator", "tcmalloc"), ("openmp", "intel")]
+)
+def test_what_is_asked_for_and_absent_is_told(libraries: Path, key: str, value: str) -> None:
+    with pytest.raises(
+        MachineError, match=rf"device\.{key}={value}: .* install .*device\.{key}=default"
+    ) as raised:
+        CPU(**{key: value}).environment(1)  # type: ignore[arg-type]
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_found_is_loaded_with_the_references_settings(libraries: Path) -> None:
+    put(libraries, "libjemalloc.so.2", "libtcmalloc.so.4", "libiomp5.so")
+    found = CPU().environment(1)
+    assert found["LD_PRELOAD"] == f"{libraries / 'libjemalloc.so.2'}:{libraries / 'libiomp5.so'}"
+    assert found["MALLOC_CONF"] == (
+        "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
+        "dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
+    )
+    assert found["KMP_BLOCKTIME"] == "1"
+    assert "KMP_AFFINITY" not in found
+    assert CPU(bind="cores").environment(1)["KMP_AFFINITY"] == "granularity=fine,compact,1,0"
+    found = CPU(allocator="tcmalloc", openmp="default").environment(1)
+    assert found["LD_PRELOAD"] == str(libraries / "libtcmalloc.so.4")
+    assert "MALLOC_CONF" not in found
+    assert "LD_PRELOAD" not in CPU(allocator="default", openmp="default").environment(1)
+
+
+def test_libraries_of_another_kind_are_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, "libjemalloc.so.2")
+    other = bytearray((tmp_path / "libjemalloc.so.2").read_bytes()[:64])
+    other[4] = 3 - other[4]  # 32 for 64 bits
+    (tmp_path / "libjemalloc.so.1").write_bytes(other)
+    (tmp_path / "libjemalloc.so").write_text("INPUT(libjemalloc.so.2)")
+    assert preload.library(["libjemalloc.so"], [tmp_path]) == str(tmp_path / "libjemalloc.so.2")
+    assert preload.library(["libtcmalloc.so"], [tmp_path]) is None
+
+
+def test_libraries_are_looked_for_where_they_lie(tmp_path: Path) -> None:
+    found = preload.folders({"LD_LIBRARY_PATH": f"{tmp_path}:", "VIRTUAL_ENV": "/venv"})
+    assert found[0] == Path("/venv/lib")
+    assert {tmp_path, Path(sys.prefix) / "lib", Path("/usr/lib"), Path("/usr/lib64")} <= set(found)
+    (tmp_path / "vendor.conf").write_text("# where\n/opt/vendor/lib \n")
+    assert list(preload._configured(tmp_path)) == [Path("/opt/vendor/lib")]
+
+
+def test_a_library_of_the_system_is_found() -> None:
+    """libc is in the multiarch folder of Debian, or in /usr/lib64."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("no ld.so here")
+    assert preload.library(["libm.so"], preload.folders(os.environ))
+
+
+# --- binding ------------------------------------------------------------------------------------
+
+
+def shares(device: CPU, cores: list[Core], processes: int, is_bound: bool = False) -> list[set[int]]:
+    return [device._share(cores, rank, processes, is_bound) for rank in range(processes)]
+
+
+def test_ranks_are_bound_as_asked(two_nodes: list[Core]) -> None:
+    assert shares(CPU(bind="cores"), two_nodes, 2) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert shares(CPU(bind="cores", reserve=1), two_nodes, 2) == [{1, 2, 3}, {5, 6, 7}]
+    assert shares(CPU(bind="numa"), two_nodes, 2) == [
+        {0, 1, 2, 3, 8, 9, 10, 11},
+        {4, 5, 6, 7, 12, 13, 14, 15},
+    ]
+    assert shares(CPU(bind="none"), two_nodes, 2) == [set(), set()]
+    assert shares(CPU(), two_nodes, 4) == [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]
+
+
+def test_auto_leaves_alone_what_gains_nothing(two_nodes: list[Core]) -> None:
+    assert shares(CPU(), two_nodes, 1) == [set()]
+    assert shares(CPU(), two_nodes, 2, is_bound=True) == [set(), set()]
+    assert shares(CPU(), two_nodes[:4], 2) == [set(), set()]  # one node
+    assert shares(CPU(), two_nodes, 9) == [set()] * 9
+
+
+_OPEN = """
+import os
+from speechtrain.devices.cpu import CPU
+cpus = sorted(os.sched_getaffinity(0))
+device = CPU(bind="cores", threads=1)
+device.open(1)
+assert os.sched_getaffinity(0) == {cpus[len(cpus) // 2]}, os.sched_getaffinity(0)
+"""
+
+
+def test_open_binds_this_process() -> None:
+    cores = binding.usable(binding.topology(), cpu.usable_cpus())
+    if len(cores) != 2 or any(len(core.cpus) > 1 for core in cores):
+        pytest.skip(f"written for two plain cores, here are {cores}")
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- the matmul path ----------------------------------------------------------------------------
+
+
+def probe(monkeypatch: pytest.MonkeyPatch, fast: float, error: float, is_same: bool = False) -> str:
+    """What the probe chooses where oneDNN takes ``fast`` of the time, with a relative ``error``."""
+
+    def timed(a: torch.Tensor, b: torch.Tensor, setting: str) -> tuple[float, torch.Tensor]:
+        product = (a.double() @ b.double()).float()
+        noise = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)) * product.std()
+        if setting == "highest" or is_same:
+            return (1.0 if setting == "highest" else fast), product + 3e-7 * noise
+        return fast, product + error * noise
+
+    monkeypatch.setattr(cpu, "_timed", timed)
+    return str(probe_matmul()["matmul"])
+
+
+def test_the_probe_chooses_by_time_and_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe(monkeypatch, 0.5, 4e-7) == "medium"
+    assert probe(monkeypatch, 0.5, 2e-3) == "highest"  # rounded to bf16 inside
+    assert probe(monkeypatch, 0.95, 4e-7) == "highest"  # within the noise
+    assert probe(monkeypatch, 0.5, 0.0, is_same=True) == "highest"  # nothing to choose between
+
+
+def test_the_probe_leaves_the_setting_as_it_was() -> None:
+    before = torch.get_float32_matmul_precision()
+    found = probe_matmul()
+    assert torch.get_float32_matmul_precision() == before
+    assert found["error_highest"] < 1e-5
+    assert found["speedup"] > 0
+    json.dumps(found)
+
+
+def test_a_choice_is_kept_for_the_same_chip(monkeypatch: pytest.MonkeyPatch, has_bf16: None) -> None:
+    measured = {"matmul": "highest", "speedup": 1.0}
+    monkeypatch.setattr(cpu, "probe_matmul", lambda: dict(measured))
+    before = torch.get_float32_matmul_precision()
+    try:
+        device = CPU(matmul="auto")
+        assert device.settle({}) == {"chip": "Xeon", **measured}
+        kept = {"chip": "Xeon", "matmul": "medium", "speedup": 2.0}
+        assert device.settle(kept) == kept
+        assert torch.get_float32_matmul_precision() == "medium"
+        device.open(0)
+        assert torch.get_float32_matmul_precision() == "highest"
+        for other in ({**kept, "chip": "Epyc"}, {**kept, "matmul": "x"}):
+            assert device.settle(other) == {"chip": "Xeon", **measured}
+        assert CPU(matmul="high").settle(kept) == {}
+    finally:
+        torch.set_float32_matmul_precision(before)
