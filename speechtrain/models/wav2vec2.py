@@ -91,6 +91,7 @@ class Wav2Vec2(Task, Adaptive):
         codebooks: int = 2,
         codes: int = 320,
         code_width: int = 256,
+        code_init: float = 1.0,
         temperature: list[float] | None = None,
         negatives: int = 100,
         contrast_temperature: float = 0.1,
@@ -120,7 +121,7 @@ class Wav2Vec2(Task, Adaptive):
             raise ConfigError(f"model.target_dropout is {target_dropout}; it must be from 0 to below 1")
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio
-        self.quantizer = GumbelQuantizer(encoder.extractor.channels, code_width, codebooks, codes)
+        self.quantizer = GumbelQuantizer(encoder.extractor.channels, code_width, codebooks, codes, code_init)
         self.project_q = nn.Linear(code_width, final_width)
         self.final_proj = nn.Linear(encoder.width, final_width)
         self.target_dropout = target_dropout

@@ -48,10 +48,19 @@ class GumbelQuantizer(nn.Module):
     In training the choice is the largest of logits plus Gumbel noise, and gradients are those of the
     softmax of their sum over ``temperature`` (straight-through; Jang et al. 2017). In evaluation it is
     the largest logit. fp32 whatever the autocast (fp64 stays).
+
+    The projection to logits begins with weights of normal(0, ``init_std``), published 1: choices that
+    follow the frames at once. The less, the more Gumbel noise is in them at first, which keeps few codes
+    from taking all frames while features are still alike.
     """
 
     def __init__(
-        self, input_width: int = 512, code_width: int = 256, groups: int = 2, entries: int = 320
+        self,
+        input_width: int = 512,
+        code_width: int = 256,
+        groups: int = 2,
+        entries: int = 320,
+        init_std: float = 1.0,
     ) -> None:
         super().__init__()
         if groups < 1 or code_width % groups:
@@ -60,9 +69,11 @@ class GumbelQuantizer(nn.Module):
             )
         if entries < 2:
             raise ConfigError(f"GumbelQuantizer.entries is {entries}; it must be 2 or more")
+        if init_std <= 0:
+            raise ConfigError(f"GumbelQuantizer.init_std is {init_std}; it must be above 0")
         self.groups, self.entries = groups, entries
         self.projection = nn.Linear(input_width, groups * entries)
-        nn.init.normal_(self.projection.weight)
+        nn.init.normal_(self.projection.weight, std=init_std)
         nn.init.zeros_(self.projection.bias)
         self.codebook = nn.Parameter(torch.rand(groups, entries, code_width // groups))
 

@@ -38,6 +38,19 @@ def test_shapes_and_initial_values_are_the_published_ones() -> None:
     assert (float(book.mean()), float(book.var())) == pytest.approx((0.5, 1 / 12), abs=0.01)
 
 
+def test_a_narrower_start_lets_the_noise_choose() -> None:
+    torch.manual_seed(0)
+    alike = torch.randn(512) + 0.1 * torch.randn(300, 512)  # frames that hardly differ
+    in_use = []
+    for init_std in (1.0, 0.3, 0.01):
+        module = GumbelQuantizer(init_std=init_std)
+        assert float(module.projection.weight.detach().std()) == pytest.approx(init_std, rel=0.01)
+        in_use.append(len(module(alike, 2.0, torch.ones(300)).ids[:, 0].unique()))
+    assert in_use[0] < in_use[1] < in_use[2]
+    with pytest.raises(ConfigError, match="init_std"):
+        GumbelQuantizer(init_std=0.0)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_forward_is_exactly_the_selected_entries(training: bool) -> None:
     module = quantizer().train(training)
