@@ -35,11 +35,9 @@ class Pretraining(Command):
     """A run in a directory of its own, its draws recorded there."""
 
     def __init__(self, run_dir: Path, environment: Mapping[str, str], *overrides: str) -> None:
-        allowed = {**environment, "SPEECHTRAIN_ALLOW_TARGETS": "pretraining"}
-        super().__init__(run_dir, allowed, [])
-        self.arguments = [
-            *(*TINY, *overrides, f"+model.record={run_dir}/drawn.jsonl", f"run_dir={run_dir}"),
-        ]
+        own = {"SPEECHTRAIN_ALLOW_TARGETS": "pretraining", "DRAWN": str(run_dir / "drawn.jsonl")}
+        super().__init__(run_dir, {**environment, **own}, [])
+        self.arguments = [*TINY, *overrides, f"run_dir={run_dir}"]
 
     def write(self) -> Path:
         """The run's config.yaml, as the command would leave it for the ranks."""

@@ -7,34 +7,30 @@ their process ids are printed, and when all have ended their exit codes, negativ
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import zlib
 from pathlib import Path
-from typing import Any
 
 from speechtrain import worker
 from speechtrain.batch import Batch
-from speechtrain.data import module as _  # noqa: F401  what a rank would import on its own
 from speechtrain.models.wav2vec2 import Wav2Vec2
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.tracking import jsonl as _  # noqa: F401,F811
+
+# what every rank would import on its own; torch's takes 3 s
+_SHARED = ("torch._dynamo", "soundfile", "speechtrain.data.module", "speechtrain.data.corpora.digits")
 
 
 class RecordedWav2Vec2(Wav2Vec2):
-    """Appends each micro-batch's address, ids, and checksums of its audio and draws to ``record``."""
-
-    def __init__(self, encoder: Wav2Vec2Encoder, record: str, **arguments: Any) -> None:
-        super().__init__(encoder, **arguments)
-        self.record = record
+    """Appends each micro-batch's address, ids, and checksums of its audio and draws to ``$DRAWN``."""
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         prepared = super().prepare(batch, seed)
         if self.training:
             drawn = {"audio": batch.audio, **prepared.extra}
             sums = {name: zlib.crc32(value.contiguous().numpy().tobytes()) for name, value in drawn.items()}
-            with Path(self.record).open("a", buffering=1) as file:
+            with Path(os.environ["DRAWN"]).open("a", buffering=1) as file:
                 file.write(json.dumps([batch.epoch, batch.index, self._step, batch.ids, sums]) + "\n")
         return prepared
 
@@ -46,6 +42,7 @@ def fork(config: str, rank: int, ranks: int, port: int) -> int:
         return child
     code = 70  # what is not even said in result.json
     try:
+        os.environ["DRAWN"] = str(Path(config).with_name("drawn.jsonl"))
         if ranks > 1:
             world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
             os.environ |= {name: str(value) for name, value in world.items()}
@@ -60,6 +57,8 @@ def fork(config: str, rank: int, ranks: int, port: int) -> int:
 
 
 def main() -> None:
+    for name in _SHARED:
+        importlib.import_module(name)
     print("ready", flush=True)
     for line in sys.stdin:
         config, ranks, port = json.loads(line)
