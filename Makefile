@@ -1,13 +1,14 @@
 # make demo and make test need Python 3.11, git and make, and nothing else.
 PYTHON ?= python3
 VENV ?= .venv
+IPEX_VENV ?= .venv-ipex
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 # one process a core; a file stays in one process, so that its run is made once
 PYTEST_ARGS ?= -n auto --dist loadfile
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test check bench wheel clean
+.PHONY: setup demo test check bench wheel test-ipex clean
 
 setup: .setup-stamp
 
@@ -40,5 +41,19 @@ bench: setup
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
+# Intel's extension has ended with torch 2.8, so it gets an environment of its own (7 GB where the index has
+# only torch's CUDA build, minutes to fetch).
+test-ipex: $(IPEX_VENV)/.stamp
+	$(IPEX_VENV)/bin/python -m pytest -q tests/device/test_ipex_real.py
+
+$(IPEX_VENV)/.stamp: setup.py tools/install_torch.py
+	$(PYTHON) -m venv $(IPEX_VENV)
+	echo 'torch==2.8.0' > $(IPEX_VENV)/constraints.txt
+	$(IPEX_VENV)/bin/python tools/install_torch.py 2.8.0 $(CPU_INDEX) || \
+		$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.8.0
+	$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(IPEX_VENV)/constraints.txt intel_extension_for_pytorch==2.8.0 -e . pytest pytest-timeout hypothesis
+	touch $(IPEX_VENV)/.stamp
+
 clean:
-	rm -rf $(VENV) .setup-stamp constraints.txt build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) .setup-stamp constraints.txt build dist *.egg-info

@@ -1,0 +1,70 @@
+"""The CPU through Intel's extension for PyTorch, where it is installed. Its last release is 2.8."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from speechtrain.devices.cpu import CPU
+from speechtrain.errors import MachineError
+
+_PACKAGE = "intel_extension_for_pytorch"
+_ADVICE = (
+    f"pip install torch==2.8.0 {_PACKAGE}==2.8.0 into an environment of its own (make test-ipex does), "
+    "or set device=cpu"
+)
+
+
+class IPEX(CPU):
+    """The CPU with Intel's kernels, autocast and fused optimizer steps; everything else as ``CPU``.
+
+    Weights stay plain fp32 tensors in memory. The extension would also store them in bf16 (with the exact
+    ones hidden in its optimizer) and in oneDNN's blocked order: weight averages, gradient norms and
+    checkpoints would then see another model than on any other device.
+    """
+
+    def open(self, local_rank: int) -> None:
+        _import()
+        super().open(local_rank)
+
+    def prepare(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        with warnings.catch_warnings():  # it tells of optimizers whose step it does not fuse
+            warnings.simplefilter("ignore")
+            prepared: tuple[nn.Module, torch.optim.Optimizer] = _import().optimize(
+                module.train(), optimizer=optimizer, inplace=True, weights_prepack=False
+            )
+        return prepared
+
+
+def _import() -> Any:
+    """The extension. Raises MachineError where it is missing or made for another torch."""
+    try:
+        version = metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise MachineError(f"device=ipex: {_PACKAGE} is not installed here; {_ADVICE}") from None
+    if _release(version) != _release(torch.__version__):  # its import would end in an AttributeError
+        raise MachineError(
+            f"device=ipex: {_PACKAGE} {version} needs torch {_release(version)}, "
+            f"here is {torch.__version__}; {_ADVICE}"
+        )
+    try:
+        with warnings.catch_warnings():  # it tells that it replaces torch's kernels, as it is meant to
+            warnings.simplefilter("ignore")
+            return importlib.import_module(_PACKAGE)
+    except Exception as error:  # missing libraries, unknown processors: whatever it is, it does not load
+        problem = " ".join(str(error).split())[:200]
+        raise MachineError(
+            f"device=ipex: {_PACKAGE} {version} does not load ({problem}); {_ADVICE}"
+        ) from None
+
+
+def _release(version: str) -> str:
+    """``2.8`` of ``2.8.0+cpu``."""
+    return ".".join(version.split(".")[:2])
