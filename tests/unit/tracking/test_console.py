@@ -33,6 +33,7 @@ ROWS = [{"id": str(i), "reference": f"ref {i}", "hypothesis": f"hyp {i}"} for i 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
+    console.log("device", {"chip": "Xeon", "matmul": "medium", "speedup": 2.1})
     console.log("start", START)
     console.log("train", TRAIN)
     console.log("valid", VALID)
@@ -51,6 +52,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     console.close()
     out, err = capsys.readouterr()
     assert out.splitlines() == [
+        "device   chip Xeon, matmul medium, speedup 2.1",
         "start    480,029 parameters, 5,000 steps",
         "step       50/5000  epoch   3.25  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"
         "  1024.0 audio-s/s  wait   3%  mem  1,812 MiB  eta 0:12:34",
