@@ -12,7 +12,6 @@ import importlib.util
 import json
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speechtrain.errors import ConfigError, DataError, MachineError
+from speechtrain.interop.pickles import StoredTensor, read_pickle, tensor_of
 from speechtrain.interop.wav2vec2 import PUBLISHED, Pretrained, Rule, inward, outward, renamed
 
 LIMIT = 1e-4
@@ -192,17 +192,22 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     is_encoder = "quantizer.codevectors" not in tensors
     if is_encoder:  # heads of fine-tuned models are none of ours
         tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
-    pretrained = _arguments(folder, config, is_encoder)
     try:
+        pretrained = _arguments(folder, config, is_encoder)
         shapes = pretrained.shapes()
-    except ConfigError as error:
-        raise DataError(f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {error}") from None
+    except (ConfigError, ValueError, TypeError) as error:
+        told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {_told(error)}"
+        raise DataError(told) from None
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
     weights = inward(tensors, shapes, huggingface_name, str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
     kind = transformers.Wav2Vec2Model if is_encoder else transformers.Wav2Vec2ForPreTraining
-    model = kind.from_pretrained(folder, local_files_only=True).float().eval()
+    try:
+        model = kind.from_pretrained(folder, local_files_only=True).float().eval()
+    except Exception as error:  # whatever another package raises at what ours has read
+        told = f"{folder}: transformers does not load it ({type(error).__name__}: {_told(error)})"
+        raise DataError(told) from None
     return pretrained, proved(_difference(pretrained, model), str(folder))
 
 
@@ -226,25 +231,37 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     whole, index, old = (
         folder / name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
     )
-    try:
-        if whole.is_file():
-            return load_file(whole)
-        if index.is_file():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            return {
-                name: value
-                for shard in shards
-                for name, value in load_file(folder / Path(shard).name).items()
-            }
-        if old.is_file():
-            found = torch.load(old, map_location="cpu", weights_only=True)
-            return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
-        raise DataError(f"{folder}: its weights cannot be read ({type(error).__name__}: {error})") from None
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
-        told = " ".join(str(error).split())[:120]
-        raise DataError(f"{folder}: its weights cannot be read ({told}); fetch them again") from None
+    if whole.is_file():
+        return _of_file(whole)
+    if index.is_file():
+        return {name: value for shard in _shards(index) for name, value in _of_file(shard).items()}
+    if old.is_file():
+        found = read_pickle(old)
+        if not isinstance(found, dict):
+            raise DataError(f"{old} holds no tensors by name; fetch it again")
+        return {str(n): tensor_of(v, old) for n, v in found.items() if isinstance(v, StoredTensor)}
     raise DataError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+
+
+def _of_file(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({_told(error)}); fetch it again") from None
+
+
+def _shards(index: Path) -> list[Path]:
+    """Files that an index lists; only names beside it count."""
+    try:
+        names = {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index} lists no files ({type(error).__name__}); fetch it again") from None
+    return [index.with_name(name) for name in sorted(names)]
+
+
+def _told(error: Exception) -> str:
+    """What an error says, on one short line."""
+    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

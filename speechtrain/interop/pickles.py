@@ -232,7 +232,7 @@ def read_pickle(path: Path) -> Any:
         raise DataError(
             f"{path} cannot be read as a torch checkpoint ({type(error).__name__}: {told}); fetch it again"
         ) from None
-    raise DataError(f"{path} is no torch checkpoint; give the .pt file that fairseq wrote")
+    raise DataError(f"{path} is no torch checkpoint; give the file that fairseq or Hugging Face wrote")
 
 
 def _read_zip(path: Path) -> Any:

@@ -1,0 +1,336 @@
+"""Every form of weights that is promised, damaged ones, and what is said where transformers is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speechtrain.checkpoint import Checkpointer
+from speechtrain.commands import export
+from speechtrain.errors import DataError, MachineError, RunError, SpeechtrainError
+from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop.wav2vec2 import Pretrained
+from speechtrain.interop.weights import initialise, read_weights, write_imported
+from speechtrain.models.ctc import CTC
+from speechtrain.text.vocabulary import Characters
+
+needs_transformers = pytest.mark.skipif(not huggingface.is_available(), reason="transformers is missing")
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def hf_folder(pretrained: Pretrained, folder: Path) -> Path:
+    huggingface.write(pretrained, folder)
+    return folder
+
+
+def as_bin(folder: Path) -> None:
+    """As older versions of transformers wrote it: a pickle, the weight-norm pair under its old names."""
+    tensors = load_file(folder / "model.safetensors")
+    names = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
+    for new, old in names.items():
+        tensors = {name.replace(new, old): value for name, value in tensors.items()}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def as_shards(folder: Path) -> None:
+    """Two files and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    place = {name: f"model-{1 + number % 2:05d}-of-00002.safetensors" for number, name in enumerate(names)}
+    for shard in set(place.values()):
+        part = {name: tensors[name] for name in names if place[name] == shard}
+        save_file(part, folder / shard, {"format": "pt"})
+    total = sum(value.nbytes for value in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": place}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+@needs_transformers
+@pytest.mark.parametrize("form", [as_bin, as_shards])
+def test_hugging_faces_older_and_larger_folders(form: Any, pretrained: Pretrained, tmp_path: Path) -> None:
+    folder = hf_folder(pretrained, tmp_path / "hf")
+    form(folder)
+    assert_equal(read_weights(str(folder)), pretrained.weights)
+    found, difference = huggingface.read(folder)
+    assert difference <= huggingface.LIMIT
+    assert found.encoder["conv_layers"] == pretrained.encoder["conv_layers"]
+
+
+@needs_transformers
+def test_a_fine_tuned_folder_of_hugging_face_begins_a_ctc(pretrained: Pretrained, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.Wav2Vec2Config(**huggingface.config_of(pretrained), vocab_size=40)
+    model = transformers.Wav2Vec2ForCTC(config).eval()
+    model.save_pretrained(tmp_path / "ctc")
+    weights = read_weights(str(tmp_path / "ctc"))
+    assert set(weights) == set(pretrained.encoder_only().weights)
+
+    task = CTC(Characters(), pretrained.encoder_only().build()[0])
+    done = initialise(task, weights, "ctc")
+    assert all(not name.startswith("encoder.") for name in done.fresh)
+    assert done.fresh, "its own output layer"
+    audio = torch.randn(1, 8000, generator=torch.Generator().manual_seed(0))
+    task.eval()
+    features, lengths, _ = task.encoder.extract(audio, torch.tensor([8000]))
+    with torch.no_grad():
+        ours, theirs = task.encoder.contextualise(features, lengths), model.wav2vec2(audio).last_hidden_state
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+class Weights:
+    """The part of a run whose state are weights."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.weights)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.weights = state
+
+
+def test_a_run_its_checkpoint_and_their_files(small: Pretrained, tmp_path: Path) -> None:
+    other = {name: value + 1 for name, value in small.weights.items()}
+    run = Checkpointer(tmp_path / "run")
+    best = run.save(10, {"task": Weights(small.weights)}, small.weights, metric=0.1)
+    last = run.save(20, {"task": Weights(other)}, other, metric=0.2)
+    assert_equal(read_weights(str(tmp_path / "run")), small.weights)
+    assert_equal(read_weights(str(best)), small.weights)
+    assert_equal(read_weights(str(last)), other)
+    assert_equal(read_weights(str(last / "model.safetensors")), other)
+
+    write_imported(small, tmp_path / "imported")
+    assert_equal(read_weights(str(tmp_path / "imported")), small.weights)
+    assert_equal(read_weights(str(tmp_path / "imported" / "model.safetensors")), small.weights)
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["new", "old"])
+def test_fairseqs_files_new_and_old(is_zip: bool, pretrained: Pretrained, tmp_path: Path) -> None:
+    path = tmp_path / "a name without an ending"
+    torch.save(fairseq.checkpoint_of(pretrained), path, _use_new_zipfile_serialization=is_zip)
+    assert_equal(read_weights(str(path)), pretrained.weights)
+
+
+# --- what is written is what transformers reads -----------------------------------------------------
+
+
+@needs_transformers
+def test_exports_are_loaded_by_the_real_classes(pretrained: Pretrained, tmp_path: Path) -> None:
+    import transformers
+
+    whole, encoder = (
+        hf_folder(pretrained, tmp_path / "w"),
+        hf_folder(pretrained.encoder_only(), tmp_path / "e"),
+    )
+    reader = transformers.Wav2Vec2FeatureExtractor.from_pretrained(whole)
+    assert (reader.sampling_rate, reader.do_normalize) == (16000, pretrained.encoder["normalise_audio"])
+    for folder, kind in (
+        (whole, transformers.Wav2Vec2ForPreTraining),
+        (whole, transformers.Wav2Vec2Model),
+        (whole, transformers.AutoModelForPreTraining),
+        (encoder, transformers.AutoModel),
+    ):
+        model, told = kind.from_pretrained(folder, output_loading_info=True)
+        assert not told["missing_keys"], kind
+        assert not told["mismatched_keys"], kind
+        base = getattr(model, "wav2vec2", model)
+        assert torch.equal(base.masked_spec_embed, pretrained.weights["encoder.mask_embedding"])
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def one_line(error: BaseException, path: Path) -> None:
+    assert isinstance(error, SpeechtrainError)
+    assert str(path) in str(error)
+    assert "\n" not in str(error)
+
+
+CUTS = (0, 1, 9, 100, -1, -200)
+
+
+@pytest.mark.parametrize("keep", CUTS)
+def test_a_cut_safetensors_file(keep: int, small: Pretrained, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_file(small.weights, path)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError) as caught:
+        read_weights(str(path))
+    one_line(caught.value, path)
+
+
+@needs_transformers
+@pytest.mark.parametrize("keep", CUTS)
+@pytest.mark.parametrize("form", [None, as_bin, as_shards], ids=["whole", "bin", "shards"])
+def test_a_cut_hugging_face_folder(form: Any, keep: int, small: Pretrained, tmp_path: Path) -> None:
+    folder = hf_folder(small, tmp_path / "hf")
+    if form is not None:
+        form(folder)
+    path = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin"))[-1]
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(DataError) as caught:
+        read_weights(str(folder))
+    one_line(caught.value, folder)
+    assert path.name in str(caught.value)
+    assert_refused([str(folder), "--from", "huggingface"], folder, tmp_path)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "no.safetensors"}}']
+)
+def test_an_index_of_shards_that_is_none(index: str, small: Pretrained, tmp_path: Path) -> None:
+    folder = hf_folder(small, tmp_path / "hf")
+    as_shards(folder)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(DataError) as caught:
+        read_weights(str(folder))
+    one_line(caught.value, folder)
+
+
+OTHERS = (
+    *("", "[]", "{}", '{"model_type": "hubert"}', '{"model_type": "wav2vec2", "hidden_size": "x"}'),
+    '{"model_type": "wav2vec2", "conv_dim": 3}',
+    '{"model_type": "wav2vec2", "num_attention_heads": 0}',
+    '{"model_type": "wav2vec2", "hidden_act": "relu"}',
+    '{"model_type": "wav2vec2", "layerdrop": null}',
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize("config", OTHERS)
+def test_a_config_that_describes_no_model_of_ours(config: str, small: Pretrained, tmp_path: Path) -> None:
+    folder = hf_folder(small, tmp_path / "hf")
+    (folder / "config.json").write_text(config)
+    with pytest.raises(DataError) as caught:
+        read_weights(str(folder))
+    one_line(caught.value, folder)
+    assert_refused([str(folder), "--from", "huggingface"], folder, tmp_path)
+
+
+@needs_transformers
+def test_a_config_that_only_transformers_refuses(small: Pretrained, tmp_path: Path) -> None:
+    folder = hf_folder(small, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": "many"}))
+    with pytest.raises(DataError, match="transformers does not load it") as caught:
+        read_weights(str(folder))
+    one_line(caught.value, folder)
+
+
+def assert_refused(arguments: list[str], named: Path, folder: Path) -> None:
+    """The command raises one line that names the file; nothing new lies in ``folder``."""
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(SpeechtrainError) as caught:
+        export.run([*arguments, "--out", str(folder / "out")])
+    one_line(caught.value, named)
+    assert caught.value.exit_code
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_pickle_in_a_folder_of_hugging_face_is_not_run(small: Pretrained, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = hf_folder(small, tmp_path / "hf")
+    (folder / "model.safetensors").unlink()
+    target = tmp_path / "ran"
+
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return open, (str(target), "w")
+
+    torch.save({"a": Malicious()}, folder / "pytorch_model.bin")
+    with pytest.raises(DataError) as caught:
+        read_weights(str(folder))
+    one_line(caught.value, folder)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", b"\x80\x02}q\x00.", b"RIFF....WAVE" * 9])
+def test_a_file_of_another_kind(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_weights(str(path))
+    one_line(caught.value, path)
+    assert_refused([str(path), "--from", "fairseq"], path, tmp_path)
+
+
+def test_folders_without_weights(tmp_path: Path) -> None:
+    for name, error in (("empty", DataError), ("run", RunError), ("step-00000001", RunError)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "run":
+            (folder / "checkpoints").mkdir()
+        if name.startswith("step"):
+            (folder / "checkpoint.json").write_text("{}")
+        with pytest.raises(error) as caught:
+            read_weights(str(folder))
+        one_line(caught.value, folder)
+
+
+# --- without transformers -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No transformers: neither found nor imported."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+@needs_transformers
+@pytest.mark.parametrize("direction", ["read", "from", "to"])
+def test_without_transformers_hugging_face_is_one_clear_line(
+    direction: str, small: Pretrained, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder, file = hf_folder(small, tmp_path / "hf"), tmp_path / "c.pt"
+    fairseq.write(small, fairseq.checkpoint_of(small), file)
+    request.getfixturevalue("without")
+    assert not huggingface.is_available()
+    before = sorted(tmp_path.rglob("*"))
+    out = ["--out", str(tmp_path / "out")]
+    calls: dict[str, Callable[[], object]] = {
+        "read": lambda: read_weights(str(folder)),
+        "from": lambda: export.run([str(folder), "--from", "huggingface", *out]),
+        "to": lambda: export.run([str(file), "--from", "fairseq", "--to", "huggingface", *out]),
+    }
+    with pytest.raises(MachineError, match=r"pip install 'speechtrain\[interop\]'") as caught:
+        calls[direction]()
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 4
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_transformers_fairseq_works_and_says_that_nothing_was_checked(
+    small: Pretrained,
+    tmp_path: Path,
+    without: None,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "c.pt"
+    fairseq.write(small, fairseq.checkpoint_of(small), file)
+    assert_equal(read_weights(str(file)), small.weights)
+    assert "was not checked in Hugging Face's model" in caplog.text
+    assert export.run([str(file), "--from", "fairseq", "--out", str(tmp_path / "out")]) == 0
+    assert "NOT checked" in capsys.readouterr().out
+    assert_equal(read_weights(str(tmp_path / "out")), small.weights)
