@@ -413,7 +413,7 @@ def _import(target: str, path: str) -> type:
 
 
 def build(config: DictConfig, group: str, **offers: Any) -> Any:
-    """Construct the part of ``group``; of ``offers``, those that its constructor takes are passed.
+    """Construct the part of ``group``; of ``offers``, those that its constructor takes are passed, and win.
 
     Not ``hydra.utils.instantiate``: every level goes through ``target_class``, in the ranks too,
     and what is offered (modules, parameters) is passed on as it is, never walked as configuration.
@@ -429,7 +429,7 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
     arguments = {key: _construct_nested(f"{path}.{key}", v) for key, v in node.items() if key != "_target_"}
     taken = {name: offer for name, offer in offers.items() if name in inspect.signature(found).parameters}
     try:
-        return found(**arguments, **taken)
+        return found(**{**arguments, **taken})
     except (ValueError, TypeError, OverflowError) as error:
         message = first_line(error)
         raise ConfigError(message if message.startswith(path) else f"{path}: {message}") from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,8 @@ def adapt(module: nn.Module, forms: Forms) -> None:
     for block in module.modules():
         if isinstance(block, Adaptive):
             block.adapt(forms)
+
+
+def times(scalar: Tensor, factor: float) -> Tensor:
+    """A scalar tensor () by a number, in the tensor's dtype: lazy tensors would make the product fp64."""
+    return scalar * torch.full_like(scalar, factor)

@@ -60,41 +60,40 @@ def align(reference: str, hypothesis: str) -> list[Operation]:
     return operations
 
 
-_PENDING = 4096  # scalars of one metric kept on the device before they are read
+_PENDING = 4096  # batches whose scalars are kept on the device before they are read
 
 
 class MetricSums:
     """Named sums and counts over batches, then over ranks; exact in float64.
 
-    Scalars stay on their device, unread, until ``reduce``, ``totals`` or ``means`` asks for them:
-    one copy to the host for each metric (and one for every 4096 batches, to bound memory).
+    The scalars of a batch become one vector on their device, unread until ``reduce``, ``totals`` or
+    ``means`` asks for it: one copy to the host a batch, and no graph of its own on devices that record
+    them (4096 batches are read early, to bound memory).
     """
 
     def __init__(self) -> None:
-        self._pending: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._pending: list[tuple[list[str], Tensor]] = []
         self._totals: dict[str, Tensor] = {}
 
     def add(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add one batch's ``name: (sum, count)``, scalars of any real dtype on any device."""
-        for name, (total, count) in sums.items():
-            waiting = self._pending.setdefault(name, [])
-            waiting.append((total.detach(), count.detach()))
-            if len(waiting) >= _PENDING:
-                self._read(name)
-
-    def _read(self, name: str) -> None:
-        """Move what waits under ``name`` into the totals, (2,) float64 on the host."""
-        waiting = self._pending.pop(name, [])
-        read = [
-            torch.stack([scalar.reshape(()) for scalar in column]).cpu().double().sum()
-            for column in zip(*waiting, strict=True)
-        ]
-        zero = torch.zeros(2, dtype=torch.float64)
-        self._totals[name] = self._totals.get(name, zero) + (torch.stack(read) if read else zero)
+        places: dict[torch.device, list[str]] = {}
+        for name, (total, _) in sums.items():
+            places.setdefault(total.device, []).append(name)
+        for device, names in places.items():
+            scalars = [scalar.detach().to(device).reshape(()) for name in names for scalar in sums[name]]
+            if scalars[0].is_cpu:  # elsewhere fp64 may not be there
+                scalars = [scalar.double() for scalar in scalars]
+            self._pending.append((names, torch.stack(scalars)))
+        if len(self._pending) >= _PENDING:
+            self._read_all()
 
     def _read_all(self) -> dict[str, Tensor]:
-        for name in list(self._pending):
-            self._read(name)
+        """Everything that waited, with the totals so far: (2,) float64 on the host for each name."""
+        for names, vector in self._pending:
+            for name, pair in zip(names, vector.cpu().double().view(-1, 2), strict=True):
+                self._totals[name] = self._totals.get(name, 0.0) + pair
+        self._pending = []
         return self._totals
 
     def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:

@@ -25,15 +25,17 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed import Group
 from speechtrain.errors import Diverged, MachineError, RunError
 from speechtrain.evaluation import Interrupted, Outcome, evaluate
+from speechtrain.forms import times
 from speechtrain.limits import Limits
 from speechtrain.metrics import MetricSums
 from speechtrain.optim.ema import Average
 from speechtrain.optim.schedules import Schedule
-from speechtrain.precision import Precision, gradients_of
+from speechtrain.precision import Precision
 from speechtrain.profiling import StepProfiler
 from speechtrain.randomness import seed_at
 from speechtrain.task import Alarm, Loss, Task
 from speechtrain.tracking.base import Tracker
+from speechtrain.update import Decided, Selected, Update, Verdict
 
 # stream numbers in the addresses drawn here
 _DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
@@ -112,6 +114,7 @@ class Trainer:
         self.run_dir = run_dir
         self.stop_requested = stop_requested
         self.progress = Progress()
+        self.update: Update = (Selected if device.static_shapes else Decided)(precision, limits.clip)
         self._began = 0.0  # when the run would have begun, had it never been away
         self._micro_batches: list[Batch] = []  # of the current step, for the replay bundle
 
@@ -194,9 +197,10 @@ class Trainer:
             task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(task, wrapped, batches, step, interval)
             rate = schedule.rate(step) * progress.rate_factor
-            norm, taken = self._update(optimizer, weight, healthy, rate)
-            if taken:
-                average.update(task)
+            # full_like: a Python number would make a lazy tensor () fp64
+            scale = torch.full_like(weight, progress.nominal) / weight.clamp(min=1.0)
+            norm = self.update(task, optimizer, average, rate, scale, healthy)
+            self.device.mark()
             progress.step = step
             progress.wall_s = time.perf_counter() - self._began
             interval.steps += 1
@@ -205,7 +209,10 @@ class Trainer:
 
             validate_due = self._owes_validation(status, validate_every)
             save_due = bool(status) or step % save_every == 0
-            if step % self.limits.log_every == 0 or validate_due or save_due:
+            log_due = step % self.limits.log_every == 0 or validate_due or save_due
+            for verdict in self.update.verdicts(log_due):
+                self._count(verdict)
+            if log_due:
                 self._log(interval, step / per_epoch, rate, norm, planned)
                 self._heed(task.watch(step, interval.sums.means()))
                 interval = Interval()
@@ -272,43 +279,28 @@ class Trainer:
                 if not self.progress.nominal:  # read once in the life of a run
                     size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
                     self.progress.nominal = 2.0 ** round(math.log2(size))  # dividing by it is exact
-                self.precision.backward(loss.total / self.progress.nominal)
-            self.device.mark()
+                self.precision.backward(
+                    times(loss.total, 1.0 / self.progress.nominal)
+                )  # a power of two: exact
             weights.append(loss.weight)
-            finite.append(torch.isfinite(loss.total.detach()))
+            finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
+            self.device.mark()
             self._micro_batches.append(batch)
-        skip = ~torch.stack(finite).all()
+        skip = torch.stack(finite).sum() < accumulate
         weight, stop, late, skip = self.group.agree(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip
         )
-        return weight, ~skip, stop, late
+        return weight, skip.to(torch.float32) < 1, stop, late  # spelt so: ~ leaves a lazy graph
 
-    def _update(
-        self, optimizer: torch.optim.Optimizer, weight: Tensor, healthy: Tensor, rate: float
-    ) -> tuple[Tensor, bool]:
-        """Scale, clip and step. Returns the mean loss's gradient norm () and whether it stepped."""
-        self.precision.unscale(optimizer)
-        gradients = gradients_of(optimizer)
-        scale = self.progress.nominal / weight.clamp(min=1.0)
-        norm = torch.nn.utils.get_total_norm(gradients) * scale
-        clip = self.limits.clip
-        if clip > 0:
-            scale = scale * (clip / norm.clamp(min=clip))
-        taken = bool(healthy) and bool(torch.isfinite(norm))  # a host read: every rank decides alike
-        if taken:
-            torch._foreach_mul_(gradients, scale)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group.get("lr_scale", 1.0)
-            self.precision.step(optimizer)
+    def _count(self, verdict: Verdict) -> None:
+        """Keep count of updates left out; raise Diverged when there were too many in a row."""
+        if verdict is Verdict.TAKEN:
             self.progress.bad_updates = 0
-        elif self.precision.overflow(optimizer):  # the loss scale was lowered: no fault of the recipe
+        elif verdict is Verdict.SCALED:  # no fault of the recipe
             self.progress.scale_skips += 1
         else:
             self._refuse()
-        optimizer.zero_grad(set_to_none=True)
-        self.device.mark()
-        return norm, taken
 
     def _refuse(self) -> None:
         """Count a non-finite update; raise Diverged, with a replay bundle, when there were too many."""
@@ -316,16 +308,16 @@ class Trainer:
         progress.bad_updates += 1
         progress.skipped_updates += 1
         ids = [name for batch in self._micro_batches for name in batch.ids if name]
-        message = f"update {progress.step + 1} skipped: non-finite loss or gradient (first cut {ids[:1]})"
-        self.tracker.log("warning", {"step": progress.step + 1, "message": message})
+        message = f"update {progress.step} skipped: non-finite loss or gradient (first cut {ids[:1]})"
+        self.tracker.log("warning", {"step": progress.step, "message": message})
         if progress.bad_updates < self.limits.max_bad_updates:
             return
         bundle = self.run_dir / "replay.pt"
         batches = [{k: v for k, v in vars(b).items() if k != "skipped"} for b in self._micro_batches]
         with contextlib.suppress(OSError, RuntimeError):  # torch reports a full disk as RuntimeError
-            torch.save({"step": progress.step + 1, "seed": self.seed, "batches": batches}, bundle)
+            torch.save({"step": progress.step, "seed": self.seed, "batches": batches}, bundle)
         raise Diverged(
-            f"{progress.bad_updates} non-finite updates in a row up to step {progress.step + 1}; "
+            f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}; "
             f"lower optimizer.lr or trainer.clip, or look at the batches in {bundle}"
         )
 

@@ -216,7 +216,8 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     planned = planned_steps(limits, per_epoch)
     offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
     schedule = build(config, "schedule", **offers)
-    optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
+    switches = {name: value for name, value in device.switches.items() if name in config.optimizer}
+    optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **switches)
     module, optimizer = device.prepare(task, optimizer, precision.dtype)
     assert isinstance(module, Task)
     attempt.metric = task.metric

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary", "interop.weights"}
     | {"tracking.base", "tracking.group", "interop.weights"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
-    | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base"},
+    | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base", "update"},
+    "update": {"optim.common", "optim.ema", "precision"},
     "evaluation": {"devices.base", "distributed", "metrics", "precision", "task"},
     "models": {"task", "nn", "decoding", "text", "metrics"},
     "devices": set(),

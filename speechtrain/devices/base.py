@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ class Device(ABC):
 
     collectives: str
     """torch.distributed backend."""
+
+    switches: ClassVar[Mapping[str, bool]] = {}
+    """Settings of torch's optimizers that this device needs, whatever the config says."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed, printed set."""

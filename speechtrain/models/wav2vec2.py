@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms
+from speechtrain.forms import Adaptive, Forms, times
 from speechtrain.nn.contrastive import bits, contrastive_loss
 from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
@@ -201,8 +201,8 @@ class Wav2Vec2(Task, Adaptive):
             self.contrast_temperature,
         )
         count = contrastive.frames
-        diversity = self.diversity_weight * quantized.diversity() * count
-        pressure = self.penalty_weight * penalty * count
+        diversity = times(quantized.diversity(), self.diversity_weight) * count
+        pressure = times(penalty, self.penalty_weight) * count
         total = contrastive.loss + diversity + pressure
         one = (count > 0).to(count.dtype)  # a batch of filler rows alone has no codes
         code, prob = quantized.code_perplexity() * one, quantized.prob_perplexity() * one
@@ -212,13 +212,13 @@ class Wav2Vec2(Task, Adaptive):
             "loss_diversity": (bits(diversity), count),
             "loss_penalty": (bits(pressure), count),
             "accuracy": (contrastive.correct, count),
-            "shared_negatives": (contrastive.shared, count * self.negatives),
+            "shared_negatives": (contrastive.shared, times(count, self.negatives)),
             "distinct_codes": (contrastive.distinct, count),
             "masked_share": (count, (lengths * batch.weight).sum()),
             "prob_perplexity": (prob.sum(), one),
             "code_perplexity": (code.sum(), one),
             "temperature": (temperature, torch.ones_like(count)),
-            **{f"code_perplexity_{group}": (each, one) for group, each in enumerate(code)},
+            **{f"code_perplexity_{group}": (code[group], one) for group in range(len(code))},
         }
         return Loss(total, count, {name: (a.detach(), b.detach()) for name, (a, b) in parts.items()})
 
@@ -226,7 +226,7 @@ class Wav2Vec2(Task, Adaptive):
         loss = self(batch)
         pairs = {"loss": (loss.total, loss.weight), **loss.metrics}
         del pairs["temperature"]
-        return Evaluation({name: (a.double(), b.double()) for name, (a, b) in pairs.items()})
+        return Evaluation(pairs)
 
     def footprint(self) -> Footprint:
         """What the encoder keeps; scores and negatives grow with the square of a row's masked frames."""

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speechtrain.forms import times
+
 EXCLUDED = -(2.0**30)
 """Added to the score of a negative that is no negative: its softmax is exactly 0, as with −inf, and
 nothing that is not finite enters the graph."""
-
-
-_Number = TypeVar("_Number", Tensor, float)
 
 
 class Contrastive(NamedTuple):
@@ -85,9 +84,9 @@ def _same_code(ids: Tensor) -> Tensor:
     return same
 
 
-def bits(nats: _Number) -> _Number:
-    """Nats in bits, as losses are logged: chance among 101 is log2(101) = 6.658."""
-    return nats / math.log(2)
+def bits(nats: Tensor) -> Tensor:
+    """Nats () in bits, as losses are logged: chance among 101 is log2(101) = 6.658."""
+    return times(nats, 1 / math.log(2))
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

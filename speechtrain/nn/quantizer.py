@@ -38,8 +38,8 @@ class Quantized(NamedTuple):
 
     def diversity(self) -> Tensor:
         """The diversity loss: (G V − summed ``prob_perplexity``) / (G V), 0 where all are used alike."""
-        total = self.soft.shape[0] * self.soft.shape[1]
-        return (total - self.prob_perplexity().sum()) / total
+        groups, entries = self.soft.shape
+        return ((entries - self.prob_perplexity()) / (groups * entries)).sum()
 
 
 class GumbelQuantizer(nn.Module):

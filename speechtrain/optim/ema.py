@@ -17,8 +17,11 @@ class Average(ABC):
     """An average of a module's state, beside the module."""
 
     @abstractmethod
-    def update(self, module: nn.Module) -> None:
-        """Take in the module's state after one more update."""
+    def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
+        """Take in the module's state after one more update.
+
+        ``taken`` () 1 or 0 says on the device whether the update counts; None: it does.
+        """
 
     @abstractmethod
     def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -46,7 +49,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 class NoEMA(Average):
     """No average: the weights themselves."""
 
-    def update(self, module: nn.Module) -> None:
+    def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
         return None
 
     def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -82,7 +85,7 @@ class EMA(Average):
         }
 
     @torch.no_grad()
-    def update(self, module: nn.Module) -> None:
+    def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
         tensors = _tensors(module)
@@ -90,7 +93,8 @@ class EMA(Average):
             value = tensors[name]
             if average.is_floating_point():
                 # by the difference, so that what stands still stays to the bit; lerp leaves the lazy graph
-                average.add_(value - average, alpha=1 - decay)
+                change = value - average if taken is None else (value - average) * taken
+                average.add_(change, alpha=1 - decay)
             else:
                 average.copy_(value)
 

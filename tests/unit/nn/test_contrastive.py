@@ -189,7 +189,7 @@ def test_chance_is_the_logarithm_of_the_candidates() -> None:
     # at a high temperature nothing can be told apart: log2(101) bits a frame, the reference's 6.658
     out = contrastive_loss(x, y, ids, negatives, weight, torch.tensor(1e6))
     assert float(bits(out.loss) / out.frames) == pytest.approx(6.6582, abs=1e-3)
-    assert bits(math.log(2)) == 1.0
+    assert bits(torch.tensor(math.log(2))) == 1.0
     chance = contrastive_loss(x, y, ids, negatives, weight)
     assert float(chance.correct / chance.frames) == pytest.approx(1 / 101, abs=0.02)
     exact = contrastive_loss(y, y, ids, negatives, weight)

@@ -1,0 +1,88 @@
+"""The rehearsal device: PyTorch's lazy tensors on the CPU, which record graphs as Gaudi's lazy mode does."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from speechtrain.batch import Batch
+from speechtrain.devices.base import Device
+from speechtrain.errors import MachineError
+from speechtrain.forms import Forms
+
+ALLOWED = {
+    "aten::_local_scalar_dense": "a host read, counted on its own",
+}
+"""Operations that this backend hands to the CPU, though a Gaudi has them; with the reason."""
+
+
+class Lazy(Device):
+    """Graphs are recorded, cut at ``mark``, compiled once for each new form of them, and run on the CPU.
+
+    An ordinary machine proves with it that a recipe is fit for a lazy device: ``graphs`` stays flat
+    after the first steps, and ``fallbacks`` names what left the graph.
+    """
+
+    name = "lazy"
+    collectives = "gloo"
+    static_shapes = True
+    switches: ClassVar = {"fused": False, "foreach": False}
+
+    def environment(self, processes: int) -> dict[str, str]:
+        return {}
+
+    def open(self, local_rank: int) -> None:
+        try:
+            import torch._lazy
+            import torch._lazy.ts_backend
+
+            torch._lazy.ts_backend.init()  # type: ignore[no-untyped-call]
+        except (ImportError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise MachineError(
+                f"device=lazy: this torch has no lazy tensors ({reason}); use device=cpu"
+            ) from None
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.float32
+
+    def forms(self, dtype: torch.dtype) -> Forms:
+        return Forms(static=True, lstm="loop")
+
+    def tensor(self, value: Tensor) -> Tensor:
+        return value.to("lazy")
+
+    def move(self, batch: Batch) -> Batch:
+        return batch.to(self.tensor)
+
+    def mark(self) -> None:
+        import torch._lazy
+
+        torch._lazy.mark_step()
+
+    def synchronize(self) -> None:
+        import torch._lazy
+
+        torch._lazy.mark_step()
+        torch._lazy.wait_device_ops()  # type: ignore[no-untyped-call]
+
+    def memory(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def graphs(self) -> int:
+        return self._counters().get("UncachedCompile", 0)
+
+    def fallbacks(self) -> dict[str, int]:
+        """Operations so far that were handed to the CPU, which ends the graph, and how often."""
+        return {name: count for name, count in self._counters().items() if name.startswith("aten::")}
+
+    @staticmethod
+    def _counters() -> dict[str, int]:
+        from torch._lazy import metrics
+
+        names: list[str] = metrics.counter_names()  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = {name: metrics.counter_value(name) for name in names}
+        return {name: int(count or 0) for name, count in found.items()}
