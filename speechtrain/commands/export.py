@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands.common import Parser, guarded
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
     from speechtrain.interop.wav2vec2 import Pretrained
@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
         "ours on the same audio, and leaves nothing behind where they differ by more than 1e-4.",
         epilog="What --from alone writes is used as speechtrain-train --config-dir DIR model=imported "
         "init_from=DIR, or encoder=imported with a recogniser. Exit codes: 0 done, 2 usage, 3 a file that "
-        "cannot be used or models that differ, 4 transformers is missing, 5 no run or no sound checkpoint.",
+        "cannot be used or models that differ, 4 transformers is missing or --out cannot be written, 5 no run or "
+        "no sound checkpoint.",
     )
     build.add_argument("source", type=Path, help="run directory, fairseq .pt file or Hugging Face directory")
     build.add_argument(
@@ -61,7 +62,12 @@ def run(argv: list[str]) -> int:
     pretrained, updates, differences = _read(arguments.source, arguments.source_form, arguments.checkpoint)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
-    differences.append(_write(pretrained, arguments.form, out, updates))
+    try:
+        differences.append(_write(pretrained, arguments.form, out, updates))
+    except OSError as error:
+        raise MachineError(
+            f"--out {out} cannot be written ({error.strerror or error}); name another place"
+        ) from None
     kind = "encoder" if pretrained.is_encoder else "pretraining model"
     print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
     known = [value for value in differences if value is not None]

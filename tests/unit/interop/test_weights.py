@@ -275,6 +275,19 @@ def test_a_file_of_another_kind(content: bytes, tmp_path: Path) -> None:
     assert_refused([str(path), "--from", "fairseq"], path, tmp_path)
 
 
+@pytest.mark.parametrize("form", ["speechtrain", "huggingface"])
+def test_an_out_that_cannot_be_written(form: str, small: Pretrained, tmp_path: Path) -> None:
+    if form == "huggingface":
+        pytest.importorskip("transformers")
+    fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")
+    (tmp_path / "file").write_text("x")
+    out, to = tmp_path / "file" / "out", ["--to", form] if form == "huggingface" else []
+    with pytest.raises(MachineError, match="cannot be written") as caught:
+        export.run([str(tmp_path / "c.pt"), "--from", "fairseq", *to, "--out", str(out)])
+    one_line(caught.value, out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.pt", "file"]
+
+
 def test_folders_without_weights(tmp_path: Path) -> None:
     for name, error in (("empty", DataError), ("run", RunError), ("step-00000001", RunError)):
         folder = tmp_path / name
