@@ -63,6 +63,17 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise
 
 
+def _on_host(state: Any) -> Any:
+    """The same with every tensor in the host's memory: a checkpoint belongs to no device."""
+    if isinstance(state, Tensor):
+        return state.detach().cpu()
+    if isinstance(state, Mapping):
+        return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(_on_host(value) for value in state)
+    return state
+
+
 class Checkpointer:
     """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
 
@@ -93,7 +104,8 @@ class Checkpointer:
         temporary = self.root / f".writing-{folder.name}"
         temporary.mkdir()
         try:
-            torch.save({name: part.state_dict() for name, part in states.items()}, temporary / "state.pt")
+            held = {name: _on_host(part.state_dict()) for name, part in states.items()}
+            torch.save(held, temporary / "state.pt")
             save_file(
                 {k: v.detach().cpu().contiguous() for k, v in weights.items()},
                 temporary / "model.safetensors",

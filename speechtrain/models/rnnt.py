@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.greedy import greedy
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Adaptive, Forms
 from speechtrain.metrics import error_rates
+from speechtrain.nn.autocast import autocast_dtype
 from speechtrain.nn.encoder import Encoder
 from speechtrain.nn.lstm import LSTM, State
 from speechtrain.nn.transducer_loss import transducer_loss
@@ -57,14 +59,7 @@ class Prediction(nn.Module):
         return output[:, 0], state
 
 
-def _product_dtype(device: str) -> torch.dtype:
-    """Of the joint's products: bfloat16 under its autocast, else float32 (float16 is too narrow)."""
-    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-        return torch.bfloat16
-    return torch.float32
-
-
-class RNNT(Task):
+class RNNT(Task, Adaptive):
     """RNN-T recognition, trained by the exact transducer loss, judged by its greedy WER.
 
     ``joint_bias`` ``both`` gives each of the two joint projections a bias (MLPerf); ``single`` only
@@ -136,6 +131,10 @@ class RNNT(Task):
         self.max_symbols = max_symbols
         self.freeze_encoder_steps = freeze_encoder_steps
         self.skips_parameters = freeze_encoder_steps > 0
+        self._is_static = False
+
+    def adapt(self, forms: Forms) -> None:
+        self._is_static = forms.static
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
@@ -151,6 +150,7 @@ class RNNT(Task):
 
     def _losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """Loss of each row (B,) fp32, and its parts where there is more than one."""
+        is_narrow = autocast_dtype(encoded.device) == torch.bfloat16  # float16 is too narrow for the joint
         transducer = transducer_loss(
             self.joint_enc(encoded),
             self.joint_pred(self.prediction(batch.labels)),
@@ -164,7 +164,8 @@ class RNNT(Task):
             # drawn from the generator that the trainer has seeded for this micro-batch
             seed=int(torch.randint(2**62, ())),
             fastemit=self.fastemit,
-            compute_dtype=_product_dtype(encoded.device.type),
+            static=self._is_static,
+            compute_dtype=torch.bfloat16 if is_narrow else torch.float32,
         )
         if self.ctc is None:
             return transducer, {}
@@ -190,7 +191,7 @@ class RNNT(Task):
         per_row, _ = self._losses(encoded, lengths, batch)
         examples = examples_of(batch, self._decode(encoded, lengths))
         metrics = error_rates((e.reference, e.hypothesis) for e in examples)
-        metrics["loss"] = ((per_row * batch.weight).sum().double(), batch.weight.sum().double())
+        metrics["loss"] = ((per_row * batch.weight).sum(), batch.weight.sum())
         return Evaluation(metrics, examples)
 
     def transcribe(self, batch: Batch) -> list[str]:

@@ -6,7 +6,6 @@ Legend: B rows, M masked frames of a row (surplus included), K negatives, D widt
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.forms import times
+from speechtrain.nn.autocast import at_least_fp32, full_precision
 
 EXCLUDED = -(2.0**30)
 """Added to the score of a negative that is no negative: its softmax is exactly 0, as with −inf, and
@@ -87,14 +87,3 @@ def _same_code(ids: Tensor) -> Tensor:
 def bits(nats: Tensor) -> Tensor:
     """Nats () in bits, as losses are logged: chance among 101 is log2(101) = 6.658."""
     return times(nats, 1 / math.log(2))
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """A context without autocast, also on devices that have none."""
-    kind = device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    """fp32, or fp64 where it is that already."""
-    return x if x.dtype == torch.float64 else x.float()

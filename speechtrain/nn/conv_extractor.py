@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from speechtrain.errors import ConfigError
 from speechtrain.forms import Adaptive, Forms
+from speechtrain.nn.autocast import autocast_dtype
 
 
 class _ScaleGradient(Function):
@@ -121,9 +122,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
     if x.shape[2] == 1:
         # k·C is k: copying the frames costs less than several products of so few columns
         return F.linear(x[:, :, 0].unfold(1, weight.shape[2], stride).contiguous(), weight[:, 0], bias)
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(x.device)) is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     flat = weight.transpose(1, 2).flatten(1)  # (out, k·C), the order of a frame's values in memory
     y: Tensor = _StridedProduct.apply(x.contiguous(), flat, bias, weight.shape[2], stride)  # type: ignore[no-untyped-call]

@@ -22,11 +22,9 @@ Legend: B rows, S samples, T frames, K frequency bins, M mel bins, F features of
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speechtrain.errors import ConfigError
+from speechtrain.nn.autocast import full_precision
 from speechtrain.nn.stack_time import stack_time
 from speechtrain.randomness import uniform_at
 
@@ -110,13 +109,6 @@ def trim_silence(
 
 def _unchanged(frames: Tensor, lengths: Tensor) -> Tensor:
     return frames
-
-
-def _full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off, where the device knows it (the lazy backend does not)."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 @functools.cache
@@ -218,7 +210,7 @@ class LogMel(nn.Module):
         ``mask(frames, lengths)`` with what SpecAugment is defined on: normalised frames (B, T, M)
         before splicing, or the spliced ones under ``splice_first``.
         """
-        with _full_precision(audio.device):
+        with full_precision(audio.device):
             audio = audio.float()
             if self.trim_silence_db is not None:
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)

@@ -6,7 +6,6 @@ candidate, output.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from speechtrain.forms import Adaptive, Forms
+from speechtrain.nn.autocast import at_least_fp32, autocast_dtype, full_precision
 
 State = tuple[Tensor, Tensor]
 
@@ -63,14 +63,13 @@ class LSTM(nn.Module, Adaptive):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """(B, T, inputs) to (B, T, hidden), and the state (layers, B, hidden) × 2 behind the last frame."""
-        products = _product_dtype(x)
+        is_narrow = autocast_dtype(x.device) == torch.bfloat16  # float16 is too narrow
         is_loop = self._forms.lstm == "loop" and (self._forms.static or torch.is_grad_enabled())
         # autocast stops here: oneDNN's bf16 LSTM backward is slower than its fp32 one (1.4 to 2.1 times
         # on an AVX512-BF16 machine), and the loop does its own casting
-        with _without_autocast(x):
-            x = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(
-                0, 1
-            )  # time-major: no copy inside
+        with full_precision(x.device):
+            x = at_least_fp32(x).transpose(0, 1)  # time-major: no copy inside
+            products = torch.bfloat16 if is_narrow else x.dtype
             y, state = self._loop(x, state, products) if is_loop else self.lstm(x, state)
             return self.norm(self.dropout(y.transpose(0, 1))), state
 
@@ -86,19 +85,6 @@ class LSTM(nn.Module, Adaptive):
             hiddens.append(hidden[None])
             cells.append(cell[None])
         return x, (torch.cat(hiddens), torch.cat(cells))  # stack's backward fails on lazy tensors
-
-
-def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Of the loop's products: bfloat16 under its autocast, else at least fp32 (float16 is too narrow)."""
-    device = x.device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    is_bfloat16 = is_on and torch.get_autocast_dtype(device) == torch.bfloat16
-    return torch.bfloat16 if is_bfloat16 else torch.promote_types(x.dtype, torch.float32)
 
 
 class _Layer(torch.autograd.Function):
@@ -140,7 +126,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor | None, ...]:
         narrow, input_weight, weight, gates, cells, hiddens = ctx.saved_tensors
         products, (frames, rows, width) = narrow.dtype, outputs.shape
-        with _without_autocast(outputs):
+        with full_precision(outputs.device):
             walk = _backward_static if ctx.is_static else _backward
             by_gates, hidden, cell = walk(
                 outputs, hidden, cell, _Slopes.of(gates, cells), weight.to(products)

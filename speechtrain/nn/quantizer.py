@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.errors import ConfigError
-from speechtrain.nn.contrastive import at_least_fp32, full_precision
+from speechtrain.nn.autocast import at_least_fp32, full_precision
 
 
 class Quantized(NamedTuple):

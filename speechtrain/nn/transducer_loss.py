@@ -19,7 +19,6 @@ regularization" (ICASSP 2021).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from speechtrain.nn.autocast import full_precision
 
 _NEVER = -1e30  # log-probability of an arc that does not exist; finite, since inf - inf is NaN
 
@@ -246,7 +247,7 @@ class _RaggedLoss(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, joint, is_training = arguments
         given = _Given(*tensors)
-        with _without_autocast(given.encoder):
+        with full_precision(given.encoder.device):
             walk = _RaggedWalk(joint, given)
             loss = walk.losses(is_training)
         ctx.joint = joint
@@ -262,7 +263,7 @@ class _RaggedLoss(torch.autograd.Function):
         if bool((of_utterances == of_utterances[:1]).all()):
             factor = of_utterances[:1].sum()  # 0 where there is none
             return _Gradients(*(gradient * factor for gradient in gradients)).like(given)
-        with _without_autocast(upstream):
+        with full_precision(upstream.device):
             walk = _RaggedWalk(ctx.joint, given)
             walk.blank, walk.label = blank, label
             everyone = slice(0, len(upstream))
@@ -275,7 +276,7 @@ class _StaticLoss(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, joint, _ = arguments
         given = _Given(*tensors)
-        with _without_autocast(given.encoder):
+        with full_precision(given.encoder.device):
             blank, label = _StaticWalk(joint, given).log_probabilities()
             posteriors = _posteriors_by_diagonals(blank, label, given.frames, given.symbols)
             differentials = _differentials(joint, posteriors, blank, label)
@@ -287,14 +288,9 @@ class _StaticLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         given, differentials = _Given(*ctx.saved_tensors[:8]), _Differentials(*ctx.saved_tensors[8:])
-        with _without_autocast(upstream):
+        with full_precision(upstream.device):
             gradients = _StaticWalk(ctx.joint, given).gradients(differentials, upstream)
         return gradients.like(given)
-
-
-def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    device = tensor.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 # ------------------------------------------------------------------------------- the walk over ragged cells
