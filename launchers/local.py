@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 
-from speechtrain.distributed import PARENT
 from speechtrain.errors import ConfigError
 from speechtrain.launch import WORKER, Job, Launcher, Result, shell_line, supervise
 
@@ -31,7 +29,7 @@ class Local(Launcher):
         self.check(job)
         if self.inline:
             return Result(importlib.import_module(WORKER).main([str(job.config)]))
-        return Result(supervise(job.command, {**job.environ(), PARENT: str(os.getpid())}))
+        return Result(supervise(job.command, job.environ()))
 
     def render(self, job: Job) -> str:
         return shell_line(job.command, job.environment)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from speechtrain.distributed import PARENT
 from speechtrain.errors import ConfigError
 from speechtrain.launch import AGENT, Job, Launcher, Result, shell_line, supervise
 
@@ -32,7 +30,7 @@ class Torchrun(Launcher):
     def launch(self, job: Job) -> Result:
         self.check(job)
         job = self._prepared(job)
-        environment = {**job.environ(), PARENT: str(os.getpid())}
+        environment = job.environ()
         return Result(supervise(self._command(job), environment, agent_log=job.run_dir / AGENT))
 
     def render(self, job: Job) -> str:

@@ -22,9 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from speechtrain.errors import MachineError
 
-PARENT = "SPEECHTRAIN_PARENT"
-"""Environment variable: the process that started this one here; without it there is no reason to go on."""
-
 _BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
 
 

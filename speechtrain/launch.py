@@ -11,20 +11,24 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 
-from speechtrain.processes import children_of
+from speechtrain.processes import PARENT, children_of, descendants_running
 
 WORKER = "speechtrain.worker"
 AGENT = "agent.log"
 """In the run directory: what an agent that starts the ranks says of them."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
+_FIRST_PORT, _PORTS = 20000, 12000
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 5.0
@@ -58,6 +62,8 @@ class Result:
     """How the processes ended; the run's own outcome is in its ``result.json``."""
 
     returncode: int
+    submitted: str = ""
+    """Where the processes run without this command: what has been handed over, in a line."""
 
 
 class Launcher(ABC):
@@ -76,13 +82,39 @@ class Launcher(ABC):
         """Exactly what ``launch`` would run, as text."""
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value must not stand in a command line or a log."""
+    return _SECRET.search(name) is not None
+
+
+def travelling(job: Job, patterns: Iterable[str]) -> dict[str, str]:
+    """The environment that a job's processes get on machines other than this one.
+
+    That is the job's own, as the user has overridden it, and this process's variables whose names
+    match one of ``patterns`` (``HF_*``); secrets stay here.
+    """
+    wanted = tuple(patterns)
+    mine = {n: v for n, v in os.environ.items() if any(fnmatchcase(n, pattern) for pattern in wanted)}
+    joined = {**{n: os.environ.get(n, v) for n, v in job.environment.items()}, **mine}
+    return {n: v for n, v in sorted(joined.items()) if not is_secret(n)}
+
+
+def rendezvous_port(run_dir: Path) -> int:
+    """A port of this run's own, the same each time, below those that systems hand out."""
+    return _FIRST_PORT + zlib.crc32(str(run_dir).encode()) % _PORTS
+
+
 def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
-    """A line that a POSIX shell runs as given: ``NAME=value … command``, quoted."""
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
+    """A line that a POSIX shell runs as given: ``NAME=value … command``, quoted, without secrets."""
+    assignments = [
+        f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items()) if not is_secret(name)
+    ]
     return " ".join([*assignments, shlex.join(command)])
 
 
-def supervise(command: list[str], environment: Mapping[str, str], agent_log: Path | None = None) -> int:
+def supervise(
+    command: list[str], environment: Mapping[str, str], agent_log: Path | None = None, is_deep: bool = False
+) -> int:
     """Run ``command`` in a session of its own and return its exit code.
 
     The first SIGINT or SIGTERM reaches it as SIGTERM (save and leave), the second as SIGKILL to
@@ -96,13 +128,19 @@ def supervise(command: list[str], environment: Mapping[str, str], agent_log: Pat
     With ``agent_log``, the command is an agent that starts the ranks as its children. The first
     signal is for them: an agent that gets one ends them. What it says on stderr goes to that file,
     and its ranks' lines to stderr as well. It ends with this process (Linux), however that ends.
+    With ``is_deep`` the agent has processes of its own between itself and the ranks.
     """
     received = 0
     told: set[int] = set()
 
     def pass_on() -> None:
         """SIGTERM to whom it concerns, once each; ranks may still be starting when the signal comes."""
-        addressees = {process.pid} if agent_log is None else children_of(process.pid)
+        if agent_log is None:
+            addressees = {process.pid}
+        elif is_deep:
+            addressees = descendants_running(process.pid, WORKER)
+        else:
+            addressees = children_of(process.pid)
         for pid in addressees - told:
             told.add(pid)
             _kill(pid, signal.SIGTERM)
@@ -119,6 +157,7 @@ def supervise(command: list[str], environment: Mapping[str, str], agent_log: Pat
         for pid in descendants:
             _kill(pid, signal.SIGKILL)
 
+    environment = {**environment, PARENT: str(os.getpid())}
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process = _start(command, environment, is_agent=agent_log is not None)

@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 
 PROC = Path("/proc")
+PARENT = "SPEECHTRAIN_PARENT"
+"""Environment variable: the process that started this one here; without it there is no reason to go on."""
 
 
 def children_of(pid: int, all_generations: bool = False) -> set[int]:
@@ -19,6 +21,37 @@ def children_of(pid: int, all_generations: bool = False) -> set[int]:
         if not all_generations:
             break
     return found
+
+
+def descendants_running(pid: int, argument: str) -> set[int]:
+    """The descendants of ``pid`` that have ``argument`` on their command line, but none of their own.
+
+    What such a process has forked looks like it, and is its affair.
+    """
+    children: dict[int, set[int]] = {}
+    for child, parent in _parents().items():
+        children.setdefault(parent, set()).add(child)
+    found: set[int] = set()
+    waiting = [*children.get(pid, ())]
+    while waiting:
+        candidate = waiting.pop()
+        if argument in _arguments_of(candidate):
+            found.add(candidate)
+        else:
+            waiting += children.get(candidate, ())
+    return found
+
+
+def _arguments_of(pid: int) -> list[str]:
+    if not PROC.is_dir():
+        listed = subprocess.run(
+            ["ps", "-o", "args=", "-p", str(pid)], capture_output=True, text=True, check=False
+        )
+        return listed.stdout.split()
+    try:
+        return (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:  # ended since
+        return []
 
 
 def _parents() -> dict[int, int]:

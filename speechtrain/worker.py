@@ -29,13 +29,13 @@ from speechtrain.checkpoint import Checkpointer, write_json
 from speechtrain.config import build, load
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed import PARENT, Group, PeerLost, Solo, World, open_group
+from speechtrain.distributed import Group, PeerLost, Solo, World, open_group
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
 from speechtrain.forms import adapt
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import FP32, Precision
-from speechtrain.processes import parent_of
+from speechtrain.processes import PARENT, parent_of
 from speechtrain.randomness import seed_at
 from speechtrain.run import DEVICE, ERROR, RESULT, RunLock, rank_folder, read_device
 from speechtrain.task import Task
@@ -93,10 +93,10 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
         raise MachineError(
             f"precision={precision.name}: device={device.name} does not train in it; use {others}"
         )
+    device.open(local_rank)
     if reason := device.why_fp32(precision.dtype):
         _LOG.warning(f"precision={precision.name}: {reason}")
         precision = FP32()
-    device.open(local_rank)
     return device, precision
 
 
@@ -208,6 +208,7 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     )
     with group.first():  # what it reads of a large set, the others find in the cache
         data.check()
+    device.expect(data.shapes())
     checkpointer = Checkpointer(run_dir, limits.keep)
     begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
@@ -242,6 +243,10 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     try:
         average = average_of(task, limits.ema)
         attempt.status = trainer.fit(module, data, optimizer, schedule, average, config.resume)
+    except (RuntimeError, MemoryError) as error:
+        if explained := device.explain(error, trainer.latest, task.footprint(), tokenizer.size):
+            raise explained from error
+        raise
     finally:
         data.close()
 

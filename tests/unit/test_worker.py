@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from speechtrain.distributed import PARENT, World
+from speechtrain.distributed import World
 from speechtrain.errors import ConfigError, MachineError
+from speechtrain.processes import PARENT
 from speechtrain.run import RunLock
 from speechtrain.worker import StopRequest, limits_for
 
