@@ -25,6 +25,9 @@ class Local(Launcher):
                 "use launcher=torchrun, or set world_size=1"
             )
 
+    def is_here(self, job: Job) -> bool:
+        return True
+
     def launch(self, job: Job) -> Result:
         self.check(job)
         if self.inline:

@@ -27,6 +27,9 @@ class Torchrun(Launcher):
         if job.world_size < 1:
             raise ConfigError(f"world_size={job.world_size}: launcher=torchrun starts one process or more")
 
+    def is_here(self, job: Job) -> bool:
+        return True
+
     def launch(self, job: Job) -> Result:
         self.check(job)
         job = self._prepared(job)

@@ -73,6 +73,10 @@ class Launcher(ABC):
     def check(self, job: Job) -> None:
         """Raise ConfigError or MachineError where this launcher cannot start ``job``."""
 
+    def is_here(self, job: Job) -> bool:
+        """Whether the processes run on this host, whose devices can then be looked at beforehand."""
+        return False
+
     @abstractmethod
     def launch(self, job: Job) -> Result:
         """Start the processes, pass signals on, wait."""

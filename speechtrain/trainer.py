@@ -224,6 +224,11 @@ class Trainer:
                 interval.begun = time.perf_counter()  # neither belongs to the training throughput
         return status
 
+    @property
+    def latest(self) -> Batch | None:
+        """The micro-batch that was begun last, as it is on the host."""
+        return self._micro_batches[-1] if self._micro_batches else None
+
     def _heed(self, alarm: Alarm | None) -> None:
         """Act on what the task's ``watch`` says, as ``limits.on_collapse`` wants; all ranks alike."""
         if alarm is None:
@@ -270,6 +275,7 @@ class Trainer:
             # one address for each micro-batch of the run, whichever rank computes it
             place = (step, micro * world.size + world.rank)
             batch = task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *place))
+            self._micro_batches.append(batch)
             moved = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *place))
             last = micro + 1 == accumulate
@@ -286,7 +292,6 @@ class Trainer:
             finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
             self.device.mark()
-            self._micro_batches.append(batch)
         skip = torch.stack(finite).sum() < accumulate
         weight, stop, late, skip = self.group.agree(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip

@@ -54,6 +54,8 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     if config.dry_run:
         print(launcher.render(job))
         return {"status": "dry run", "metric": None}
+    if launcher.is_here(job):
+        device.check(job.world_size)
     done = read_result(run_dir)
     if (
         done

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from speechtrain.batch import Batch
+from speechtrain.batch import Batch, Footprint
+from speechtrain.errors import MachineError, SpeechtrainError
 from speechtrain.forms import Forms
+
+# of allocators that raise plain RuntimeErrors: torch's on the CPU, and vendors' bridges
+_NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|cannot allocate memory", re.I)
 
 
 class Device(ABC):
@@ -34,6 +39,15 @@ class Device(ABC):
 
         Pure: imports no vendor library. Values that the user has set win (the launcher sees to it).
         """
+
+    def check(self, processes: int) -> None:  # noqa: B027 - nothing is a sensible default
+        """Raise MachineError where this host plainly cannot run ``processes`` ranks; claims nothing.
+
+        The command asks before it starts processes here; ``open`` has the last word.
+        """
+
+    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:  # noqa: B027 - as above
+        """Told the fixed shapes of training, none where they vary. Raises ConfigError where they must not."""
 
     @abstractmethod
     def open(self, local_rank: int) -> None:
@@ -86,3 +100,31 @@ class Device(ABC):
     def graphs(self) -> int:
         """Compilations so far, where the device counts them."""
         return 0
+
+    def explain(
+        self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
+    ) -> SpeechtrainError | None:
+        """What a failure of a step on host ``batch`` means to the user, where it is a lack of memory.
+
+        ``classes``: of the output layer, 0 where it has none.
+        """
+        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+            isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+        )
+        if not is_memory:
+            return None
+        knob = "lower data.batch.memory_gib or data.batch.count and raise trainer.accumulate"
+        if batch is None:
+            return MachineError(
+                f"device={self.name} is out of memory before the first batch: the model is too large"
+            )
+        rows, samples = batch.audio.shape
+        labels = batch.labels.shape[1]
+        valid = float(batch.audio_lengths[batch.weight > 0].sum())
+        seconds = samples * batch.seconds / valid if valid else 0.0
+        predicted = footprint.bytes(rows, seconds, labels)
+        width = f", V={classes} classes" if classes else ""
+        return MachineError(
+            f"device={self.name} is out of memory at a micro-batch of B={rows} rows, T={seconds:.1f} s, "
+            f"U={labels} labels{width}, predicted {predicted:,.0f} bytes beyond the weights; {knob}"
+        )

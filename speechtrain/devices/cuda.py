@@ -1,0 +1,119 @@
+"""NVIDIA GPUs: plain PyTorch, one GPU for each process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch
+from speechtrain.devices.base import Device
+from speechtrain.errors import ConfigError, MachineError
+
+_BF16_CAPABILITY = (8, 0)  # Ampere
+
+
+class CUDA(Device):
+    """TF32, compilation, copies and the allocator of a GPU.
+
+    ``tf32``: fp32 products and convolutions with 10 bits of mantissa on tensor cores. ``compile``: the model
+    through ``torch.compile``, compiled again for every new shape, so only together with ``data.shapes``.
+    ``pinned``: batches go through page-locked memory, so that their copy overlaps with computing.
+    ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null leaves its own.
+    """
+
+    name = "cuda"
+    collectives = "nccl"
+
+    def __init__(
+        self,
+        tf32: bool = False,
+        compile: bool = False,
+        pinned: bool = True,
+        allocator: str | None = "expandable_segments:True",
+    ) -> None:
+        self.tf32 = tf32
+        self.compile = compile
+        self.pinned = pinned
+        self.allocator = allocator
+
+    def environment(self, processes: int) -> dict[str, str]:
+        return {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
+
+    def check(self, processes: int) -> None:
+        count = torch.cuda.device_count()  # asks the driver, and leaves the GPUs alone
+        if not count:
+            why = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
+            raise MachineError(
+                f"device=cuda: {why} (torch {torch.__version__}; nvidia-smi, CUDA_VISIBLE_DEVICES); "
+                "install a CUDA build of torch on a machine with a GPU, or set device=cpu"
+            )
+        if processes > count:
+            raise MachineError(
+                f"device=cuda: {processes} processes on this host, which has {count} GPUs; lower world_size "
+                "or start more hosts"
+            )
+
+    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
+        if self.compile and not shapes:
+            raise ConfigError(
+                "device.compile=true: with data.shapes=0 every batch would be compiled; set data.shapes=8"
+            )
+
+    def open(self, local_rank: int) -> None:
+        self.check(local_rank + 1)
+        try:
+            torch.cuda.set_device(local_rank)
+            torch.zeros((), device=self.name)
+        except (RuntimeError, AssertionError) as error:
+            problem = " ".join(str(error).split())[:200]
+            raise MachineError(f"device=cuda: GPU {local_rank} cannot be used ({problem})") from None
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        torch.backends.cudnn.allow_tf32 = self.tf32
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def why_fp32(self, dtype: torch.dtype) -> str:
+        if dtype != torch.bfloat16 or not torch.cuda.device_count():
+            return ""
+        capability = torch.cuda.get_device_capability()
+        if capability >= _BF16_CAPABILITY:
+            return ""
+        return (
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bf16, so training is in "
+            "fp32; precision=fp16 is faster"
+        )
+
+    def prepare(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self.compile:
+            module.compile()
+        return module, optimizer
+
+    def tensor(self, value: Tensor) -> Tensor:
+        return value.to(self.name, non_blocking=True)
+
+    def move(self, batch: Batch) -> Batch:
+        return batch.to(self._copied)
+
+    def _copied(self, value: Tensor) -> Tensor:
+        # the copy from page-locked memory returns at once; torch keeps that memory until it is done
+        return self.tensor(value.pin_memory() if self.pinned else value)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def memory(self) -> int:
+        return int(torch.cuda.max_memory_allocated())
+
+    def graphs(self) -> int:
+        if not self.compile:
+            return 0
+        from torch._dynamo.utils import counters
+
+        stats: dict[str, Any] = counters["stats"]
+        return int(stats.get("unique_graphs", 0))

@@ -1,0 +1,172 @@
+"""Intel Gaudi through the vendor's bridge: graphs in lazy mode, or eager, or torch.compile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch
+from speechtrain.devices.base import Device
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.forms import Forms
+
+_PACKAGE = "habana_frameworks"
+_REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain-doctor device=hpu judges the recipe"
+_ADVICE = (
+    "it comes with the vendor's container (vault.habana.ai/gaudi-docker) or as habana-torch-plugin; "
+    f"{_REHEARSAL}"
+)
+_LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
+_MODES = {"lazy": "1", "eager": "0", "compile": "0"}
+# the lists of the wav2vec 2.0 port to Gaudi, and softmax in fp32; its `iadd` autocast does not know
+_BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "instance_norm")
+_FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
+
+
+class HPU(Device):
+    """One Gaudi card for each process.
+
+    ``mode``: ``lazy`` records graphs, which ``mark`` cuts and runs, and which are compiled once for each
+    form of them; ``compile`` hands the model to ``torch.compile``, which the vendor now prefers; ``eager``
+    runs operation by operation.
+
+    ``recipe_cache`` is a local folder where compiled graphs outlive the process, up to
+    ``recipe_cache_mib``; null keeps none. ``graphs_kept``: compiled graphs in host memory.
+
+    ``bf16_ops`` and ``fp32_ops``: operations that autocast computes in bf16 and in fp32, in place of the
+    vendor's own lists; null leaves those.
+    """
+
+    name = "hpu"
+    collectives = "hccl"
+    static_shapes = True
+    switches: ClassVar = {"fused": False, "foreach": False}
+
+    def __init__(
+        self,
+        mode: str = "lazy",
+        recipe_cache: str | None = None,
+        recipe_cache_mib: int = 1024,
+        graphs_kept: int = 100_000,
+        bf16_ops: list[str] | None = list(_BF16_OPS),  # noqa: B006 - read only
+        fp32_ops: list[str] | None = list(_FP32_OPS),  # noqa: B006
+    ) -> None:
+        if mode not in _MODES:
+            raise ValueError(f"device.mode is {mode!r}; it is one of {', '.join(_MODES)}")
+        for key, value in {"recipe_cache_mib": recipe_cache_mib, "graphs_kept": graphs_kept}.items():
+            if value < 1:
+                raise ValueError(f"device.{key} is {value}; it is at least 1")
+        if recipe_cache is not None and "," in recipe_cache:
+            raise ValueError(
+                f"device.recipe_cache is {recipe_cache!r}; the vendor's list takes no comma in it"
+            )
+        both = sorted(set(bf16_ops or ()) & set(fp32_ops or ()))
+        if both:
+            raise ValueError(f"device.bf16_ops and device.fp32_ops both name {both[0]}; leave it in one")
+        self.mode = mode
+        self.recipe_cache = recipe_cache
+        self.recipe_cache_mib = recipe_cache_mib
+        self.graphs_kept = graphs_kept
+        self.bf16_ops = bf16_ops
+        self.fp32_ops = fp32_ops
+        self._core: Any = None
+        self._hpu: Any = None
+
+    # --- before Python starts -------------------------------------------------------------------
+
+    def environment(self, processes: int) -> dict[str, str]:
+        variables = {"PT_HPU_LAZY_MODE": _MODES[self.mode], "HABANA_PGM_LRU_MAX": str(self.graphs_kept)}
+        if self.mode == "lazy":  # weights keep torch's order, as the port to Gaudi runs them
+            variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
+            variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
+        if self.recipe_cache is not None:  # path, cleared at the start, MiB, on NFS
+            variables["PT_HPU_RECIPE_CACHE_CONFIG"] = (
+                f"{self.recipe_cache},false,{self.recipe_cache_mib},false"
+            )
+        return variables
+
+    def check(self, processes: int) -> None:
+        if importlib.util.find_spec(_PACKAGE) is None:
+            raise MachineError(f"device=hpu: {_PACKAGE} is not installed here; {_ADVICE}")
+
+    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
+        if not shapes and self.mode != "eager":
+            raise ConfigError(
+                f"data.shapes=0: device.mode={self.mode} compiles a graph for every shape; set data.shapes=8"
+            )
+
+    # --- at the start -----------------------------------------------------------------------------
+
+    def open(self, local_rank: int) -> None:
+        self.check(1)
+        if "LOCAL_RANK" in os.environ:
+            os.environ.setdefault("ID", str(local_rank))  # the card of this process
+        # the vendor's library reads them when it is loaded
+        for variable, operations in ((_LOWER, self.bf16_ops), (_FP32, self.fp32_ops)):
+            if operations is not None and variable not in os.environ:
+                os.environ[variable] = str(_listed(variable, operations))
+        try:
+            self._core = importlib.import_module(f"{_PACKAGE}.torch.core")
+            self._hpu = importlib.import_module(f"{_PACKAGE}.torch.hpu")
+            importlib.import_module(f"{_PACKAGE}.torch.distributed.hccl")
+        except Exception as error:  # another torch, a missing driver: whatever it is, it does not load
+            problem = " ".join(str(error).split())[:200]
+            raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}); {_ADVICE}") from None
+        cards = int(self._hpu.device_count()) if self._hpu.is_available() else 0
+        if local_rank >= cards:
+            raise MachineError(
+                f"device=hpu: local rank {local_rank} finds {cards} Gaudi cards on this host (hl-smi lists "
+                f"them); lower world_size to the cards there are; {_REHEARSAL}"
+            )
+
+    def prepare(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self.mode == "compile":
+            module.compile(backend="hpu_backend")
+        return module, optimizer
+
+    # --- while training ---------------------------------------------------------------------------
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float32, torch.bfloat16)
+
+    def forms(self, dtype: torch.dtype) -> Forms:
+        return Forms(static=True, lstm="loop")
+
+    def tensor(self, value: Tensor) -> Tensor:
+        return value.to(self.name, non_blocking=True)
+
+    def move(self, batch: Batch) -> Batch:
+        return batch.to(self.tensor)
+
+    def mark(self) -> None:
+        if self.mode == "lazy":
+            self._core.mark_step()
+
+    def synchronize(self) -> None:
+        self.mark()
+        self._hpu.synchronize()
+
+    def memory(self) -> int:
+        return int(self._hpu.max_memory_allocated())
+
+    def graphs(self) -> int:
+        metrics = importlib.import_module(f"{_PACKAGE}.torch.hpu.metrics")
+        counters: dict[str, int] = dict(metrics.metric_global("graph_compilation").stats())
+        return int(counters["TotalNumber"])
+
+
+def _listed(variable: str, operations: Sequence[str]) -> Path:
+    """A file of this process with one operation a line, as the vendor's library reads it."""
+    path = Path(tempfile.gettempdir()) / f"speechtrain-{os.getpid()}-{variable.lower()}.txt"
+    path.write_text("".join(f"{operation}\n" for operation in operations))
+    return path
