@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.greedy import best_path
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Adaptive, Forms
 from speechtrain.metrics import error_rates
+from speechtrain.nn.ctc_loss import ctc_loss
 from speechtrain.nn.encoder import Encoder
 from speechtrain.task import Evaluation, Loss, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
 
 
-class CTC(Task):
+class CTC(Task, Adaptive):
     """A linear layer on an encoder's frames, trained by CTC: how wav2vec 2.0 is usually fine-tuned.
 
     The loss of a batch is the sum over its utterances, its weight their number; an utterance of more
@@ -39,6 +40,10 @@ class CTC(Task):
         self.output = nn.Linear(encoder.width, tokenizer.size)
         self.freeze_encoder_steps = freeze_encoder_steps
         self.skips_parameters = freeze_encoder_steps > 0
+        self._is_static = False
+
+    def adapt(self, forms: Forms) -> None:
+        self._is_static = forms.static
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
@@ -57,15 +62,8 @@ class CTC(Task):
         return self.output(self.dropout(encoded)).float().log_softmax(-1), lengths
 
     def _loss(self, scores: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        per_row = F.ctc_loss(
-            scores.transpose(0, 1),
-            batch.labels,
-            lengths,
-            batch.label_lengths,
-            self.tokenizer.blank,
-            reduction="none",
-            zero_infinity=True,
-        )
+        blank = self.tokenizer.blank
+        per_row = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, blank, static=self._is_static)
         return (per_row * batch.weight).sum(), batch.weight.sum()
 
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -73,7 +71,7 @@ class CTC(Task):
         examples = examples_of(batch, self._decode(scores, lengths))
         metrics = error_rates((e.reference, e.hypothesis) for e in examples)
         total, weight = self._loss(scores, lengths, batch)
-        return Evaluation({**metrics, "loss": (total.double(), weight.double())}, examples)
+        return Evaluation({**metrics, "loss": (total, weight)}, examples)
 
     def transcribe(self, batch: Batch) -> list[str]:
         return self._decode(*self._scores(batch))

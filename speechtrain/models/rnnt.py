@@ -15,6 +15,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.forms import Adaptive, Forms
 from speechtrain.metrics import error_rates
 from speechtrain.nn.autocast import autocast_dtype
+from speechtrain.nn.ctc_loss import ctc_loss
 from speechtrain.nn.encoder import Encoder
 from speechtrain.nn.lstm import LSTM, State
 from speechtrain.nn.transducer_loss import transducer_loss
@@ -169,16 +170,8 @@ class RNNT(Task, Adaptive):
         )
         if self.ctc is None:
             return transducer, {}
-        scores = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)
-        ctc = F.ctc_loss(
-            scores,
-            batch.labels,
-            lengths,
-            batch.label_lengths,
-            self.blank,
-            reduction="none",
-            zero_infinity=True,
-        )
+        scores = self.ctc(encoded).float().log_softmax(-1)
+        ctc = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, self.blank, static=self._is_static)
         count = batch.weight.sum()
         parts: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),

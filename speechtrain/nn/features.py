@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speechtrain.errors import ConfigError
+from speechtrain.forms import Adaptive, Forms
 from speechtrain.nn.autocast import full_precision
 from speechtrain.nn.stack_time import stack_time
 from speechtrain.randomness import uniform_at
@@ -119,7 +120,7 @@ def _dither_table() -> Tensor:
     return torch.from_numpy((radius * np.cos(2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index))).astype("f4"))
 
 
-class LogMel(nn.Module):
+class LogMel(nn.Module, Adaptive):
     """Normalised, spliced log-mel features of a batch of waveforms, in fp32 whatever the precision.
 
     Order: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per
@@ -130,7 +131,8 @@ class LogMel(nn.Module):
     ``padding`` is what surrounds a waveform: its reflection or zeros (``constant``). ``features``
     are padded with zeros to a multiple of ``pad_features_to`` (0: not at all). ``block_frames`` are
     transformed at once: 256 stay in a CPU's cache, 0 takes all in one call, which suits
-    accelerators. ``fourier`` is ``fft``, or ``matmul`` for devices without an FFT.
+    accelerators. ``fourier`` is ``fft``, ``matmul`` for devices without an FFT, or
+    ``conv`` for those that have no strided views either.
 
     Raises ConfigError for arguments that do not fit each other.
     """
@@ -260,11 +262,14 @@ class LogMel(nn.Module):
     def _log_mel(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
         """Log-mel columns (B, T, M) of the surrounded signal, block by block so that work stays in cache."""
         rows = signal.shape[0]
-        frames = signal.unfold(1, self.n_fft, self.hop)[:, :columns]
         bank = self.bank.expand(rows, -1, -1)
         if warp is not None:
             warped = warp_frequencies(self.edges, warp, self.sample_rate / 2)
             bank = mel_bank(warped, self.frequencies)
+        if self.fourier == "conv":  # no frames, no blocks: the transform is a strided convolution
+            parts = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
+            return self._mel(self._power(parts.transpose(1, 2)[:, :columns]), bank)
+        frames = signal.unfold(1, self.n_fft, self.hop)[:, :columns]
         block = self.block_frames or rows * columns
         high, wide = max(1, block // max(columns, 1)), min(block, max(columns, 1))
         lines = []
@@ -277,10 +282,15 @@ class LogMel(nn.Module):
     def _block(self, frames: Tensor, bank: Tensor) -> Tensor:
         if self.fourier == "fft":
             parts = torch.view_as_real(torch.fft.rfft(frames * self.window)).square()
-            power = parts[..., 0] + parts[..., 1]
-        else:
-            parts = torch.matmul(frames[..., : self.width], self.basis).square()
-            power = parts[..., : self.frequencies.numel()] + parts[..., self.frequencies.numel() :]
+            return self._mel(parts[..., 0] + parts[..., 1], bank)
+        return self._mel(self._power(torch.matmul(frames[..., : self.width], self.basis)), bank)
+
+    def _power(self, parts: Tensor) -> Tensor:
+        """(B, T, bins) of real and, behind them, imaginary parts (B, T, 2 bins)."""
+        squares, bins = parts.square(), self.frequencies.numel()
+        return squares[..., :bins] + squares[..., bins:]
+
+    def _mel(self, power: Tensor, bank: Tensor) -> Tensor:
         mel = torch.matmul(power, bank)
         return (mel.clamp(min=self.log_floor) if self._dali else mel + self.log_floor).log()
 
@@ -328,12 +338,17 @@ class LogMel(nn.Module):
             "edges": edges,
             "frequencies": frequencies,
         }
-        if self.fourier == "matmul":
+        if self.fourier in ("matmul", "conv"):
             angle = n[:, None] * bins * (2.0 * math.pi / self.n_fft)
             constants["basis"] = window[:, None] * torch.cat([angle.cos(), angle.sin()], dim=1)
         if self.dither != 0.0:
             constants["noise"] = _dither_table()
         return {name: value.float().contiguous() for name, value in constants.items()}
+
+    def adapt(self, forms: Forms) -> None:
+        if forms.static and self.fourier != "conv":  # an FFT and views of memory leave a recorded graph
+            self.fourier = "conv"
+            self.register_buffer("basis", self._constants()["basis"].to(self.window.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
         # Module.to(dtype) would round the constants: take the new device from it, and no dtype.
@@ -354,7 +369,8 @@ class LogMel(nn.Module):
             f"padding is {self.padding!r}; it must be 'reflect' or 'constant'",
         )
         demand(
-            self.fourier in ("fft", "matmul"), f"fourier is {self.fourier!r}; it must be 'fft' or 'matmul'"
+            self.fourier in ("fft", "matmul", "conv"),
+            f"fourier is {self.fourier!r}; it is fft, matmul or conv",
         )
         demand(self.hop > 0, "hop_seconds is shorter than one sample; lengthen it")
         demand(
