@@ -26,7 +26,7 @@ _ADVICE = (
 )
 _LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
 _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
-# the lists of the wav2vec 2.0 port to Gaudi, and softmax in fp32; its `iadd` autocast does not know
+# the lists of the wav2vec 2.0 port to Gaudi, less `iadd`, which can only be promoted now, and softmax in fp32
 _BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "instance_norm")
 _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
 
@@ -160,6 +160,8 @@ class HPU(Device):
         return int(self._hpu.max_memory_allocated())
 
     def graphs(self) -> int:
+        if self._hpu is None:  # not opened yet
+            return 0
         metrics = importlib.import_module(f"{_PACKAGE}.torch.hpu.metrics")
         counters: dict[str, int] = dict(metrics.metric_global("graph_compilation").stats())
         return int(counters["TotalNumber"])

@@ -1,0 +1,384 @@
+"""Every device of ``conf/device``: pure before Python starts, and open in one sentence or not at all.
+
+``device=hpu`` is held to its vendor's documented module by a strict stand-in (``habana_fake``): a name,
+an argument or a variable without the address of who documents it fails.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch, Footprint
+from speechtrain.checkpoint import Checkpointer
+from speechtrain.commands.composition import compose
+from speechtrain.config import build
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.devices.cpu import CPU
+from speechtrain.devices.cuda import CUDA
+from speechtrain.devices.hpu import HPU
+from speechtrain.distributed import Solo
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.limits import Limits
+from speechtrain.optim.ema import NoEMA
+from speechtrain.optim.schedules import Constant
+from speechtrain.precision import FP32
+from speechtrain.task import Evaluation, Loss, Task
+from speechtrain.tracking.base import Tracker
+from speechtrain.trainer import Trainer
+
+CONF = Path(__file__).parents[2] / "conf"
+CHOICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def device_of(choice: str, *overrides: str) -> Device:
+    device: Device = build(compose([f"device={choice}", *overrides], None), "device")
+    return device
+
+
+# --- every device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_environment_is_pure(choice: str) -> None:
+    device = device_of(choice)
+    before, modules = dict(os.environ), set(sys.modules)
+    found = [device.environment(processes) for processes in (1, 2, 1)]
+    assert found[0] == found[2]
+    assert dict(os.environ) == before
+    new = {name.partition(".")[0] for name in set(sys.modules) - modules}
+    assert not new & {"habana_frameworks", "intel_extension_for_pytorch"}
+
+
+_OPEN = """
+import sys
+from speechtrain.commands.composition import compose
+from speechtrain.config import build
+from speechtrain.errors import MachineError
+device = build(compose([f"device={sys.argv[1]}"], None), "device")
+try:
+    device.check(1)
+    device.open(0)
+except MachineError as error:
+    text = str(error)
+    assert text.startswith(f"device={sys.argv[1]}: "), text
+    assert text.isprintable() and len(text) < 400, text
+    print(text)
+else:
+    import torch
+    tensor = device.tensor(torch.ones(3))
+    device.mark(); device.synchronize()
+    assert float((tensor + tensor).sum().cpu()) == 6.0
+    assert device.memory() >= 0 and device.graphs() >= 0
+    print("open")
+"""
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_open_works_or_says_in_one_sentence_what_is_missing(choice: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN, choice], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_precisions_are_known_before_the_device_is_there(choice: str) -> None:
+    device = device_of(choice)
+    assert device.supports(torch.float32)
+    assert not device.supports(torch.float64)
+    assert all("\n" not in device.why_fp32(dtype) for dtype in DTYPES)
+    assert device.forms(torch.float32).static == device.static_shapes
+
+
+# --- a lack of memory ---------------------------------------------------------------------------------
+
+
+def batch_of(rows: int = 2, samples: int = 16000, labels: int = 3) -> Batch:
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    return Batch(
+        torch.zeros(rows, samples), zeros + samples, torch.zeros(rows, labels, dtype=torch.int64), zeros,
+        torch.ones(rows), zeros, ("a",) * rows, ("a",) * rows, seconds=rows * samples / 16000,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+)
+def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseException) -> None:
+    found = device_of(choice).explain(error, batch_of(), Footprint(100.0, 10.0), classes=29)
+    assert isinstance(found, MachineError)
+    text = str(found)
+    for part in ("B=2 rows", "T=1.0 s", "U=3 labels", "V=29", "260 bytes", "data.batch.", "\n"):
+        assert (part in text) == (part != "\n")
+
+
+def test_the_cpus_own_lack_of_memory_is_known() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert CPU().explain(raised.value, None, Footprint(0.0)) is not None
+
+
+def test_other_errors_are_not_explained() -> None:
+    assert CPU().explain(RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
+
+
+# --- cuda ---------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    CUDA().check(2)
+    with pytest.raises(MachineError, match="3 processes on this host, which has 2 GPUs"):
+        CUDA().check(3)
+
+
+def test_compiling_needs_fixed_shapes() -> None:
+    CUDA(compile=True).expect([(2, 16000, 3)])
+    CUDA().expect([])
+    for device in (CUDA(compile=True), HPU(), HPU(mode="compile")):
+        with pytest.raises(ConfigError, match=r"data\.shapes"):
+            device.expect([])
+    HPU(mode="eager").expect([])
+
+
+def test_bf16_depends_on_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "7.5" in CUDA().why_fp32(torch.bfloat16)
+    assert not CUDA().why_fp32(torch.float16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert not CUDA().why_fp32(torch.bfloat16)
+
+
+# --- hpu ------------------------------------------------------------------------------------------------
+
+
+def _fake() -> ModuleType:
+    path = Path(__file__).parent / "habana_fake" / "vendor.py"
+    spec = importlib.util.spec_from_file_location("habana_fake_vendor", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+VENDOR = _fake()
+
+
+class OnHost(HPU):
+    """Its tensors stay on the CPU: everything else is the device's own."""
+
+    name = "cpu"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    for variable in (*VENDOR.VARIABLES, "LOCAL_RANK"):
+        monkeypatch.setenv(variable, "")  # put back afterwards, whatever the device does to them
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found: list[str] = VENDOR.install(monkeypatch)
+    return found
+
+
+def test_every_name_has_the_address_of_who_documents_it() -> None:
+    named = {
+        **VENDOR.MODULES,
+        **VENDOR.VARIABLES,
+        **VENDOR.BACKENDS,
+        **{name: known.address for name, known in VENDOR.NAMES.items()},
+        "operations": VENDOR.OPERATIONS,
+    }
+    for name, address in named.items():
+        assert re.match(r"https://(docs\.habana\.ai|github\.com)/\S+/\S+", address), name
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager", "compile"])
+def test_variables_are_documented_ones(mode: str) -> None:
+    environment = HPU(mode, recipe_cache="/fast/recipes").environment(8)
+    assert environment.keys() <= VENDOR.VARIABLES.keys()
+    assert environment["PT_HPU_LAZY_MODE"] == ("1" if mode == "lazy" else "0")
+    assert environment["PT_HPU_RECIPE_CACHE_CONFIG"] == "/fast/recipes,false,1024,false"
+    assert environment["HABANA_PGM_LRU_MAX"] == "100000"
+    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in HPU(mode).environment(1)
+
+
+def test_the_stand_in_is_strict(calls: list[str]) -> None:
+    core = importlib.import_module("habana_frameworks.torch.core")
+    with pytest.raises(AssertionError, match="mark_stepp"):
+        core.mark_stepp()
+    with pytest.raises(AssertionError, match="takes"):
+        core.mark_step(1)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("habana_frameworks.torch.hmp")
+    metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
+    with pytest.raises(AssertionError, match="takes"):
+        metrics.metric_global(3)
+    assert calls == []
+
+
+def test_everything_that_the_device_asks_of_the_vendor_is_documented(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    device = OnHost()
+    before = dict(os.environ)
+    device.open(3)
+    assert {n for n, v in os.environ.items() if before.get(n) != v} <= VENDOR.VARIABLES.keys()
+    assert os.environ["ID"] == "3"
+    device.mark()
+    device.synchronize()
+    assert device.memory() == 1 << 20
+    assert device.graphs() == 7
+    assert set(calls) == {name.rpartition(".")[2] for name in VENDOR.NAMES}
+    lists = {}
+    for variable in VENDOR.VARIABLES:
+        if variable.endswith("_OPS_LIST"):
+            lists[variable] = Path(os.environ[variable]).read_text().splitlines()
+    assert list(lists.values()) == [device.bf16_ops, device.fp32_ops]
+
+
+def test_what_the_user_has_set_wins(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", "/mine.txt")
+    OnHost(bf16_ops=None).open(0)
+    assert os.environ["PT_HPU_AUTOCAST_FP32_OPS_LIST"] == "/mine.txt"
+    assert "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST" not in os.environ
+
+
+def test_a_ninth_rank_is_refused(calls: list[str]) -> None:
+    with pytest.raises(MachineError, match="local rank 8 finds 8 Gaudi cards"):
+        OnHost().open(8)
+
+
+def test_a_bridge_that_does_not_load_is_one_line(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "habana_frameworks.torch.core")
+    with pytest.raises(MachineError, match="does not load") as raised:
+        OnHost().open(0)
+    assert "\n" not in str(raised.value)
+
+
+def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    module = nn.Linear(2, 2)
+    monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    HPU("compile").prepare(module, optimizer, torch.float32)
+    assert told["backend"] in VENDOR.BACKENDS
+    told.clear()
+    HPU("lazy").prepare(module, optimizer, torch.float32)
+    assert not told
+    assert HPU.collectives in VENDOR.BACKENDS
+
+
+class _Written(torch.autograd.Function):
+    """Identity whose backward is written into the record of calls."""
+
+    calls: list[str]
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        _Written.calls.append("forward")
+        return value * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _Written.calls.append("backward")
+        return gradients[0]
+
+
+class Tiny(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, batch: Batch) -> Loss:
+        output: Tensor = _Written.apply(self.linear(batch.audio))  # type: ignore[no-untyped-call]
+        return Loss(output.square().sum(), batch.weight.sum())
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        loss = self(batch)
+        return Evaluation({"loss": (loss.total, loss.weight)})
+
+
+class Same(DataModule):
+    """One batch, over and over."""
+
+    micro_batches_per_epoch = 4
+
+    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
+        while True:
+            yield batch_of(samples=8)
+
+    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
+        return {"set": [batch_of(samples=8)]}
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        return [(2, 8, 3)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Silent(Tracker):
+    def log(self, event: str, values: Any) -> None:
+        json.dumps(list(values))
+
+
+class Noted(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        _Written.calls.append("step")
+        super().step()
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_mark_step_follows_every_backward_and_every_update(
+    mode: str, calls: list[str], tmp_path: Path
+) -> None:
+    _Written.calls = calls
+    device = OnHost(mode)
+    device.open(0)
+    task = Tiny()
+    # the weights are in place; what comes before the first step does not count
+    limits = Limits(max_steps=3, max_epochs=None, accumulate=2, log_every=1000, validate_every=1000)
+    trainer = Trainer(
+        limits, device, FP32(), Solo(), Checkpointer(tmp_path, 1, print), Silent(), 1, tmp_path
+    )  # fmt: skip
+    calls.clear()
+    trainer.fit(task, Same(), Noted(task.parameters(), 0.1), Constant(peak=0.1), NoEMA())
+    steps = [name for name in calls if name in ("backward", "step", "mark_step")]
+    micro = ["backward", "mark_step"] if mode == "lazy" else ["backward"]
+    update = ["step", "mark_step"] if mode == "lazy" else ["step"]
+    whole = [*micro, *micro, *update]
+    first = steps.index("backward")
+    last = len(steps) - steps[::-1].index("step")
+    counted = steps[first : last + (mode == "lazy")]
+    assert counted[-len(whole) :] == whole
+    assert counted[-2 * len(whole) :] == whole * 2
+    assert counted.count("mark_step") == (9 if mode == "lazy" else 0)
