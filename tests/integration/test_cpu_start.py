@@ -41,3 +41,14 @@ def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(command: Callable
     assert len(said[1]) == 1
     assert said[1][0].startswith("precision=bf16: this chip has no bf16 instructions")
     assert runs[0].losses() == runs[1].losses()
+
+
+def test_the_forms_of_the_lstm_train_alike(command: Callable[..., Command]) -> None:
+    runs = [command(form, f"device.lstm={form}", "trainer.max_steps=6") for form in ("fused", "loop")]
+    for run in runs:
+        done = run.run()
+        assert done.returncode == 0, done.stderr
+    fused, loop = (run.losses() for run in runs)
+    assert len(fused) == 6
+    assert loop == pytest.approx(fused, rel=1e-4)
+    assert runs[0].weights() != runs[1].weights()  # it was another form
