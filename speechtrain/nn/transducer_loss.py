@@ -708,8 +708,8 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     blank = _skewed(blank.masked_fill(no_blank, _NEVER), _NEVER)
     label = _skewed(label.masked_fill(no_label, _NEVER), _NEVER)
     ends = _skewed(is_last.to(blank.dtype), 0)
-    begins = torch.zeros_like(ends)
-    begins[:, 0, 0] = 1
+    first = _count(ends.shape[1], ends)[:, None] + position == 0
+    begins = first.to(ends.dtype).expand_as(ends)  # no write into a slice: that leaves a recorded graph
 
     # into each cell, from the diagonal before it; a path that begins there comes from nowhere
     from_blank = F.pad(blank, (0, 0, 1, -1), value=_NEVER) * (1 - begins)
