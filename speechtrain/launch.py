@@ -100,7 +100,7 @@ def travelling(job: Job, patterns: Iterable[str]) -> dict[str, str]:
     wanted = tuple(patterns)
     mine = {n: v for n, v in os.environ.items() if any(fnmatchcase(n, pattern) for pattern in wanted)}
     joined = {**{n: os.environ.get(n, v) for n, v in job.environment.items()}, **mine}
-    return {n: v for n, v in sorted(joined.items()) if not is_secret(n)}
+    return {n: v for n, v in sorted(joined.items()) if n != PARENT and not is_secret(n)}
 
 
 def rendezvous_port(run_dir: Path) -> int:

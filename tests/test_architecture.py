@@ -24,7 +24,9 @@ MAY_IMPORT = {
     | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary", "interop.weights"}
     | {"tracking.base", "tracking.group", "interop.weights"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
-    | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base", "update"},
+    | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base", "update"}
+    | {"warmup"},
+    "warmup": {"optim.ema"},
     "update": {"optim.common", "optim.ema", "precision"},
     "evaluation": {"devices.base", "distributed", "metrics", "precision", "task"},
     "models": {"task", "nn", "decoding", "text", "metrics"},
@@ -47,7 +49,8 @@ MAY_IMPORT = {
     "run": set(),
     "report": {"metrics", "run", "tracking"},
     "interop": {"models", "nn", "checkpoint"},
-    "launchers": {"launch", "distributed"},
+    "launchers": {"launch", "distributed", "node"},
+    "node": {"launch", "run"},
     "batch": set(),
     "randomness": set(),
     "errors": set(),

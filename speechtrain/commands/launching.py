@@ -76,7 +76,12 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     if simulated is not None:
         share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
         print(f"trainer.simulate_world={simulated}: {share}", flush=True)
-    ended = launcher.launch(job)
+    try:
+        ended = launcher.launch(job)
+    except SpeechtrainError:  # nothing has been started
+        if is_new:
+            _discard(run_dir)
+        raise
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)

@@ -10,7 +10,8 @@ import inspect
 import itertools
 import json
 import math
-import shlex
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         soundfile.write(recordings / f"{'_'.join(name)}.wav", [0.0] * 1600, 8000)
     train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
     (folder / "train.jsonl").write_text("")
+    (folder / "hosts").write_text("127.0.0.1\n")
     values = {
         "tokenizer.model": str(folder / "tiny.model"),
         "data.train": str(folder / "train.jsonl"),
@@ -60,6 +62,7 @@ def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATASET_DIR", str(folder))
+        patch.setenv("HOSTFILE", str(folder / "hosts"))
         yield values
 
 
@@ -173,30 +176,45 @@ def test_device(choice: str, required: dict[str, str]) -> None:
 AWKWARD = "a b'c\"d $(echo no) `no` \\ ; & | * ~ #\n\tend é"
 
 
+ENGINES = Path(__file__).parent / "engines"
+"""Stand-ins for ``ssh`` and the like: they run what they are given on this machine, as those would."""
+
+
 @pytest.mark.parametrize("choice", choices("launcher"))
-def test_launcher_renders_what_a_shell_runs(choice: str, required: dict[str, str], tmp_path: Path) -> None:
+def test_launcher_renders_what_a_shell_runs(
+    choice: str, required: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{ENGINES}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SPEECHTRAIN_API_TOKEN", "hush")
     launcher = build(_config(required, "launcher", choice), "launcher")
     run_dir = tmp_path / AWKWARD
-    job = Job(run_dir / "config.yaml", run_dir, 1, {"AWKWARD": AWKWARD, "PLAIN": "1"})
+    job = Job(run_dir / "config.yaml", run_dir, 1, {"AWKWARD": AWKWARD, "PLAIN": "1", "A_SECRET": "hush"})
     text = launcher.render(job)
     assert "speechtrain.worker" in text
+    assert "hush" not in text
     # the worker line replaced by a program that writes down what reached it
     told = tmp_path / "told"
-    told.mkdir()
-    program = (
-        f"import os,sys;open({str(told / 'line')!r},'w').write(os.environ['AWKWARD']+chr(0)+sys.argv[-1])"
+    program = tmp_path / "program.py"  # a name that needs no quotes, at whatever depth it stands
+    program.write_text(
+        f"import os,sys;open({str(told)!r},'w').write(os.environ['AWKWARD']+chr(0)+sys.argv[-1])"
     )
-    worker = shlex.join(job.command[1:3])
-    assert worker in text, "the worker line is quoted in another way: extend this test"
-    done = subprocess.run(
-        ["sh", "-c", text.replace(worker, shlex.join(["-c", program]))],
-        capture_output=True,
+    with subprocess.Popen(
+        ["sh", "-c", _with_program(text, str(program))],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (told / "line").read_text(encoding="utf-8").split("\0") == [AWKWARD, str(job.config)]
+    ) as running:
+        assert running.stderr is not None  # its standard input stays open meanwhile
+        complaint = running.stderr.read()
+        assert running.wait(60) == 0, complaint
+    assert told.read_text(encoding="utf-8").split("\0") == [AWKWARD, str(job.config)]
+
+
+def _with_program(text: str, program: str) -> str:
+    """``-m speechtrain.worker`` replaced, be it part of a line or two items of a YAML list."""
+    replaced, count = re.subn(r"-m\s+(- )?speechtrain\.worker", program, text)
+    assert count == 1, "the worker line stands there in another way: extend this test"
+    return replaced
 
 
 # --- optimizer, schedule, precision -------------------------------------------------------------

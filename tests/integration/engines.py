@@ -1,0 +1,62 @@
+"""What the tests of every launcher have in common: the run in one process that theirs must equal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .conftest import RECORDED, Command
+
+STEPS = 20
+TOLERANCE = 1e-5
+SIZES = [
+    *("trainer.save_every=5000", "trainer.validate_every=5000", *RECORDED),
+    "schedule=constant",  # others depend on the planned length
+]
+
+
+def skip_without(*programs: str, is_root: bool = False) -> None:
+    """Skip the module where the engine is not there, and say what is missing."""
+    missing = [name for name in programs if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"not installed here: {', '.join(missing)}", allow_module_level=True)
+    if is_root and os.geteuid():
+        pytest.skip("only root may start it", allow_module_level=True)
+
+
+def run_alone(folder: Path, environment: dict[str, str]) -> Command:
+    """One process that accumulates two micro-batches."""
+    run = Command(folder / "run", environment, [*SIZES, "trainer.accumulate=2", f"trainer.max_steps={STEPS}"])
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def figures(run: Command) -> np.ndarray:
+    """Loss and gradient norm of each update."""
+    return np.array([[e["step"], e["loss"], e["grad_norm"]] for e in run.events("train")])
+
+
+def assert_same(run: Command, alone: Command) -> None:
+    """Two ranks had the losses, gradient norms and samples of one process."""
+    assert len(figures(alone)) == STEPS
+    np.testing.assert_allclose(figures(run), figures(alone), rtol=TOLERANCE)
+    assert sorted(run.handed()) == sorted(alone.handed())
+    assert [e["ranks"] for e in run.events("start")] == [2]
+
+
+def processes_of(run: Command) -> list[str]:
+    """Command lines of the processes that have this run's directory in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_text(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        if str(run.run_dir) in line and int(path.parent.name) != os.getpid():
+            found.append(f"{path.parent.name} {line}")
+    return found

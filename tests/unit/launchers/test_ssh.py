@@ -1,0 +1,78 @@
+"""The hostfile, what is refused of it, and what would reach each host."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from speechtrain.errors import ConfigError
+from speechtrain.launch import Job
+from speechtrain.launchers.ssh import Ssh
+
+
+def launcher(folder: Path, text: str, **keys: object) -> Ssh:
+    (folder / "hosts").write_text(text)
+    return Ssh(str(folder / "hosts"), **keys)  # type: ignore[arg-type]
+
+
+def job(folder: Path, world_size: int = 2, **environment: str) -> Job:
+    return Job(folder / "config.yaml", folder, world_size, environment)
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "world_size", "complaint"),
+    [
+        ("", None, 1, "names 0 hosts, launcher.nodes=1 needs as many"),
+        ("# a\n\n", None, 1, "names 0 hosts"),
+        ("a\nb\n", 3, 3, "names 2 hosts, launcher.nodes=3"),
+        ("a\na\n", None, 2, "names a host twice"),
+        ("a slots=2\n", None, 1, "'a slots=2' is no address"),
+        ("-oProxyCommand=touch\n", None, 1, "is no address"),
+        ("a\nb\n", None, 3, "world_size=3: launcher=ssh shares the ranks evenly by the 2 hosts"),
+        ("a\nb\n", None, 1, "world_size=1"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    text: str, nodes: int | None, world_size: int, complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        launcher(tmp_path, text, nodes=nodes).check(job(tmp_path, world_size))
+
+
+def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.hostfile=.*nowhere: No such file"):
+        Ssh(str(tmp_path / "nowhere")).check(job(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["nodes", "login_seconds", "shutdown_seconds"])
+def test_counts_begin_at_one(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}=0"):
+        Ssh("hosts", **{key: 0})  # type: ignore[arg-type]
+
+
+def test_each_host_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/a place")
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    rendered = launcher(
+        tmp_path, "  a # first\n\n#c\nb\nnever\n", nodes=2, port=1234, options=["-p", "22"], forward=["HF_*"]
+    ).render(job(tmp_path, 4, THREADS="$(id)", MY_PASSWORD="hush"))
+    comment, *lines = rendered.splitlines()
+    assert comment.startswith("#")
+    assert "hush" not in rendered
+    for index, (line, host) in enumerate(zip(lines, "ab", strict=True)):
+        client = shlex.split(line)
+        assert client[-2] == host
+        assert {"-oBatchMode=yes", "-p"} < set(client)
+        remote = shlex.split(client[-1])
+        assert {"THREADS=$(id)", "HF_HOME=/a place", f"--node-rank={index}", "--nnodes=2"} < set(remote)
+        assert {"--nproc-per-node=2", "--master-addr=a", "--master-port=1234"} < set(remote)
+
+
+def test_a_run_meets_at_a_port_of_its_own(tmp_path: Path) -> None:
+    ports = set()
+    for name in ("a", "b", "a"):
+        rendered = launcher(tmp_path, "x\ny\n").render(job(tmp_path / name))
+        ports.add(rendered.partition("--master-port=")[2].split()[0])
+    assert len(ports) == 2
