@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-from speechtrain.errors import SpeechtrainError
+from speechtrain.errors import MachineError, SpeechtrainError
 
 _TORCH = str(Path(torch.__file__).parent)
 _ROOT = Path(__file__).parents[1]
@@ -37,6 +38,8 @@ _MEMORY = {
 
 class Unfit(SpeechtrainError):
     """A step that a lazy device would not run from its cache. ``place`` is the line of code at fault."""
+
+    exit_code = MachineError.exit_code
 
     def __init__(self, place: Place, operation: str, fault: str, forward: Place | None = None) -> None:
         within = f", in the backward of {forward}" if forward is not None and forward != place else ""
@@ -73,13 +76,15 @@ class Guard:
     have. The former two count in the warm-up as well. The line named is the innermost outside torch; for an
     operation of the backward it is the line of the forward that made it.
 
-    Costs a Python call for every operation. Tensors that live on the host on any device (an optimizer's
-    counter of steps) look like all others here: forward and backward are what it is for.
+    A tensor made of numbers alone and without ``device=`` lives on the host wherever the step runs, and may
+    be read. Others that do (an optimizer's counter of steps) look like all others here: forward and backward are
+    what this is for. Costs two Python calls for every operation.
     """
 
     def __init__(self) -> None:
         self._known: set[tuple[str, torch.Size, torch.dtype]] = set()
         self._places: dict[int, Place] = {}  # of the operations that will have a backward
+        self.on_host = WeakIdKeyDictionary()
         self._is_learning = False
         self._stack = ExitStack()
 
@@ -122,7 +127,7 @@ class Guard:
             if number not in self._places:
                 self._places[number] = _caller()[0]
         name = function.__name__ if hasattr(function, "__name__") else str(function)
-        if torch.Tag.data_dependent_output in function.tags:
+        if torch.Tag.data_dependent_output in function.tags and arguments[0] not in self.on_host:
             raise self.blame(name, _READS)
         packet = name.partition(".")[0]
         if packet in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
@@ -176,9 +181,13 @@ class _Methods(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _MEMORY:
+        if func in _MEMORY and args[0] not in self.guard.on_host:
             raise self.guard.blame(_MEMORY[func], _READS)
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        is_made = isinstance(output, Tensor) and "device" not in (kwargs or {})
+        if is_made and not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            self.guard.on_host[output] = True
+        return output
 
 
 def _caller() -> tuple[Place, bool]:

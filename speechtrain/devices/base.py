@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.errors import MachineError, SpeechtrainError
+from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 from speechtrain.forms import Forms
 
 # of allocators that raise plain RuntimeErrors: torch's on the CPU, and vendors' bridges
@@ -46,8 +46,12 @@ class Device(ABC):
         The command asks before it starts processes here; ``open`` has the last word.
         """
 
-    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:  # noqa: B027 - as above
+    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Told the fixed shapes of training, none where they vary. Raises ConfigError where they must not."""
+        if self.static_shapes and not shapes:
+            raise ConfigError(
+                f"data.shapes=0: device={self.name} compiles a graph for every shape; set data.shapes=8"
+            )
 
     @abstractmethod
     def open(self, local_rank: int) -> None:
@@ -96,6 +100,10 @@ class Device(ABC):
     @abstractmethod
     def memory(self) -> int:
         """Peak bytes in use so far."""
+
+    def counts(self) -> dict[str, int]:
+        """For log lines, what this device counts since the run began: compilations, ends of graphs."""
+        return {}
 
     def graphs(self) -> int:
         """Compilations so far, where the device counts them."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import MachineError
 from speechtrain.forms import Forms
 
 _PACKAGE = "habana_frameworks"
@@ -98,10 +98,8 @@ class HPU(Device):
             raise MachineError(f"device=hpu: {_PACKAGE} is not installed here; {_ADVICE}")
 
     def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
-        if not shapes and self.mode != "eager":
-            raise ConfigError(
-                f"data.shapes=0: device.mode={self.mode} compiles a graph for every shape; set data.shapes=8"
-            )
+        if self.mode != "eager":
+            super().expect(shapes)
 
     # --- at the start -----------------------------------------------------------------------------
 

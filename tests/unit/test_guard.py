@@ -54,6 +54,8 @@ def fault(planted: Callable[[Tensor, int], Tensor]) -> Unfit:
 def clean(x: Tensor, number: int) -> Tensor:
     index = torch.arange(x.shape[0])
     kept = x[index].masked_fill(x < 0.1, 0.0)
+    seed = int(torch.randint(2**62, ()))  # of the host's own generator
+    assert seed >= 0
     return torch.dropout(kept, 0.5, True) * torch.where(x > 0, x, 0.0).softmax(-1)
 
 
@@ -66,6 +68,10 @@ def branch(x: Tensor, number: int) -> Tensor:
     if x.sum() > 0:  # planted
         return x
     return -x
+
+
+def made(x: Tensor, number: int) -> Tensor:
+    return x * torch.ones((), device=x.device).item()  # planted
 
 
 def listed(x: Tensor, number: int) -> Tensor:
@@ -116,7 +122,7 @@ READS, DYNAMIC, NEW = "reads a value back", "depends on data", "new shape 4×8"
 @pytest.mark.parametrize(
     ("planted", "says"),
     [
-        *((item, READS), (branch, READS), (listed, READS), (equal, READS)),
+        *((item, READS), (branch, READS), (made, READS), (listed, READS), (equal, READS)),
         *((mask, DYNAMIC), (written, DYNAMIC), (places, DYNAMIC), (selected, DYNAMIC)),
         *((unique, DYNAMIC), (repeated, DYNAMIC), (ragged, NEW)),
     ],
@@ -195,5 +201,5 @@ def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -
 def test_the_warm_up_refuses_what_no_step_may_do() -> None:
     guard = Guard()
     with pytest.raises(Unfit), guard.warm_up():
-        torch.ones(3).sum().item()
+        torch.ones(3, device="cpu").sum().item()
     float(torch.ones(3).sum())  # nobody watches any more
