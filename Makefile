@@ -8,7 +8,7 @@ TORCH ?= 2.13.0
 PYTEST_ARGS ?= -n auto --dist loadfile
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test check bench wheel test-ipex clean
+.PHONY: setup demo test test-cluster check bench wheel test-ipex clean
 
 setup: .setup-stamp
 
@@ -27,6 +27,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# Every launcher with its real engine; one that is missing is a failure here, where `make test` skips it.
+test-cluster: setup
+	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
 
 check: setup
 	$(BIN)/ruff check .

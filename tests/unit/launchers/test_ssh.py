@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.errors import ConfigError
 from speechtrain.launch import Job
-from speechtrain.launchers.ssh import Ssh
 
 
 def launcher(folder: Path, text: str, **keys: object) -> Ssh:
@@ -30,7 +30,7 @@ def job(folder: Path, world_size: int = 2, **environment: str) -> Job:
         ("a\na\n", None, 2, "names a host twice"),
         ("a slots=2\n", None, 1, "'a slots=2' is no address"),
         ("-oProxyCommand=touch\n", None, 1, "is no address"),
-        ("a\nb\n", None, 3, "world_size=3: launcher=ssh shares the ranks evenly by the 2 hosts"),
+        ("a\nb\n", None, 3, "world_size=3: launcher=ssh shares the ranks evenly by 2 hosts"),
         ("a\nb\n", None, 1, "world_size=1"),
     ],
 )
