@@ -101,12 +101,12 @@ class Strict(ModuleType):
             raise AttributeError(name)
         whole = f"{self.__name__}.{name}"
         if whole not in NAMES:
-            raise AssertionError(f"the vendor documents no {whole} that habana_fake knows of")
+            raise AttributeError(f"the vendor documents no {whole} that habana_fake knows of")
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             known = NAMES[whole]
             if keywords or [type(a) for a in arguments] != list(known.takes):
-                raise AssertionError(f"{whole} takes {known.takes}, not {arguments} {keywords}")
+                raise TypeError(f"{whole} takes {known.takes}, not {arguments} {keywords}")
             self.__dict__["_calls"].append(name)
             return known.returns(*arguments)
 
