@@ -77,8 +77,8 @@ class Guard:
     operation of the backward it is the line of the forward that made it.
 
     A tensor made of numbers alone and without ``device=`` lives on the host wherever the step runs, and may
-    be read. Others that do (an optimizer's counter of steps) look like all others here: forward and backward are
-    what this is for. Costs two Python calls for every operation.
+    be read. Others that do (an optimizer's counter of steps) look like all others here: forward and backward
+    are what this is for. Costs two Python calls for every operation.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ EVERYONE = {"errors", "batch", "randomness", "forms", "__init__"}
 MAY_IMPORT = {
     # they compose the parts and show them; torch.nn blocks and trackers are none of their business
     "commands": {"config", "launch", "run", "worker", "evaluation", "distributed", "checkpoint", "task"}
-    | {"precision", "devices.base", "devices.cpu", "guard", "data", "text", "report", "metrics", "interop"},
+    | {"precision", "devices.base", "devices", "guard", "data", "text", "report", "metrics", "interop"},
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
     | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary", "interop.weights"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 GREEN, AMBER, RED = "green", "amber", "red"
 _PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _LOOKED_AT = 10_000  # transcripts
+_GUARDED = 4  # micro-batches that tell whether a recipe is fit for a device with static shapes
+_SHOWN = 8  # shapes
 
 HELP = f"""speechtrain-doctor {__version__}: look at this machine, and at a recipe on it.
 
@@ -40,7 +43,10 @@ usage: speechtrain-doctor [GROUP=CHOICE ...] [KEY=VALUE ...] [--config-dir DIR]
 
 Takes what speechtrain-train takes; without arguments it looks at the defaults. Prints a line for each thing
 looked at: green (fine), amber (works, but), red (will not work, and what to do). The last lines are of the
-recipe: its config, its model, its recordings and transcripts, and one training step of its largest batch.
+recipe: its config, its model, its recordings and transcripts, its shapes with the memory predicted for them,
+and one training step of its largest batch. For a device with static shapes (device=hpu, device=lazy) the step
+is also watched on the CPU, whether that device is here or not: does it read the host, does a shape depend on
+data? Where it is not fit, the line of code is named.
 Leaves nothing behind but the data cache that training would make (SPEECHTRAIN_CACHE).
 
 exit codes: 0 nothing is red; else that of the first red line: 2 config, 3 data, 4 machine or training step
@@ -130,6 +136,7 @@ def machine() -> Iterator[Finding]:
     from speechtrain.devices.cpu import available_memory, usable_cores
 
     yield Finding(GREEN, "cores", f"{usable_cores()} usable of {os.cpu_count()} ({platform.machine()})")
+    yield _threads()
     try:
         memory = available_memory() / 2**30
     except (OSError, MachineError):
@@ -141,6 +148,20 @@ def machine() -> Iterator[Finding]:
     from speechtrain.data.corpora.connected import cache_folder
 
     yield _room("cache", cache_folder(), "SPEECHTRAIN_CACHE")
+
+
+def _threads() -> Finding:
+    """Physical cores, memory nodes, and what a rank would get of them."""
+    from speechtrain.devices import binding
+    from speechtrain.devices.cpu import CPU, usable_cpus
+
+    cores = binding.usable(binding.topology(), usable_cpus())
+    nodes = sorted({core.node for core in cores})
+    shares = [f"{len([c for c in cores if c.node == node])} on memory node {node}" for node in nodes]
+    threads = os.environ.get("OMP_NUM_THREADS") or CPU().environment(1)["OMP_NUM_THREADS"]
+    return Finding(
+        GREEN, "threads", f"{threads} for a single rank; physical cores: {', '.join(shares) or 'none'}"
+    )
 
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
@@ -166,12 +187,63 @@ def packages() -> Iterator[Finding]:
         yield Finding(AMBER, "tensorboard", "not installed, events are not written; pip install tensorboard")
     import torch
 
+    yield _libraries()
+    yield devices()
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding(
         GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
     )
     if not {"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags():
         yield Finding(AMBER, "bf16", "this chip computes bf16 in software; precision=fp32 will be faster")
+
+
+def _libraries() -> Finding:
+    """What could be loaded before Python: allocators and Intel's OpenMP."""
+    from speechtrain.devices import preload
+
+    places = preload.folders(os.environ)
+    wanted = {
+        "jemalloc": ["libjemalloc.so"],
+        "tcmalloc": ["libtcmalloc.so", "libtcmalloc_minimal.so"],
+        "libiomp5": ["libiomp5.so"],
+    }
+    found = {name: preload.library(files, places) for name, files in wanted.items()}
+    there = [f"{name} ({path})" for name, path in found.items() if path]
+    missing = [name for name, path in found.items() if not path]
+    if not there:
+        advice = "apt-get install libjemalloc2 and pip install intel-openmp may make CPU training faster"
+        return Finding(AMBER, "libraries", f"none of {', '.join(missing)} found to preload; {advice}")
+    absent = f"; not found: {', '.join(missing)}" if missing else ""
+    return Finding(GREEN, "libraries", f"preloaded where wanted: {', '.join(there)}{absent}")
+
+
+def devices() -> Finding:
+    """Which devices are here, in which precisions they train, and what the others miss."""
+    import torch
+
+    from speechtrain.commands.composition import compose
+    from speechtrain.config import build
+
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    here, missing = [], []
+    for choice in _device_choices():
+        device: Device = build(compose([f"device={choice}"], None), "device")
+        try:
+            device.check(1)
+        except MachineError as error:
+            missing.append(one_line(str(error)).partition(";")[0].removeprefix("device="))
+            continue
+        able = [name for dtype, name in names.items() if device.supports(dtype)]
+        here.append(f"{choice} ({' '.join(able)})")
+    absent = f"; not here: {', '.join(missing)}" if missing else ""
+    return Finding(GREEN, "devices", f"{', '.join(here)}{absent}")
+
+
+def _device_choices() -> list[str]:
+    from importlib import resources
+
+    folder = resources.files("speechtrain.conf") / "device"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def _cpu_flags() -> set[str]:
@@ -220,15 +292,29 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
 
 
 def recipe(config: DictConfig) -> Iterator[Finding]:
-    """The model, the data, the transcripts and one training step of a recipe."""
+    """The device, the model, the data, the transcripts and one training step of a recipe."""
     from speechtrain.config import build
     from speechtrain.worker import build_task, open_device
 
     try:
-        device, precision = open_device(config, 0)
-        task, tokenizer = build_task(config)
-        task.to(device.tensor(_zero()).device)
+        device: Device = build(config, "device")
     except Exception as error:  # a doctor reports whatever it finds
+        yield failure("device", error)
+        return
+    opened: tuple[Device, Precision] | None = None
+    try:
+        opened = open_device(config, 0)
+        device, precision = opened
+        yield Finding(
+            GREEN, "device", f"{config.device._target_.rpartition('.')[2]}, precision={precision.name}"
+        )
+    except Exception as error:  # as above
+        yield failure("device", error)
+    try:
+        task, tokenizer = build_task(config)
+        if opened:
+            task.to(device.tensor(_zero()).device)
+    except Exception as error:  # as above
         yield failure("model", error)
         return
     parameters = sum(p.numel() for p in task.parameters())
@@ -242,9 +328,40 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
         return
     try:
         yield from _look_at_data(config, data, task, tokenizer)
-        yield from tried("one step", lambda: step(config, data, task, device, precision))
+        if device.static_shapes:
+            watched, _ = build_task(config)
+            watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
+            yield from tried("static shapes", lambda: fitness(device, data, watched))
+        if opened:
+            yield from tried("one step", lambda: step(config, data, task, device, opened[1]))
     finally:
         data.close()
+
+
+def fitness(device: Device, data: DataModule, task: Task) -> str:
+    """Whether steps of ``task`` on the CPU are what a device with static shapes runs from its cache.
+
+    Raises ConfigError where the recipe's shapes vary, Unfit, naming the line of code, where a step does.
+    """
+    import torch
+
+    from speechtrain.forms import adapt
+    from speechtrain.guard import Guard
+
+    device.expect(data.shapes())
+    adapt(task, device.forms(torch.float32))
+    guard, known = Guard(), set[tuple[int, ...]]()
+    task.train()
+    for number, batch in enumerate(smallest_batches(data, _GUARDED)):
+        shape = (*batch.audio.shape, *batch.labels.shape)
+        for repeat in range(1 if shape in known else 2):  # the first of a shape brings new tensors
+            is_new = shape not in known
+            prepared = task.prepare(batch, seed=number + repeat * _GUARDED)
+            task.zero_grad()
+            with guard.warm_up() if is_new else guard:
+                torch.autograd.backward(task(prepared).total)
+            known.add(shape)
+    return f"fit: {_GUARDED} micro-batches of {len(known)} shapes read nothing back and bring no other shape"
 
 
 def _zero() -> Any:
@@ -282,6 +399,7 @@ def _look_at_data(
         yield _data_failure(config, error)
         return
     yield Finding(GREEN, "data", found) if sets else Finding(AMBER, "data", f"{found}; no evaluation set")
+    yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):
         return
     yield from transcripts("train", data.index, tokenizer, task, data.sample_rate)
@@ -341,6 +459,31 @@ def _text_of(cut: dict[str, Any]) -> str:
     return text_of(cut)
 
 
+def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
+    """The fixed shapes of training with the memory predicted for each, or that they vary."""
+    shapes, footprint = data.shapes(), task.footprint()
+    if not shapes:
+        return Finding(GREEN, "shapes", "vary with the recordings (data.shapes=N fixes them)")
+    rate = int(config.data.get("sample_rate") or 16_000)
+    told = [
+        f"{rows} × {samples / rate:.1f} s × {labels}"
+        + (f" {size / 2**20:,.0f} MiB" if (size := footprint.bytes(rows, samples / rate, labels)) else "")
+        for rows, samples, labels in shapes
+    ]
+    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return Finding(GREEN, "shapes", f"rows × length × labels, predicted: {', '.join(told[:_SHOWN])}{more}")
+
+
+def smallest_batches(data: DataModule, count: int) -> list[Batch]:
+    """The ``count`` micro-batches of the first epoch with the least audio, padding included."""
+    from speechtrain.data.module import SpeechData
+
+    if not isinstance(data, SpeechData):
+        return list(itertools.islice(data.train(), count))
+    plan = data.sampler.plan(0)
+    return [data.decoder(plan[int(n)]) for n in data.sampler.sizes(0).argsort(kind="stable")[:count]]
+
+
 def largest_batch(data: DataModule) -> Batch:
     """The micro-batch of the first epoch with the most audio, padding included."""
     from speechtrain.data.module import SpeechData
@@ -356,7 +499,9 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     import torch
 
     from speechtrain.config import build
+    from speechtrain.forms import adapt
 
+    adapt(task, device.forms(precision.dtype))
     batch = task.prepare(largest_batch(data), seed=0)
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
     torch.manual_seed(0)

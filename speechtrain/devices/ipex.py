@@ -28,6 +28,9 @@ class IPEX(CPU):
     checkpoints would then see another model than on any other device.
     """
 
+    def check(self, processes: int) -> None:
+        _version()
+
     def open(self, local_rank: int) -> None:
         _import()
         super().open(local_rank)
@@ -43,8 +46,8 @@ class IPEX(CPU):
         return prepared
 
 
-def _import() -> Any:
-    """The extension. Raises MachineError where it is missing or made for another torch."""
+def _version() -> str:
+    """The extension's. Raises MachineError where it is missing or made for another torch."""
     try:
         version = metadata.version(_PACKAGE)
     except metadata.PackageNotFoundError:
@@ -54,6 +57,12 @@ def _import() -> Any:
             f"device=ipex: {_PACKAGE} {version} needs torch {_release(version)}, "
             f"here is {torch.__version__}; {_ADVICE}"
         )
+    return version
+
+
+def _import() -> Any:
+    """The extension. Raises MachineError where it is missing, made for another torch, or does not load."""
+    version = _version()
     try:
         with warnings.catch_warnings():  # it tells that it replaces torch's kernels, as it is meant to
             warnings.simplefilter("ignore")

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import soundfile
 
+from speechtrain.batch import Batch
 from speechtrain.commands import doctor
 from speechtrain.commands.common import guarded
+from speechtrain.models.rnnt import RNNT
+from speechtrain.task import Loss
 
 TINY = (
     *("recipe=demo", "device.threads=1", "data.workers=0"),
@@ -79,8 +82,53 @@ def test_a_wrong_key_is_red_and_the_machine_is_still_looked_at(capsys: pytest.Ca
 def test_a_precision_that_the_device_lacks_is_red(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = look(capsys, *TINY, "precision=fp16")
     assert code == 4
-    assert found["model"][0] == "red"
-    assert "precision=fp32" in found["model"][1]
+    assert found["device"][0] == "red"
+    assert "precision=fp32" in found["device"][1]
+
+
+GAUDI = (*(a for a in TINY if not a.startswith("device.")), "device=hpu")
+
+
+def test_a_recipe_is_judged_for_gaudi_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = look(capsys, *GAUDI)
+    assert code == 4
+    assert found["device"][0] == "red"
+    assert "habana_frameworks" in found["device"][1]
+    assert found["static shapes"][0] == "green", found
+    assert found["static shapes"][1].startswith("fit: 4 micro-batches")
+    assert "MiB" in found["shapes"][1]
+    assert "one step" not in found
+
+
+def test_a_line_unfit_for_gaudi_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = RNNT.forward
+
+    def reading(self: RNNT, batch: Batch) -> Loss:
+        assert batch.audio.max().item() < 9.0  # planted
+        return forward(self, batch)
+
+    monkeypatch.setattr(RNNT, "forward", reading)
+    _, found = look(capsys, *GAUDI)
+    state, said = found["static shapes"]
+    assert state == "red"
+    assert "test_doctor.py:" in said
+    assert "# planted" in said
+
+
+def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = look(capsys, *GAUDI, "data.shapes=0")
+    assert found["static shapes"][0] == "red"
+    assert "data.shapes=8" in found["static shapes"][1]
+
+
+def test_what_this_machine_has_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = look(capsys, "modl=rnnt")
+    assert "cpu (fp32 bf16)" in found["devices"][1]
+    assert "hpu: habana_frameworks is not installed" in found["devices"][1]
+    assert "jemalloc" in found["libraries"][1]
+    assert "memory node" in found["threads"][1]
 
 
 def test_transcripts_are_held_against_symbols_and_frames(
