@@ -105,16 +105,16 @@ class HPU(Device):
 
     def open(self, local_rank: int) -> None:
         self.check(1)
-        if "LOCAL_RANK" in os.environ:
-            os.environ.setdefault("ID", str(local_rank))  # the card of this process
+        modules = [f"{_PACKAGE}.torch.core", f"{_PACKAGE}.torch.hpu"]
+        if "LOCAL_RANK" in os.environ:  # one of several: alone, its import would write a world into environ
+            os.environ.setdefault("ID", str(local_rank))  # older bridges choose the card by it
+            modules.append(f"{_PACKAGE}.torch.distributed.hccl")
         # the vendor's library reads them when it is loaded
         for variable, operations in ((_LOWER, self.bf16_ops), (_FP32, self.fp32_ops)):
             if operations is not None and variable not in os.environ:
                 os.environ[variable] = str(_listed(variable, operations))
         try:
-            self._core = importlib.import_module(f"{_PACKAGE}.torch.core")
-            self._hpu = importlib.import_module(f"{_PACKAGE}.torch.hpu")
-            importlib.import_module(f"{_PACKAGE}.torch.distributed.hccl")
+            self._core, self._hpu = [importlib.import_module(name) for name in modules][:2]
         except Exception as error:  # another torch, a missing driver: whatever it is, it does not load
             problem = " ".join(str(error).split())[:200]
             raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}); {_ADVICE}") from None

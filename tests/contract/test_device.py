@@ -282,6 +282,17 @@ def test_a_bridge_that_does_not_load_is_one_line(calls: list[str], monkeypatch: 
     assert "\n" not in str(raised.value)
 
 
+def test_collectives_are_loaded_for_several_processes_only(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the bridge's module writes WORLD_SIZE and a card into the environment when it is imported
+    monkeypatch.delitem(sys.modules, "habana_frameworks.torch.distributed.hccl")
+    OnHost().open(0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(MachineError, match="hccl"):
+        OnHost().open(0)
+
+
 def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
     module = nn.Linear(2, 2)

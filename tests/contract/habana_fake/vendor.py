@@ -27,6 +27,10 @@ _PORT = (
     "https://github.com/HabanaAI/Model-References/blob/8aa1321186fd0b4843775bb3aea478a65be6296c"
     "/PyTorch/audio/wav2vec2/fairseq/README.md"
 )
+_BRIDGE = (
+    "https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/0f6038ccd19e49f8148d377bf13d76d4f8bec858"
+    "/python_packages/habana_frameworks/torch/distributed/hccl/__init__.py"
+)
 _OPTIMUM = "https://github.com/huggingface/optimum-habana/blob/main/examples/language-modeling/README.md"
 
 
@@ -75,7 +79,7 @@ VARIABLES = {
     "HABANA_PGM_LRU_MAX": _OLD_FLAGS,
     "PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE": _PORT,
     "PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE": _PORT,
-    "ID": "https://github.com/HabanaAI/gaudi-pytorch-bridge",  # its tests set a process's card so
+    "ID": _BRIDGE,
     "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": _OPTIMUM,
     "PT_HPU_AUTOCAST_FP32_OPS_LIST": _AUTOCAST,
 }
