@@ -12,6 +12,11 @@ from hypothesis import settings
 USERS = ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "SPEECHTRAIN_ALLOW_TARGETS", "HYDRA_FULL_ERROR")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    choices = ("cuda", "hpu", "ipex", "lazy")
+    parser.addoption("--device", choices=choices, help="run tests/device on this device, which must be here")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # before torch is imported, in children too: results at a fixed number of threads, and no
     # threads that spin while they wait for a core which another test has

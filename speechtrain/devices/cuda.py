@@ -47,7 +47,7 @@ class CUDA(Device):
         if not count:
             why = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
             raise MachineError(
-                f"device=cuda: {why} (torch {torch.__version__}; nvidia-smi, CUDA_VISIBLE_DEVICES); "
+                f"device=cuda: {why} (torch {torch.__version__}, see nvidia-smi and CUDA_VISIBLE_DEVICES); "
                 "install a CUDA build of torch on a machine with a GPU, or set device=cpu"
             )
         if processes > count:
