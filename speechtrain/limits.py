@@ -23,6 +23,7 @@ class Limits:
     keep: int = 2  # newest checkpoints kept, beside the best
     on_save_error: str = "continue"  # continue | stop, when a checkpoint cannot be written
     on_collapse: str = "stop"  # stop | rollback | warn, when the task sees training collapse
+    max_graphs: int | None = None  # compilations that a device which counts them may make; null: no limit
     max_bad_updates: int = 10  # non-finite updates in a row that end the run
     timeout_seconds: float = 1800.0  # that a rank waits for its peers, their data and saves included
     profile: str = ""  # A:B writes a torch profile of steps A to B

@@ -7,6 +7,7 @@ schedule, average, log when due, validate when due, save when due.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from speechtrain.randomness import seed_at
 from speechtrain.task import Alarm, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.update import Decided, Selected, Update, Verdict
+from speechtrain.warmup import filler, undone
 
 # stream numbers in the addresses drawn here
 _DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
@@ -115,6 +117,7 @@ class Trainer:
         self.stop_requested = stop_requested
         self.progress = Progress()
         self.update: Update = (Selected if device.static_shapes else Decided)(precision, limits.clip)
+        self._graphs = 0  # compiled by the end of the warm-up
         self._began = 0.0  # when the run would have begun, had it never been away
         self._micro_batches: list[Batch] = []  # of the current step, for the replay bundle
 
@@ -184,6 +187,8 @@ class Trainer:
         batches = data.train(world.rank, world.size, self.limits.accumulate)
         task.train()
 
+        if self.device.static_shapes:
+            self._warm_up(task, wrapped, data, optimizer, average)
         progress, interval = self.progress, Interval()
         status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
         if progress.validated and progress.validated == progress.step and self._has_target(task):
@@ -197,10 +202,7 @@ class Trainer:
             task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(task, wrapped, batches, step, interval)
             rate = schedule.rate(step) * progress.rate_factor
-            # full_like: a Python number would make a lazy tensor () fp64
-            scale = torch.full_like(weight, progress.nominal) / weight.clamp(min=1.0)
-            norm = self.update(task, optimizer, average, rate, scale, healthy)
-            self.device.mark()
+            norm = self._step(task, optimizer, average, weight, healthy, rate)
             progress.step = step
             progress.wall_s = time.perf_counter() - self._began
             interval.steps += 1
@@ -214,6 +216,7 @@ class Trainer:
                 self._count(verdict)
             if log_due:
                 self._log(interval, step / per_epoch, rate, norm, planned)
+                self._check_graphs()
                 self._heed(task.watch(step, interval.sums.means()))
                 interval = Interval()
             if validate_due:
@@ -228,6 +231,68 @@ class Trainer:
     def latest(self) -> Batch | None:
         """The micro-batch that was begun last, as it is on the host."""
         return self._micro_batches[-1] if self._micro_batches else None
+
+    def _warm_up(
+        self,
+        task: Task,
+        wrapped: torch.nn.Module,
+        data: DataModule,
+        optimizer: torch.optim.Optimizer,
+        average: Average,
+    ) -> None:
+        """Have the device compile for every announced shape; the run is afterwards as it was before.
+
+        Twice, since at first there are no gradients and no optimizer state to go on from.
+        """
+        # weights of real batches would be a host read, and fp16, which needs them, is not for such devices
+        self.progress.nominal = self.progress.nominal or 1.0
+        begun = time.perf_counter()
+        with undone(task, optimizer, average):
+            for shape in data.shapes() * 2:
+                task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
+                batches = itertools.repeat(filler(*shape))
+                weight, healthy, _, _ = self._accumulate(task, wrapped, batches, 0, Interval())
+                self._step(
+                    task, optimizer, average, weight, healthy, rate=1e-3
+                )  # 0 would be a constant of the graph
+            with average.swapped(task):
+                sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
+                evaluate(task, sets, self.device, self.precision, self.group)
+        self.device.mark()
+        self.update.verdicts(True)
+        self._graphs = self.device.graphs()
+        counts = {"shapes": len(data.shapes()), "graphs": self._graphs}
+        self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - begun})
+
+    def _step(
+        self,
+        task: Task,
+        optimizer: torch.optim.Optimizer,
+        average: Average,
+        weight: Tensor,
+        healthy: Tensor,
+        rate: float,
+    ) -> Tensor:
+        """One update from a global batch of that weight (); its gradient norm ()."""
+        # full_like: a Python number would make a lazy tensor () fp64
+        scale = torch.full_like(weight, self.progress.nominal) / weight.clamp(min=1.0)
+        norm = self.update(task, optimizer, average, rate, scale, healthy)
+        self.device.mark()
+        return norm
+
+    def _check_graphs(self) -> None:
+        """Report compilations since the warm-up; raise RunError above ``max_graphs``."""
+        graphs, most = self.device.graphs(), self.limits.max_graphs
+        if most is not None and graphs > most:
+            raise RunError(
+                f"{graphs} graphs compiled up to step {self.progress.step}: trainer.max_graphs={most}"
+            )
+        if graphs > self._graphs:
+            message = (
+                f"{graphs - self._graphs} more graphs compiled after the warm-up: a shape was not announced"
+            )
+            self.tracker.log("warning", {"step": self.progress.step, "message": message})
+            self._graphs = graphs
 
     def _heed(self, alarm: Alarm | None) -> None:
         """Act on what the task's ``watch`` says, as ``limits.on_collapse`` wants; all ranks alike."""
@@ -361,11 +426,12 @@ class Trainer:
                 "epoch": epoch,
                 **interval.sums.means(),
                 "lr": rate,
-                "grad_norm": float(norm),
+                "grad_norm": float(norm.cpu()),
                 "utterances_per_s": interval.utterances * size / seconds,
                 "audio_s_per_s": interval.audio_s * size / seconds,
                 "data_wait": interval.waited_s / seconds,
                 "memory_mib": self.device.memory() / 2**20,
+                **self.device.counts(),
                 "eta_s": None if planned is None else (planned - step) * seconds / max(1, interval.steps),
             },
         )

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "run": set(),
     "report": {"metrics", "run", "tracking"},
     "interop": {"models", "nn", "checkpoint"},
-    "launchers": {"launch", "distributed", "node"},
+    "launchers": {"launch", "distributed", "node", "processes"},
     "node": {"launch", "run"},
     "batch": set(),
     "randomness": set(),

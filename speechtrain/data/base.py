@@ -50,6 +50,10 @@ class DataModule(ABC):
         """The (batch, samples, labels) shapes of training, where they are a fixed set; else empty."""
         return []
 
+    def evaluation_shapes(self) -> list[tuple[int, int, int]]:
+        """Those of all evaluation sets, where they are fixed; else empty."""
+        return []
+
     def report(self) -> dict[str, float]:
         """Recordings skipped so far in this run, by reason; what shares of audio a plan pads or cuts off."""
         return {}

@@ -77,6 +77,8 @@ class CTC(Task, Adaptive):
         return self._decode(*self._scores(batch))
 
     def _decode(self, scores: Tensor, lengths: Tensor) -> list[str]:
+        if self._is_static:  # runs of equal labels have any length: the host's business
+            scores, lengths = scores.cpu(), lengths.cpu()
         return [self.tokenizer.decode(ids) for ids in best_path(scores, lengths, self.tokenizer.blank)]
 
     def footprint(self) -> Footprint:

@@ -5,6 +5,9 @@ Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last
 
 from __future__ import annotations
 
+import copy
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.greedy import greedy
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms
+from speechtrain.forms import Adaptive, Forms, adapt
 from speechtrain.metrics import error_rates
 from speechtrain.nn.autocast import autocast_dtype
 from speechtrain.nn.ctc_loss import ctc_loss
@@ -21,6 +24,8 @@ from speechtrain.nn.lstm import LSTM, State
 from speechtrain.nn.transducer_loss import transducer_loss
 from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 _LABELS_PER_SECOND = 50  # a limit for a model that babbles
 
@@ -58,6 +63,13 @@ class Prediction(nn.Module):
         """One label a row (B,): output (B, hidden) and the new state."""
         output, state = self.dec_rnn(self.embed(labels)[:, None], state)
         return output[:, 0], state
+
+
+def _on_host(module: _Module) -> _Module:
+    """A copy of ``module`` on the host, computing in its plain forms."""
+    copied = copy.deepcopy(module).cpu()
+    adapt(copied, Forms())
+    return copied
 
 
 class RNNT(Task, Adaptive):
@@ -192,11 +204,19 @@ class RNNT(Task, Adaptive):
         return self._decode(encoded, lengths)
 
     def _decode(self, encoded: Tensor, lengths: Tensor) -> list[str]:
-        output, state = self.prediction.start(len(encoded))
+        prediction, joint_pred, joint_net = self.prediction, self.joint_pred, self.joint_net
+        encoded = self.joint_enc(encoded)
+        if self._is_static:
+            # how long a search takes depends on what it finds: the host's business, with one read of the
+            # frames, and of these weights, for each batch
+            prediction = _on_host(prediction)
+            joint_pred, joint_net = _on_host(joint_pred), _on_host(joint_net)
+            encoded, lengths = encoded.cpu(), lengths.cpu()
+        output, state = prediction.start(len(encoded))
 
         def step(labels: Tensor, state: State) -> tuple[Tensor, State]:
-            hidden, state = self.prediction.step(labels, state)
-            return self.joint_pred(hidden), state
+            hidden, state = prediction.step(labels, state)
+            return joint_pred(hidden), state
 
         def select(mask: Tensor, new: State, old: State) -> State:
             rows = mask[None, :, None]  # states are (layers, B, hidden)
@@ -206,11 +226,11 @@ class RNNT(Task, Adaptive):
         if self.max_symbols is None:
             limits = (lengths * (_LABELS_PER_SECOND / self._frames_per_second())).ceil().long()
         hypotheses = greedy(
-            self.joint_enc(encoded),
+            encoded,
             lengths,
-            (self.joint_pred(output), state),
+            (joint_pred(output), state),
             step,
-            lambda f, g: self.joint_net(F.relu(f + g)),
+            lambda f, g: joint_net(F.relu(f + g)),
             select,
             self.blank,
             self.max_symbols_per_step,

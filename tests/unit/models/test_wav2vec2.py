@@ -152,10 +152,10 @@ def test_at_first_the_loss_is_that_of_chance() -> None:
 
 
 def test_it_learns() -> None:
-    task, batch = built(*TINY, "model.penalty_weight=0"), a_batch(1.0, 1.0)
+    task, batch = built(*TINY, "model.code_init=1"), a_batch(1.0, 1.0)
     optimizer = torch.optim.Adam(task.parameters(), lr=3e-3)
     losses = []
-    for seed in range(60):
+    for seed in range(120):
         loss, _ = step(task, batch, seed)
         optimizer.step()
         total, count = loss.metrics["loss_contrastive"]
