@@ -13,8 +13,8 @@ USERS = ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "SPEECHTRAIN_ALLOW_TARGETS", 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    choices = ("cuda", "hpu", "ipex", "lazy")
-    parser.addoption("--device", choices=choices, help="run tests/device on this device, which must be here")
+    choices = ("cpu", "cuda", "hpu", "ipex", "lazy")
+    parser.addoption("--device", choices=choices, help="tests/device trains on it; without, on the CPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
