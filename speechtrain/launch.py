@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 
-from speechtrain.processes import PARENT, children_of, descendants_running
+from speechtrain.processes import PARENT, acts_on, children_of, descendants_running
 
 WORKER = "speechtrain.worker"
 AGENT = "agent.log"
@@ -142,7 +142,8 @@ def supervise(
         if agent_log is None:
             addressees = {process.pid}
         elif is_deep:
-            addressees = descendants_running(process.pid, WORKER)
+            found = descendants_running(process.pid, WORKER)
+            addressees = {pid for pid in found if acts_on(pid, signal.SIGTERM)}  # engines unblock signals
         else:
             addressees = children_of(process.pid)
         for pid in addressees - told:

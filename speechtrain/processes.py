@@ -10,6 +10,19 @@ PARENT = "SPEECHTRAIN_PARENT"
 """Environment variable: the process that started this one here; without it there is no reason to go on."""
 
 
+def acts_on(pid: int, number: int) -> bool:
+    """Whether ``pid`` has a handler for a signal or lets it wait; True where that is not to be known.
+
+    A program that is still starting would be ended by it.
+    """
+    try:
+        status = (PROC / str(pid) / "status").read_text()
+    except OSError:
+        return True
+    masks = [line.split()[1] for line in status.splitlines() if line.startswith(("SigBlk:", "SigCgt:"))]
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+
+
 def children_of(pid: int, all_generations: bool = False) -> set[int]:
     """The processes that ``pid`` has started, or with ``all_generations`` theirs as well."""
     parents = _parents()
@@ -73,3 +86,11 @@ def parent_of(pid: int) -> int:
     except OSError:  # ended since
         return 0
     return int(stat.rpartition(")")[2].split()[1])  # the name before it may hold anything
+
+
+def ancestors_of(pid: int) -> list[int]:
+    """Who started ``pid``, who started that one, and so on; nearest first."""
+    found: list[int] = []
+    while (pid := parent_of(pid)) > 0 and pid not in found:
+        found.append(pid)
+    return found

@@ -1,0 +1,45 @@
+"""Relations of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from speechtrain.processes import PROC, acts_on, ancestors_of, children_of
+
+if not PROC.is_dir():
+    pytest.skip("no /proc here", allow_module_level=True)
+
+WAITING = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("signal.signal(signal.SIGTERM, print)", True),
+        ("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])", True),
+        ("signal.signal(signal.SIGTERM, signal.SIG_DFL)", False),
+    ],
+)
+def test_who_would_be_ended_by_a_signal(first: str, expected: bool) -> None:
+    line = [sys.executable, "-c", f"import signal; {first}; {WAITING}"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert acts_on(child.pid, signal.SIGTERM) is expected
+        child.communicate()
+
+
+def test_the_way_up_and_down() -> None:
+    line = ["sh", "-c", '"$@"; true', "-", sys.executable, "-c", WAITING, "here"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        inner = max(children_of(shell.pid))
+        assert ancestors_of(inner) == [shell.pid, os.getpid(), *ancestors_of(os.getpid())]
+        shell.communicate()
+    assert ancestors_of(inner) == []
