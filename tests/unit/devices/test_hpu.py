@@ -1,0 +1,76 @@
+"""What ``device=hpu`` says and sets where no Gaudi is; what it calls is in the contract's tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechtrain.devices.hpu import HPU
+from speechtrain.errors import MachineError
+from speechtrain.forms import Forms
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+
+def test_one_line_says_what_is_missing_how_to_get_it_and_what_rehearses(absent: None) -> None:
+    for ask in (HPU().check, HPU().open):
+        with pytest.raises(MachineError) as raised:
+            ask(0)
+        text = str(raised.value)
+        assert text.isprintable()
+        for part in ("habana_frameworks", "habana-torch-plugin", "device=lazy"):
+            assert part in text
+
+
+@pytest.mark.skipif(os.path.exists("/dev/accel"), reason="accelerators are here, perhaps Gaudi cards")
+def test_the_command_ends_with_that_line_before_a_process_or_a_folder_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "speechtrain.commands.train", "model=wav2vec2", "data=digits"]
+    done = subprocess.run(
+        [*command, "device=hpu", "world_size=8", f"run_dir={run}"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == MachineError.exit_code == 4
+    assert len(done.stderr.splitlines()) == 1
+    assert "habana_frameworks is not installed here" in done.stderr
+    assert "device=lazy" in done.stderr
+    assert not run.exists()
+
+
+def test_modes_differ_in_their_variables() -> None:
+    lazy, eager, compiled = (HPU(mode).environment(1) for mode in ("lazy", "eager", "compile"))
+    assert lazy["PT_HPU_LAZY_MODE"] == "1"
+    assert lazy["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] == "0"
+    assert eager == compiled
+    assert eager == {"PT_HPU_LAZY_MODE": "0", "HABANA_PGM_LRU_MAX": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"mode": "graph"}, r"device\.mode"),
+        ({"recipe_cache_mib": 0}, r"device\.recipe_cache_mib"),
+        ({"graphs_kept": 0}, r"device\.graphs_kept"),
+        ({"recipe_cache": "/a,b"}, r"device\.recipe_cache"),
+        ({"bf16_ops": ["mm"], "fp32_ops": ["mm"]}, "both name mm"),
+    ],
+)
+def test_wrong_values_name_their_key(arguments: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        HPU(**arguments)  # type: ignore[arg-type]
+
+
+def test_what_it_declares() -> None:
+    device = HPU()
+    assert device.forms(torch.bfloat16) == Forms(static=True, lstm="loop")
+    assert device.collectives == "hccl"
+    assert not device.supports(torch.float16)
+    assert device.graphs() == 0  # before it is open
