@@ -36,22 +36,49 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> World:
-        """Read torchrun's variables; absent ones mean a single process.
+        """Read the variables of whoever started this process; absent ones mean a single process.
 
-        Raises MachineError naming the variable where only some are set or one is no number.
+        Torchrun's come first (an agent may itself run under Slurm or MPI), then those of Open MPI, of
+        Slurm's steps, and of MPICH and Intel MPI. Raises MachineError naming the variable where only
+        some are set or one is no number.
         """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            return cls()
-        values = []
-        for name, fallback in zip(names, (None, None, "0", "1"), strict=True):
-            text = environ.get(name, fallback)
-            if text is None or not text.isdigit():
-                raise MachineError(
-                    f"environment variable {name} is {text!r}; the launcher must set it to a number"
-                )
-            values.append(int(text))
-        return cls(*values)
+        for names in _STARTERS:
+            known = [name in environ for name in names[:2]]
+            if all(known) or (any(known) and names is _STARTERS[0]):
+                fallbacks = (None, None, "0", "1")
+                values = [_number(environ, n, f) for n, f in zip(names, fallbacks, strict=True)]
+                return cls(*values)
+        return cls()
+
+    def variables(self) -> dict[str, str]:
+        """This place in torchrun's words, which torch and vendors' libraries read."""
+        values = (self.rank, self.size, self.local_rank, self.local_size)
+        return {name: str(value) for name, value in zip(_STARTERS[0], values, strict=True)}
+
+
+# Rank, number of ranks, rank on this host, ranks on this host. A job of Slurm's has SLURM_PROCID as well:
+# only in a step, which srun starts, does it count processes.
+_STARTERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_TASKS_OF_NODES = re.compile(
+    r"(\d+)(\(x\d+\))?(,|$)"
+)  # Slurm's "2(x3),1": two on three nodes, one on another
+
+
+def _number(environ: Mapping[str, str], name: str, fallback: str | None) -> int:
+    text = environ.get(name, fallback)
+    if name.endswith("TASKS_PER_NODE") and (counted := _TASKS_OF_NODES.match(text or "")):
+        text = counted.group(1)
+    if text is None or not text.isdigit():
+        raise MachineError(f"environment variable {name} is {text!r}; the launcher must set it to a number")
+    return int(text)
 
 
 class PeerLost(MachineError):

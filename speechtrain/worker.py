@@ -35,7 +35,7 @@ from speechtrain.forms import adapt
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import FP32, Precision
-from speechtrain.processes import PARENT, parent_of
+from speechtrain.processes import PARENT, ancestors_of
 from speechtrain.randomness import seed_at
 from speechtrain.run import DEVICE, ERROR, RESULT, RunLock, rank_folder, read_device
 from speechtrain.task import Task
@@ -254,7 +254,7 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
 def _leave_with_parent(stop: StopRequest) -> None:
     """Stop as on a SIGTERM when the command that started this process here is gone (Linux).
 
-    Between the two there may be an agent, which does not outlive the command.
+    Between the two there may be agents, which do not outlive the command.
     """
     command = os.environ.pop(PARENT, "")
     if not command:
@@ -263,8 +263,9 @@ def _leave_with_parent(stop: StopRequest) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
-    parent = os.getppid()
-    if command not in (str(parent), str(parent_of(parent))):  # gone before the kernel was asked
+    if not (
+        command.isdigit() and int(command) in ancestors_of(os.getpid())
+    ):  # gone before the kernel was asked
         stop.received = True
 
 
@@ -282,6 +283,10 @@ def main(argv: list[str] | None = None) -> int:
     stop = StopRequest()
     _leave_with_parent(stop)
     run_dir = path.parent
+    with contextlib.suppress(MachineError):  # one that cannot be read is complained of below
+        world = World.from_environment(os.environ)
+        if world.size > 1:
+            os.environ.update(world.variables())
     rank = os.environ.get("RANK", "0")
     if rank.isdigit() and int(rank):  # one that is no number is complained of where the world is read
         _print_to(rank_folder(run_dir, int(rank)) / "output.log")

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from speechtrain import errors
 from speechtrain.checkpoint import write_json
+from speechtrain.commands.joining import MEETING, Together, world_of
 from speechtrain.config import ALLOW_TARGETS, build, check, dump, identity, load, rehearse, resolved
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
@@ -43,9 +44,23 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
     """
     run_dir = run_dir.resolve()
     config.run_dir = str(run_dir)
+    world = world_of(argv)
+    if world.size == 1:
+        return _launched(config, run_dir, argv, overrides, None)
+    together = Together(world)
+    if config.world_size == 1:
+        config.world_size = world.size
+    with together.telling(run_dir):
+        return _launched(config, run_dir, argv, overrides, together)
+
+
+def _launched(
+    config: DictConfig, run_dir: Path, argv: list[str], overrides: list[str], together: Launcher | None
+) -> dict[str, Any]:
     plain = check(config)
     rehearse(config)
     device, launcher = _parts(config)
+    launcher = together or launcher
     job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
     launcher.check(job)
     _check_disk(run_dir)
@@ -82,6 +97,9 @@ def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[s
         if is_new:
             _discard(run_dir)
         raise
+    if ended.submitted:
+        print(ended.submitted)
+        return {"status": "submitted", "metric": None}
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)
@@ -189,7 +207,7 @@ def _micro_batches(config: DictConfig) -> int:
 
 def _discard(run_dir: Path) -> None:
     """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
-    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT}
+    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, MEETING}
     if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for name in begun:

@@ -67,7 +67,12 @@ def run(argv: list[str]) -> int:
         print(f"speechtrain {__version__}")
         return 0
     from speechtrain.commands.composition import run_composed
+    from speechtrain.commands.joining import join, world_of
     from speechtrain.commands.launching import launch
+
+    world = world_of(argv)
+    if world.rank:
+        return join(argv, world)
 
     def job(config: DictConfig, run_dir: Path, overrides: list[str]) -> float | None:
         metric: float | None = launch(config, run_dir, argv, overrides)["metric"]

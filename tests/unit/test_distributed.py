@@ -233,3 +233,38 @@ def test_peers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(MachineError, match=r"rank 1 of 2 did not find its peers .*MASTER_ADDR"):
         open_group(World(rank=1, size=2), timeout_seconds=1)
+
+
+TWO_OF_FOUR = [
+    {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    {
+        "SLURM_PROCID": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "PMI_RANK": "9",
+        "PMI_SIZE": "9",
+    },
+    {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+]
+
+
+@pytest.mark.parametrize("environ", TWO_OF_FOUR, ids=lambda environ: next(iter(environ)))
+def test_every_starters_words_are_understood(environ: dict[str, str]) -> None:
+    world = World.from_environment(environ)
+    assert world == World(2, 4, 1, 2)
+    assert World.from_environment(world.variables()) == world
+    assert World.from_environment({**environ, **World().variables()}) == World()  # torchrun's first
+    broken = {n: v if n.endswith("SIZE") or "TASKS" in n else "x" for n, v in environ.items()}
+    with pytest.raises(MachineError, match="is 'x'; the launcher must set it"):
+        World.from_environment(broken)
+
+
+def test_a_batch_script_of_slurm_is_one_process() -> None:
+    assert World.from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == World()

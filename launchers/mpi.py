@@ -1,0 +1,148 @@
+"""Ranks through mpirun: Open MPI, MPICH or Intel MPI."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from functools import cached_property
+from pathlib import Path
+
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.launch import AGENT, Job, Launcher, Result, rendezvous_port, supervise, travelling
+from speechtrain.processes import PARENT
+
+# what each says of itself; Intel's is built on Hydra, and says so too
+_SAYS = {"openmpi": r"Open ?MPI|OpenRTE|open-mpi", "intel": r"Intel\(R\) MPI", "mpich": r"HYDRA|MPICH"}
+# ranks use several cores, so none is bound to one; device= chooses their threads
+_OPTIONS = {"openmpi": ["--bind-to", "none"], "intel": [], "mpich": ["-bind-to", "none"]}
+_UNBOUND = {"openmpi": {}, "intel": {"I_MPI_PIN": "0"}, "mpich": {}}
+_PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
+_HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
+
+
+class Mpi(Launcher):
+    """Start ``world_size`` ranks with mpirun; they speak to each other through torch, not through MPI.
+
+    ``engine`` is ``auto`` (what ``mpirun`` is), ``openmpi``, ``mpich`` or ``intel``; ``program`` another
+    mpirun than the one of that name. ``hostfile`` is handed on in the engine's own form; the ranks then
+    meet on its first host, at ``port`` (by default one of the run's own), else on this machine.
+    ``options`` are further ones for mpirun.
+    """
+
+    def __init__(
+        self,
+        engine: str = "auto",
+        program: str | None = None,
+        hostfile: str | None = None,
+        port: int | None = None,
+        options: list[str] | None = None,
+        forward: list[str] | None = None,
+    ) -> None:
+        if engine not in ("auto", *_SAYS):
+            raise ValueError(f"engine={engine}: it must be auto, {', '.join(_SAYS)}")
+        self.named = engine
+        self.named_program = program
+        self.hostfile = hostfile
+        self.port = port
+        self.options = options or []
+        self.forward = forward or []
+
+    @cached_property
+    def program(self) -> str:
+        """The mpirun to call. Raises MachineError where there is none."""
+        names = (
+            [self.named_program] if self.named_program else [_PROGRAMS.get(self.named, "mpirun"), "mpirun"]
+        )
+        for name in names:
+            if shutil.which(name):
+                return name
+        raise MachineError(
+            f"launcher=mpi: there is no {names[0]} on this machine; install Open MPI, MPICH or Intel MPI, "
+            "or set launcher.program"
+        )
+
+    @cached_property
+    def engine(self) -> str:
+        """Which MPI ``program`` belongs to, by what it says of itself."""
+        said = subprocess.run(
+            [self.program, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
+        found = next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
+        if not found or self.named not in ("auto", found):
+            raise MachineError(
+                f"launcher=mpi: {self.program} is {found or 'no MPI that is known'}, not {self.named}; "
+                "set launcher.engine or launcher.program"
+            )
+        return found
+
+    def check(self, job: Job) -> None:
+        if job.world_size < 1:
+            raise ConfigError(f"world_size={job.world_size}: launcher=mpi starts one process or more")
+        self._first_host()
+        is_refused = (
+            self.engine == "openmpi" and not os.geteuid() and "--allow-run-as-root" not in self.options
+        )
+        if is_refused and "OMPI_ALLOW_RUN_AS_ROOT" not in os.environ:
+            raise MachineError(
+                "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container "
+                "launcher.options=[--allow-run-as-root]"
+            )
+
+    def launch(self, job: Job) -> Result:
+        self.check(job)
+        return Result(
+            supervise(self._command(job), job.environ(), agent_log=job.run_dir / AGENT, is_deep=True)
+        )
+
+    def render(self, job: Job) -> str:
+        return shlex.join(self._command(job))
+
+    def _command(self, job: Job) -> list[str]:
+        environment = {
+            **travelling(job, self.forward),
+            **_UNBOUND[self.engine],
+            "MASTER_ADDR": self._first_host(),
+            "MASTER_PORT": str(self._port(job)),
+        }
+        hosts = [_HOSTS[self.engine], self.hostfile] if self.hostfile else []
+        # Hydra's proxies give the ranks this machine's whole environment, elsewhere too
+        alone = ["-u", PARENT] if self.hostfile else []
+        # not in the engines' own words: theirs cut values at commas, line breaks or equals signs
+        assignments = [f"{name}={value}" for name, value in environment.items()]
+        return [
+            *(self.program, "-n", str(job.world_size), *hosts, *_OPTIONS[self.engine], *self.options),
+            *("env", *alone, *assignments, *job.command),
+        ]
+
+    def _first_host(self) -> str:
+        if self.hostfile is None:
+            return "127.0.0.1"
+        try:
+            lines = Path(self.hostfile).read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"launcher.hostfile={self.hostfile}: {error.strerror}") from None
+        named = [words[0] for line in lines if (words := line.partition("#")[0].split())]
+        if not named:
+            raise ConfigError(f"launcher.hostfile={self.hostfile} names no host")
+        return named[0].partition(":")[0]  # Hydra's form is host:ranks
+
+    def _port(self, job: Job) -> int:
+        """One that is free here; on another host there is no asking, and the run's own is taken."""
+        if self.port is not None:
+            return self.port
+        port = rendezvous_port(job.run_dir)
+        while self.hostfile is None and _is_taken(port):
+            port += 1
+        return port
+
+
+def _is_taken(port: int) -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return False
+    except OSError:
+        return True
