@@ -37,7 +37,7 @@ from speechtrain.randomness import seed_at
 from speechtrain.task import Alarm, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.update import Decided, Selected, Update, Verdict
-from speechtrain.warmup import filler, undone
+from speechtrain.warmup import filler, uncounted
 
 # stream numbers in the addresses drawn here
 _DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
@@ -247,14 +247,13 @@ class Trainer:
         # weights of real batches would be a host read, and fp16, which needs them, is not for such devices
         self.progress.nominal = self.progress.nominal or 1.0
         begun = time.perf_counter()
-        with undone(task, optimizer, average):
+        with uncounted(task, optimizer, average):
             for shape in data.shapes() * 2:
                 task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
                 batches = itertools.repeat(filler(*shape))
                 weight, healthy, _, _ = self._accumulate(task, wrapped, batches, 0, Interval())
-                self._step(
-                    task, optimizer, average, weight, healthy, rate=1e-3
-                )  # 0 would be a constant of the graph
+                # none is taken; a rate of 0 would be a constant, and the graph another
+                self._step(task, optimizer, average, weight, torch.zeros_like(healthy), rate=1e-3)
             with average.swapped(task):
                 sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
                 evaluate(task, sets, self.device, self.precision, self.group)

@@ -1,4 +1,4 @@
-"""Steps that leave no trace: how a device compiles its graphs before the first step of a run."""
+"""Steps that leave no trace: how a device compiles its graphs before a run's first step."""
 
 from __future__ import annotations
 
@@ -28,35 +28,30 @@ def filler(rows: int, samples: int, labels: int) -> Batch:
 
 
 @contextmanager
-def undone(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average) -> Iterator[None]:
-    """A context after which weights, buffers, the optimizer's state and the average are as before.
+def uncounted(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average) -> Iterator[None]:
+    """A context in which updates that are not taken leave nothing behind, the host's counters included.
 
-    In place, so that what a device knows of the tensors stays true; a state that the optimizer has begun
-    within is left at zero, where every optimizer here begins.
+    Weights, moments and average are such an update's own business; buffers (BatchNorm's statistics) are
+    written by forward, and put back.
     """
-    kept = {name: value.detach().clone() for name, value in module.state_dict().items()}
-    states = {
-        parameter: {key: _copy(value) for key, value in state.items()}
-        for parameter, state in optimizer.state.items()
-    }
-    averaged = {key: _copy(value) for key, value in average.state_dict().items()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    before = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
+    updates = average.updates
     yield
     with torch.no_grad():
-        for name, value in module.state_dict().items():
-            value.copy_(kept[name])
-        for parameter, state in optimizer.state.items():
-            before = states.get(parameter, {})
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    state[key] = before.get(key, type(value)())
-                elif key in before:
-                    value.copy_(before[key])
-                else:
-                    value.zero_()
-    average.load_state_dict(averaged)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    for parameter, state in optimizer.state.items():
+        for name, now in _counters(parameter, state).items():
+            kept = before.get(parameter, {}).get(name, 0)
+            state[name] = torch.full_like(now, float(kept)) if isinstance(now, Tensor) else kept
+    average.updates = updates
 
 
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter on the host."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in state.items()
+        if not isinstance(value, Tensor) or value.is_cpu != parameter.is_cpu
+    }

@@ -16,6 +16,9 @@ from speechtrain.errors import RunError
 class Average(ABC):
     """An average of a module's state, beside the module."""
 
+    updates: int = 0
+    """Updates taken in so far."""
+
     @abstractmethod
     def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
         """Take in the module's state after one more update.
