@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, finish, wait_for
+from speechtrain.processes import descendants_running
+
+from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import SIZES, STEPS, assert_same, processes_of, run_alone, skip_without
 
 ENGINES = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}
@@ -65,3 +68,29 @@ def test_a_command_that_is_one_of_several_joins_the_others(
     done = finish(run._popen(without))
     assert done.returncode != 0
     assert "run_dir" in done.stderr
+
+
+@pytest.mark.parametrize("engine", FOUND)
+def test_a_rank_that_dies_ends_all_an_early_signal_saves_and_nothing_outlives_the_command(
+    engine: str, command: Callable[..., Command]
+) -> None:
+    mpi = ["launcher=mpi", f"launcher.engine={engine}", f"launcher.options=[{','.join(ENGINES[engine])}]"]
+    run = command("run", *SIZES, *mpi, "world_size=2", "trainer.max_steps=5000")
+    process = run.start()
+    wait_for(lambda: descendants_running(process.pid, "speechtrain.worker"), process)
+    process.send_signal(signal.SIGTERM)  # while the ranks import their libraries
+    ended = finish(process)
+    assert ended.returncode == 75, ended.stderr
+
+    process = run.start()
+    wait_for(lambda: run.events("train"), process)
+    os.kill(max(descendants_running(process.pid, "speechtrain.worker")), signal.SIGKILL)
+    assert finish(process).returncode not in (0, 75)
+    wait_for(lambda: not processes_of(run))
+
+    before = len(run.events("train"))
+    process = run.start()
+    wait_for(lambda: len(run.events("train")) > before, process)
+    process.kill()  # nobody is left to ask
+    process.communicate(timeout=DEADLINE)
+    wait_for(lambda: not processes_of(run))
