@@ -1,0 +1,76 @@
+"""Which mpirun is taken, and what it is given."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from speechtrain.launchers.mpi import Mpi
+
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.launch import Job
+
+SAID = {
+    "openmpi": "mpirun (Open MPI) 4.1.4",
+    "mpich": "HYDRA build details:",
+    "intel": "Intel(R) MPI Library\nHYDRA",
+}
+
+
+def program(folder: Path, name: str, said: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose programs come first."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    return tmp_path
+
+
+def job(folder: Path, world_size: int = 2, **environment: str) -> Job:
+    return Job(folder / "config.yaml", folder, world_size, environment)
+
+
+@pytest.mark.parametrize("engine", SAID)
+def test_an_mpirun_is_what_it_says(engine: str, place: Path) -> None:
+    program(place, "mpirun", SAID[engine])
+    assert Mpi().engine == engine
+    other = next(name for name in SAID if name != engine)
+    with pytest.raises(MachineError, match=f"is {engine}, not {other}"):
+        Mpi(other, program="mpirun").check(job(place))
+
+
+def test_what_is_no_mpi_is_refused(place: Path) -> None:
+    program(place, "mpirun", "something else")
+    with pytest.raises(MachineError, match="is no MPI that is known"):
+        Mpi().check(job(place))
+    with pytest.raises(MachineError, match="there is no nowhere on this machine"):
+        Mpi(program="nowhere").check(job(place))
+    with pytest.raises(ValueError, match="engine=lam"):
+        Mpi("lam")
+
+
+@pytest.mark.parametrize(("engine", "option"), [("openmpi", "--hostfile"), ("mpich", "-f"), ("intel", "-f")])
+def test_the_ranks_meet_on_the_first_host(engine: str, option: str, place: Path) -> None:
+    program(place, "mpirun", SAID[engine])
+    (place / "hosts").write_text("# two\n\nfirst:2 # a\nsecond:2\n")
+    rendered = Mpi(hostfile=str(place / "hosts"), port=77).render(job(place, 4, A="$(id) b", MY_TOKEN="hush"))
+    words = shlex.split(rendered)
+    assert words[:3] == ["mpirun", "-n", "4"]
+    assert words[words.index(option) + 1] == str(place / "hosts")
+    assert {"MASTER_ADDR=first", "MASTER_PORT=77", "A=$(id) b"} < set(words)
+    assert words[words.index("-u") + 1] == "SPEECHTRAIN_PARENT"  # of no use on another host
+    assert "hush" not in rendered
+
+
+def test_a_hostfile_that_names_none_is_refused(place: Path) -> None:
+    program(place, "mpirun", SAID["mpich"])
+    (place / "hosts").write_text("# none\n")
+    for name, complaint in (("hosts", "names no host"), ("absent", "No such file")):
+        with pytest.raises(ConfigError, match=complaint):
+            Mpi(hostfile=str(place / name)).check(job(place))
