@@ -15,7 +15,6 @@ from speechtrain.forms import Forms
 
 ALLOWED = {
     "aten::copy": "a tensor copied over another (an average swapped in for an evaluation): not within a step",
-    "aten::lerp.Scalar": "the moving average of torch's Adam: missing in this backend, not on a Gaudi",
 }
 """Operations that this backend hands to the CPU although they suit a lazy device; with the reason."""
 
