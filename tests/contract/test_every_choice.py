@@ -180,6 +180,15 @@ ENGINES = Path(__file__).parent / "engines"
 """Stand-ins for ``ssh`` and the like: they run what they are given on this machine, as those would."""
 
 
+WITNESS = """
+import os, pathlib, sys
+pathlib.Path({told!r}).write_text(os.environ["AWKWARD"] + chr(0) + sys.argv[-1], encoding="utf-8")
+run_dir = pathlib.Path(sys.argv[-1]).parent
+run_dir.mkdir()
+(run_dir / "result.json").write_text('{{"status": "finished"}}')
+"""
+
+
 @pytest.mark.parametrize("choice", choices("launcher"))
 def test_launcher_renders_what_a_shell_runs(
     choice: str, required: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,9 +204,7 @@ def test_launcher_renders_what_a_shell_runs(
     # the worker line replaced by a program that writes down what reached it
     told = tmp_path / "told"
     program = tmp_path / "program.py"  # a name that needs no quotes, at whatever depth it stands
-    program.write_text(
-        f"import os,sys;open({str(told)!r},'w').write(os.environ['AWKWARD']+chr(0)+sys.argv[-1])"
-    )
+    program.write_text(WITNESS.format(told=str(told)))
     with subprocess.Popen(
         ["sh", "-c", _with_program(text, str(program))],
         stdin=subprocess.PIPE,

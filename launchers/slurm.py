@@ -1,0 +1,241 @@
+"""A batch job of Slurm's: rendered, submitted, followed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from string import Template
+from types import FrameType
+
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.launch import STOP_SIGNALS, Job, Launcher, Result, is_secret, rendezvous_port
+
+SCRIPT = "slurm.sh"
+LOG = "slurm.log"
+"""In the run directory: what was submitted, and what its batch script and rank 0 have printed."""
+
+_TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
+_OVER = {
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
+}
+_PLAIN = re.compile(r"[^\s\x00-\x1f]+")
+
+
+class Slurm(Launcher):
+    """Submit a job with ``world_size`` ranks on ``nodes`` nodes, which srun starts.
+
+    ``warn_seconds`` before its ``time`` is over (and when it is preempted) the ranks are asked to
+    save; with ``requeue`` the job then goes back into the queue and continues the same run. Where
+    that is not allowed, ``segments`` jobs in a row, an array of which one runs at a time, do as much.
+    ``wait`` stays until the run is over, ``follow`` prints its log meanwhile; the first signal then
+    makes the ranks save and leave, the second cancels. ``options`` are further ones for sbatch.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 1,
+        time: str | None = None,
+        partition: str | None = None,
+        account: str | None = None,
+        cpus_per_rank: int | None = None,
+        gpus_per_node: int | None = None,
+        name: str = "speechtrain",
+        warn_seconds: int = 120,
+        requeue: bool = True,
+        segments: int = 1,
+        wait: bool = True,
+        follow: bool = True,
+        poll_seconds: float = 5.0,
+        options: list[str] | None = None,
+    ) -> None:
+        for key, value in {"nodes": nodes, "segments": segments, "warn_seconds": warn_seconds}.items():
+            if value < 1:
+                raise ValueError(f"{key}={value}: it must be at least 1")
+        if poll_seconds <= 0:
+            raise ValueError(f"poll_seconds={poll_seconds}: it must be above 0")
+        self.nodes = nodes
+        self.warn_seconds = warn_seconds
+        self.requeue = requeue
+        self.segments = segments
+        self.wait = wait
+        self.follow = follow
+        self.poll_seconds = poll_seconds
+        self.options = options or []
+        self.settings: dict[str, str | int | None] = {
+            "job-name": name,
+            "nodes": nodes,
+            "time": time,
+            "partition": partition,
+            "account": account,
+            "cpus-per-task": cpus_per_rank,
+            "gpus-per-node": gpus_per_node,
+        }
+        for key, setting in self.settings.items():
+            if setting is not None and not _PLAIN.fullmatch(str(setting)):
+                raise ValueError(f"{key}={setting!r}: a line of a batch script takes no spaces")
+
+    def check(self, job: Job) -> None:
+        self._ranks_per_node(job)
+        missing = [name for name in ("sbatch", "squeue", "scancel", "scontrol") if shutil.which(name) is None]
+        if missing:
+            raise MachineError(
+                f"launcher=slurm: there is no {missing[0]} on this machine; run the command where Slurm is"
+            )
+        if "\n" in str(job.run_dir):
+            raise ConfigError(f"run_dir={job.run_dir!s}: launcher=slurm takes no line break in it")
+
+    def launch(self, job: Job) -> Result:
+        self.check(job)
+        script = self.script(job)
+        (job.run_dir / SCRIPT).write_text(script)
+        done = subprocess.run(
+            self._submission(job), input=script, capture_output=True, text=True, timeout=120, check=False
+        )
+        if done.returncode:
+            words = " ".join(done.stderr.split())
+            raise MachineError(f"launcher=slurm: sbatch refused {job.run_dir / SCRIPT}: {words}")
+        number = done.stdout.strip().partition(";")[0]
+        print(f"submitted job {number} of Slurm's; its log is {job.run_dir / LOG}", flush=True)
+        if not self.wait:
+            return Result(
+                0, f"scancel --signal=TERM {number} saves it and ends it; the same command continues"
+            )
+        _Followed(number, job.run_dir / LOG, self.poll_seconds, self.follow).wait()
+        return Result(0)
+
+    def render(self, job: Job) -> str:
+        script, end = self.script(job), "END_OF_JOB"
+        while end in script:
+            end += "_"
+        return f"{shlex.join(self._submission(job))} <<'{end}'\n{script}{end}\n"
+
+    def script(self, job: Job) -> str:
+        """The batch script."""
+        directives = {
+            **self.settings,
+            "ntasks-per-node": self._ranks_per_node(job),
+            "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to this script
+            "requeue" if self.requeue else "no-requeue": "",
+            "open-mode": "append",
+            "array": f"0-{self.segments - 1}%1" if self.segments > 1 else None,
+        }
+        lines = [
+            f"#SBATCH --{key}={value}" if value != "" else f"#SBATCH --{key}"
+            for key, value in directives.items()
+            if value is not None
+        ]
+        # what the user has set travels with the job, by Slurm's own means
+        given = [n for n in sorted(job.environment) if n not in os.environ and not is_secret(n)]
+        return Template(_TEMPLATE.read_text()).substitute(
+            directives="\n".join(lines),
+            environment="\n".join(f"export {name}={shlex.quote(job.environment[name])}" for name in given),
+            folder=shlex.quote(str(Path.cwd())),
+            port=rendezvous_port(job.run_dir),
+            command=shlex.join(job.command),
+            outcome=shlex.join([sys.executable, "-m", "speechtrain.node", "outcome", str(job.run_dir)]),
+        )
+
+    def _ranks_per_node(self, job: Job) -> int:
+        ranks, left = divmod(job.world_size, self.nodes)
+        if left or not ranks:
+            raise ConfigError(
+                f"world_size={job.world_size}: launcher.nodes={self.nodes} share the ranks evenly; "
+                "set a multiple"
+            )
+        return ranks
+
+    def _submission(self, job: Job) -> list[str]:
+        log = str(job.run_dir / LOG).replace("%", "%%")  # sbatch fills in what follows one
+        return ["sbatch", "--parsable", f"--output={log}", *self.options]
+
+
+class _Followed:
+    """A job until it has left the queue. The first signal saves, the second cancels."""
+
+    def __init__(self, number: str, log: Path, poll_seconds: float, is_shown: bool) -> None:
+        self._number = number
+        self._log = log
+        self._poll_seconds = poll_seconds
+        self._is_shown = is_shown
+        self._received = 0
+        self._shown = log.stat().st_size if log.exists() else 0  # of earlier jobs
+
+    def wait(self) -> None:
+        """Return when it has ended. Raises KeyboardInterrupt after a second signal."""
+        with self._handlers():
+            asked = 0
+            while self._states():
+                if self._received > asked:
+                    asked = self._received
+                    self._stop()
+                self._show()
+                until = time.monotonic() + self._poll_seconds
+                while time.monotonic() < until and self._received == asked:
+                    time.sleep(min(0.1, self._poll_seconds))
+        self._show()
+        if self._received > 1:
+            raise KeyboardInterrupt
+
+    def _states(self) -> list[str]:
+        """Of all that is left of the job; a controller that does not answer counts as one that is."""
+        listed = _said("squeue", "--noheader", "--jobs", self._number, "--format=%T", "--states=all")
+        if listed is None:
+            known = _said("squeue", "--noheader", "--format=%T")
+            return [] if known is not None else ["UNKNOWN"]
+        over = (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+            "NODE_FAIL",
+            "OUT_OF_MEMORY",
+            "BOOT_FAIL",
+            "DEADLINE",
+        )
+        return [state for state in listed.split() if state not in over]
+
+    def _stop(self) -> None:
+        if self._received > 1 or "RUNNING" not in self._states():
+            _said("scancel", self._number)
+            return
+        _said("scontrol", "update", f"JobId={self._number}", "Requeue=0")
+        _said("scancel", "--signal=TERM", self._number)
+
+    def _show(self) -> None:
+        if not self._is_shown:
+            return
+        with suppress(OSError), self._log.open(errors="backslashreplace") as file:
+            file.seek(self._shown)
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            self._shown = file.tell()
+
+    @contextmanager
+    def _handlers(self) -> Iterator[None]:
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._received += 1
+
+        previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _said(*command: str) -> str | None:
+    """What one of Slurm's commands prints; None where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout if done.returncode == 0 else None

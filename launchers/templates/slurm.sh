@@ -1,0 +1,21 @@
+#!/bin/bash
+$directives
+
+$environment
+cd $folder || exit 4
+MASTER_ADDR=$$(scontrol show hostnames "$$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=$port
+
+# an earlier job of the array may have finished the run
+if [ -n "$$SLURM_ARRAY_TASK_ID" ] && $outcome; then exit 0; fi
+
+srun --kill-on-bad-exit=1 $command
+started=$$?
+$outcome
+code=$$?
+# all is saved: back into the queue, unless the job may not, and on in the same run
+if [ "$$code" = 75 ] && [ -z "$$SLURM_ARRAY_TASK_ID" ] && scontrol requeue "$$SLURM_JOB_ID" 2>/dev/null; then
+    sleep 60 # until Slurm ends this script
+fi
+if [ "$$code" = 0 ] && [ "$$started" != 0 ]; then code=$$started; fi
+exit "$$code"
