@@ -63,14 +63,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         raise
 
 
-def _on_host(state: Any) -> Any:
+def on_host(state: Any) -> Any:
     """The same with every tensor in the host's memory: a checkpoint belongs to no device."""
     if isinstance(state, Tensor):
         return state.detach().cpu()
     if isinstance(state, Mapping):
-        return {key: _on_host(value) for key, value in state.items()}
+        return {key: on_host(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(_on_host(value) for value in state)
+        return type(state)(on_host(value) for value in state)
     return state
 
 
@@ -104,7 +104,7 @@ class Checkpointer:
         temporary = self.root / f".writing-{folder.name}"
         temporary.mkdir()
         try:
-            held = {name: _on_host(part.state_dict()) for name, part in states.items()}
+            held = {name: on_host(part.state_dict()) for name, part in states.items()}
             torch.save(held, temporary / "state.pt")
             save_file(
                 {k: v.detach().cpu().contiguous() for k, v in weights.items()},

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint import Checkpointer, Stateful
+from speechtrain.checkpoint import Checkpointer, Stateful, on_host
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed import Group
@@ -188,7 +188,9 @@ class Trainer:
         task.train()
 
         if self.device.static_shapes:
-            self._warm_up(task, wrapped, data, optimizer, average)
+            self._warm_up(
+                task, wrapped, data, optimizer, average, schedule.rate(self.progress.step + 1), states
+            )
         progress, interval = self.progress, Interval()
         status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
         if progress.validated and progress.validated == progress.step and self._has_target(task):
@@ -239,24 +241,27 @@ class Trainer:
         data: DataModule,
         optimizer: torch.optim.Optimizer,
         average: Average,
+        rate: float,
+        states: dict[str, Stateful],
     ) -> None:
         """Have the device compile for every announced shape; the run is afterwards as it was before.
 
-        Twice, since at first there are no gradients and no optimizer state to go on from.
+        Steps, evaluation and what a checkpoint reads, all twice: what one leaves, the next goes on from.
         """
         # weights of real batches would be a host read, and fp16, which needs them, is not for such devices
         self.progress.nominal = self.progress.nominal or 1.0
         begun = time.perf_counter()
-        with uncounted(task, optimizer, average):
-            for shape in data.shapes() * 2:
-                task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
-                batches = itertools.repeat(filler(*shape))
-                weight, healthy, _, _ = self._accumulate(task, wrapped, batches, 0, Interval())
-                # none is taken; a rate of 0 would be a constant, and the graph another
-                self._step(task, optimizer, average, weight, torch.zeros_like(healthy), rate=1e-3)
-            with average.swapped(task):
-                sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
-                evaluate(task, sets, self.device, self.precision, self.group)
+        for _ in range(2):
+            with uncounted(task, optimizer, average):
+                for shape in data.shapes() * 2:
+                    task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
+                    batches = itertools.repeat(filler(*shape))
+                    weight, healthy, _, _ = self._accumulate(task, wrapped, batches, 0, Interval())
+                    self._step(task, optimizer, average, weight, healthy, rate, is_real=False)
+                with average.swapped(task):
+                    sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
+                    evaluate(task, sets, self.device, self.precision, self.group)
+                on_host([average.averaged_state_dict(task), *(part.state_dict() for part in states.values())])
         self.device.mark()
         self.update.verdicts(True)
         self._graphs = self.device.graphs()
@@ -271,8 +276,11 @@ class Trainer:
         weight: Tensor,
         healthy: Tensor,
         rate: float,
+        is_real: bool = True,
     ) -> Tensor:
         """One update from a global batch of that weight (); its gradient norm ()."""
+        # moved as data, so that a warm-up's graph is that of a real step
+        healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor(float(is_real)))
         # full_like: a Python number would make a lazy tensor () fp64
         scale = torch.full_like(weight, self.progress.nominal) / weight.clamp(min=1.0)
         norm = self.update(task, optimizer, average, rate, scale, healthy)
@@ -288,7 +296,7 @@ class Trainer:
             )
         if graphs > self._graphs:
             message = (
-                f"{graphs - self._graphs} more graphs compiled after the warm-up: a shape was not announced"
+                f"{graphs - self._graphs} more graphs compiled after the warm-up"
             )
             self.tracker.log("warning", {"step": self.progress.step, "message": message})
             self._graphs = graphs

@@ -53,7 +53,7 @@ class Lazy(Device):
         return Forms(static=True, lstm="loop")
 
     def tensor(self, value: Tensor) -> Tensor:
-        return value.to("lazy")
+        return value.contiguous().to("lazy")
 
     def move(self, batch: Batch) -> Batch:
         return batch.to(self.tensor)

@@ -92,12 +92,16 @@ class EMA(Average):
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
         tensors = _tensors(module)
+        # moved as data: as a number it may equal another of the step's, and the recorded graph be another
+        share = None if taken is None else torch.tensor(1 - decay).to(taken.device) * taken
         for name, average in self._average.items():
             value = tensors[name]
             if average.is_floating_point():
                 # by the difference, so that what stands still stays to the bit; lerp leaves the lazy graph
-                change = value - average if taken is None else (value - average) * taken
-                average.add_(change, alpha=1 - decay)
+                if share is None:
+                    average.add_(value - average, alpha=1 - decay)
+                else:
+                    average.add_((value - average) * share)
             else:
                 average.copy_(value)
 
