@@ -295,9 +295,7 @@ class Trainer:
                 f"{graphs} graphs compiled up to step {self.progress.step}: trainer.max_graphs={most}"
             )
         if graphs > self._graphs:
-            message = (
-                f"{graphs - self._graphs} more graphs compiled after the warm-up"
-            )
+            message = f"{graphs - self._graphs} more graphs compiled after the warm-up"
             self.tracker.log("warning", {"step": self.progress.step, "message": message})
             self._graphs = graphs
 

@@ -1,4 +1,4 @@
-"""Both models on PyTorch's lazy tensors through the command: the CPU's losses, and no graph after the warm-up."""
+"""Both models on PyTorch's lazy tensors through the command: the CPU's losses, compiled once."""
 
 from __future__ import annotations
 
