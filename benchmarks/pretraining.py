@@ -24,7 +24,8 @@ from recipes import TRAIN, unheard
 SPEAKER = "nicolas"
 PLANTED = {
     "temperature at its floor": ["model.temperature=[0.5,0.5,1.0]"],
-    "learning rate × 100": ["optimizer.lr=0.2"],
+    "temperature at the floor of large": ["model.temperature=[0.1,0.1,1.0]"],
+    "learning rate by 100": ["optimizer.lr=0.2"],
     "diversity weight 0": ["model.diversity_weight=0"],
 }
 FIGURES = ("accuracy", "code_perplexity", "shared_negatives", "loss_contrastive")

@@ -26,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
         "ours on the same audio, and leaves nothing behind where they differ by more than 1e-4.",
         epilog="What --from alone writes is used as speechtrain-train --config-dir DIR model=imported "
         "init_from=DIR, or encoder=imported with a recogniser. Exit codes: 0 done, 2 usage, 3 a file that "
-        "cannot be used or models that differ, 4 transformers is missing or --out cannot be written, 5 no run "
-        "or no sound checkpoint.",
+        "cannot be used or models that differ, 4 transformers is missing or --out cannot be written, 5 no "
+        "run or no sound checkpoint.",
     )
     build.add_argument("source", type=Path, help="run directory, fairseq .pt file or Hugging Face directory")
     build.add_argument(
