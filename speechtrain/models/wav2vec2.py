@@ -6,6 +6,7 @@ G codebooks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.randomness import seed_at
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
+_NEAR_CHANCE = 0.01  # bits: a run that learns nothing is 0.001 from it
 _MASKS, _NEGATIVES, _CHANNELS, _NOISE = range(4)  # streams of a micro-batch's draws on the host
 
 
@@ -32,23 +34,30 @@ class CollapseWatch:
     With one code for all frames every negative is excluded and the accuracy is 100 %. A sign is fewer
     than 5 % of a codebook's entries in use (perplexity), a fifth of the negatives with their
     positive's code, a tenth of an utterance's codes distinct, or more than 97 % accuracy, in
-    every log line of ``patience`` updates; so a dip of a healthy run raises no alarm.
+    every log line of ``patience`` updates; so a dip of a healthy run raises no alarm. So is a loss at
+    ``chance`` bits for ``chance_updates`` updates (0: never), at which every run begins.
     """
 
-    def __init__(self, codebooks: int, codes: int, patience: int = 100) -> None:
+    def __init__(
+        self, codebooks: int, codes: int, patience: int = 100, chance: float = 0.0, chance_updates: int = 0
+    ) -> None:
         self.codebooks, self.codes, self.patience = codebooks, codes, patience
+        self.chance, self.chance_updates = chance, chance_updates
         self._onset: int | None = None
         self._lines, self._is_told = 0, False
 
     def __call__(self, step: int, means: Mapping[str, float], cause: str) -> Alarm | None:
         """The alarm at the log line of ``step``, once for each collapse; ``cause`` ends its message."""
-        sign = self._sign(means)
+        sign, patience = self._sign(means), self.patience
+        if not sign and self.chance_updates and means["loss_contrastive"] > self.chance - _NEAR_CHANCE:
+            sign = f"the contrastive loss stands at chance, {self.chance:.3f} bits"
+            patience = self.chance_updates
         if not sign:
             self._onset, self._lines, self._is_told = None, 0, False
             return None
         self._onset = step if self._onset is None else self._onset
         self._lines += 1
-        if self._is_told or self._lines < 3 or step - self._onset < self.patience:
+        if self._is_told or self._lines < 3 or step - self._onset < patience:
             return None
         self._is_told = True
         return Alarm(self._onset, f"the codebooks have collapsed at step {step}: {sign}; {cause}")
@@ -92,6 +101,7 @@ class Wav2Vec2(Task, Adaptive):
         codes: int = 320,
         code_width: int = 256,
         code_init: float = 1.0,
+        chance_updates: int = 0,
         temperature: list[float] | None = None,
         negatives: int = 100,
         contrast_temperature: float = 0.1,
@@ -133,7 +143,9 @@ class Wav2Vec2(Task, Adaptive):
         self.fixed_width = fixed_width
         self.host_noise = host_noise
         self._step = 0
-        self._collapse = CollapseWatch(codebooks, codes)
+        self._collapse = CollapseWatch(
+            codebooks, codes, chance=math.log2(1 + negatives), chance_updates=chance_updates
+        )
 
     def adapt(self, forms: Forms) -> None:
         self.fixed_width = self.fixed_width or forms.static

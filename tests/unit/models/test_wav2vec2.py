@@ -208,6 +208,20 @@ def test_a_collapse_is_named_once_and_in_time(sign: dict[str, float], words: str
     assert alarm.message.endswith("do this")
 
 
+def test_a_run_that_stays_at_chance_is_named() -> None:
+    watch = CollapseWatch(codebooks=2, codes=320, chance=math.log2(101), chance_updates=400)
+    still = {**HEALTHY, "loss_contrastive": 6.6577}
+    alarms = {at: watch(at, still, "do this") for at in range(10, 900, 10)}
+    ((at, alarm),) = [(at, alarm) for at, alarm in alarms.items() if alarm is not None]
+    assert (at, alarm.onset) == (410, 10)
+    assert "stands at chance, 6.658 bits; do this" in alarm.message
+    learns = {**HEALTHY, "loss_contrastive": 6.6}
+    watch = CollapseWatch(codebooks=2, codes=320, chance=math.log2(101), chance_updates=400)
+    assert not [at for at in range(10, 3000, 10) if watch(at, learns if at % 300 == 0 else still, "")]
+    task = built("model=wav2vec2_small", "model.chance_updates=0")
+    assert not [at for at in range(10, 3000, 10) if task.watch(at, still)]
+
+
 def test_a_dip_raises_no_alarm() -> None:
     watch = CollapseWatch(codebooks=2, codes=320)
     dip = {**HEALTHY, "code_perplexity_0": 2.0}
