@@ -251,22 +251,32 @@ class Trainer:
         # weights of real batches would be a host read, and fp16, which needs them, is not for such devices
         self.progress.nominal = self.progress.nominal or 1.0
         begun = time.perf_counter()
+        segments = {"steps": 0, "evaluation": 0, "checkpoint": 0}
         for _ in range(2):
-            with uncounted(task, optimizer, average):
+            with self._counted(segments, "steps"), uncounted(task, optimizer, average):
                 for shape in data.shapes() * 2:
                     task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
                     batches = itertools.repeat(filler(*shape))
                     weight, healthy, _, _ = self._accumulate(task, wrapped, batches, 0, Interval())
                     self._step(task, optimizer, average, weight, healthy, rate, is_real=False)
-                with average.swapped(task):
-                    sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
-                    evaluate(task, sets, self.device, self.precision, self.group)
+            with self._counted(segments, "evaluation"), self._averaged(task, average):
+                sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
+                evaluate(task, sets, self.device, self.precision, self.group)
+            with self._counted(segments, "checkpoint"):
                 on_host([average.averaged_state_dict(task), *(part.state_dict() for part in states.values())])
-        self.device.mark()
         self.update.verdicts(True)
         self._graphs = self.device.graphs()
         counts = {"shapes": len(data.shapes()), "graphs": self._graphs}
+        counts |= {f"graphs_{name}": count for name, count in segments.items()}
         self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - begun})
+
+    @contextlib.contextmanager
+    def _counted(self, segments: dict[str, int], name: str) -> Iterator[None]:
+        """A context whose compilations, its last graph's included, are added to ``segments[name]``."""
+        before = self.device.graphs()
+        yield
+        self.device.mark()
+        segments[name] += self.device.graphs() - before
 
     def _step(
         self,
@@ -279,8 +289,9 @@ class Trainer:
         is_real: bool = True,
     ) -> Tensor:
         """One update from a global batch of that weight (); its gradient norm ()."""
-        # moved as data, so that a warm-up's graph is that of a real step
-        healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor(float(is_real)))
+        # moved as data, so that a warm-up's graph is that of a real step; in a vector, since a backend may
+        # take a lone number for another of the graph that is equal
+        healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor([float(is_real)]))[0]
         # full_like: a Python number would make a lazy tensor () fp64
         scale = torch.full_like(weight, self.progress.nominal) / weight.clamp(min=1.0)
         norm = self.update(task, optimizer, average, rate, scale, healthy)
@@ -448,7 +459,7 @@ class Trainer:
         """
         group, asked = self.group, lambda: self.group.any(self.stop_requested())
         try:
-            with average.swapped(task):
+            with self._averaged(task, average):
                 sets = data.valid(group.world.rank, group.world.size)
                 outcomes = evaluate(task, sets, self.device, self.precision, group, stop_requested=asked)
         except Interrupted:
@@ -458,6 +469,16 @@ class Trainer:
         self.progress.metrics = {**first_set(outcomes), **metrics}
         self.progress.validated = self.progress.step
         return "target" if self._has_target(task) else ""
+
+    @contextlib.contextmanager
+    def _averaged(self, task: Task, average: Average) -> Iterator[None]:
+        """A context with the averaged weights, in graphs of their own: an update's stays as it was."""
+        try:
+            with average.swapped(task):
+                self.device.mark()
+                yield
+        finally:
+            self.device.mark()
 
     def _has_target(self, task: Task) -> bool:
         """Whether the latest validation reached ``limits.target``."""

@@ -45,8 +45,13 @@ class Average(ABC):
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers by name, sharing memory with the module."""
-    return {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    """The parameters and persistent buffers by name, themselves.
+
+    A write into the detached ones of a plain ``state_dict`` would on a lazy device leave views behind,
+    which the next step's graph works out.
+    """
+    held = module.state_dict(keep_vars=True)
+    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
 
 class NoEMA(Average):
@@ -59,7 +64,7 @@ class NoEMA(Average):
         return nullcontext()
 
     def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        return _tensors(module)
+        return {name: value.detach() for name, value in _tensors(module).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -93,7 +98,7 @@ class EMA(Average):
         self.updates += 1
         tensors = _tensors(module)
         # moved as data: as a number it may equal another of the step's, and the recorded graph be another
-        share = None if taken is None else torch.tensor(1 - decay).to(taken.device) * taken
+        share = None if taken is None else torch.tensor([1 - decay]).to(taken.device)[0] * taken
         for name, average in self._average.items():
             value = tensors[name]
             if average.is_floating_point():
@@ -108,7 +113,7 @@ class EMA(Average):
     @contextmanager
     def swapped(self, module: nn.Module) -> Iterator[None]:
         tensors = _tensors(module)
-        kept = {name: value.clone() for name, value in tensors.items()}
+        kept = {name: value.detach().clone() for name, value in tensors.items()}
         try:
             self._fill(tensors, self._average)
             yield
