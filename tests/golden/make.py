@@ -12,6 +12,7 @@ sys.path.insert(0, str(HERE.parent))
 
 
 def main() -> None:
+    from device.test_real import RECIPES, losses
     from integration.conftest import Command
     from integration.test_figures import BANDS, GOLDEN_OVERRIDES
 
@@ -25,6 +26,10 @@ def main() -> None:
                 sys.exit(done.stderr)
             lines = [f"{step} {loss:.9g}\n" for step, loss in sorted(run.losses().items())]
             (HERE / f"rnnt_small_{precision}.txt").write_text("# step, loss per utterance\n" + "".join(lines))
+        for recipe in RECIPES:
+            found = losses(Path(folder), recipe, "cpu", "fp32")
+            lines = [f"{e} {s} {v:.9g}\n" for e, by_step in found.items() for s, v in sorted(by_step.items())]
+            (HERE / f"parity_{recipe}.txt").write_text("# event, step, loss\n" + "".join(lines))
 
 
 if __name__ == "__main__":
