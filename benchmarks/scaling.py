@@ -100,7 +100,7 @@ class Steps:
         """A log line of ``LOG_EVERY`` steps; its seconds."""
         interval, one = Interval(), torch.ones(())
         for _ in range(LOG_EVERY):
-            interval.sums.add({name: (one, one) for name in ("loss", "accuracy", "loss_bits")})
+            interval.sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (one, one)))
         begun = time.perf_counter()
         self.trainer._log(interval, 0.0, 0.0, torch.zeros(()), None)
         return time.perf_counter() - begun
