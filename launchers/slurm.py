@@ -24,9 +24,9 @@ LOG = "slurm.log"
 """In the run directory: what was submitted, and what its batch script and rank 0 have printed."""
 
 _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
-_OVER = {
-    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
-}
+_OVER = frozenset(
+    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+)
 _PLAIN = re.compile(r"[^\s\x00-\x1f]+")
 
 
@@ -191,17 +191,7 @@ class _Followed:
         if listed is None:
             known = _said("squeue", "--noheader", "--format=%T")
             return [] if known is not None else ["UNKNOWN"]
-        over = (
-            "COMPLETED",
-            "FAILED",
-            "CANCELLED",
-            "TIMEOUT",
-            "NODE_FAIL",
-            "OUT_OF_MEMORY",
-            "BOOT_FAIL",
-            "DEADLINE",
-        )
-        return [state for state in listed.split() if state not in over]
+        return [state for state in listed.split() if state not in _OVER]
 
     def _stop(self) -> None:
         if self._received > 1 or "RUNNING" not in self._states():
