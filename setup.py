@@ -36,6 +36,7 @@ setup(
         "numpy",
         "hydra-core>=1.3.8",
         "omegaconf>=2.3",
+        "pyyaml",
         "lhotse>=1.33",
         "urllib3",  # lhotse 1.33 imports it without declaring it
         "scipy",  # lhotse 1.33 resamples with it without declaring it
@@ -53,8 +54,9 @@ setup(
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "dev": [
             "transformers>=4.57",
+            "kubernetes",  # its models, and Kubeflow's, check the manifests
+            "kubeflow-training",
             "pytest",
-            "pyyaml",
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",

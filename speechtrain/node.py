@@ -2,8 +2,9 @@
 
 ``python -m speechtrain.node look FILE PORT ADDRESS`` says, in one line of JSON, what this host sees and has.
 ``python -m speechtrain.node run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` is an agent's
-parent: it stops the ranks when it is told to. ``python -m speechtrain.node outcome RUN_DIR`` leaves with the
-exit code of the run in that directory.
+parent: it stops the ranks when it is told to. With ``--outcome RUN_DIR`` it leaves with the run's exit code,
+not with the agent's. ``python -m speechtrain.node outcome RUN_DIR`` leaves with the exit code of the run in
+that directory.
 """
 
 from __future__ import annotations
@@ -138,6 +139,22 @@ def outcome(run_dir: Path) -> int:
     return EXIT_PREEMPTED if result.get("status") == "preempted" else 0
 
 
+def leave(run_dir: Path, retry_from: int) -> int:
+    """The run's exit code on one of several nodes whose agent has just ended.
+
+    The word of rank 0, or of the rank that failed, may come from another node and late. Codes after which
+    a new start continues (saved after a signal; a rank was killed, or its node lost) are raised by
+    ``retry_from``.
+    """
+    for _ in range(_LOOKS):
+        if read_result(run_dir) or read_failure(run_dir):
+            break
+        time.sleep(_LOOK_TWICE_SECONDS)
+    code, failure = outcome(run_dir), read_failure(run_dir) or {"is_cause": False}
+    is_again = code == EXIT_PREEMPTED or (code != 0 and not failure.get("is_cause", True))
+    return code + retry_from if is_again else code
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m speechtrain.node", description=__doc__)
@@ -150,6 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     running.add_argument("--attached", type=float, metavar="SECONDS")
     running.add_argument("--address", default="")
     running.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="leave with the run's exit code")
+    running.add_argument("--retry-from", type=int, default=0, metavar="CODE", help="raises codes to retry")
+    running.add_argument("--node", type=int, default=0, help="its number: the further ones' logs have it")
     running.add_argument("log", type=Path)
     running.add_argument("command", nargs=argparse.REMAINDER)
     ending = parts.add_parser("outcome")
@@ -160,8 +179,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if given.part == "outcome":
         return outcome(given.run_dir)
-    code = run(given.command[given.command[:1] == ["--"] :], given.log, given.address, given.attached)
-    return code if given.outcome is None else outcome(given.outcome)
+    if given.outcome is not None and outcome(given.outcome) == 0:
+        return 0  # the run ended while this node was lost
+    log = given.log.with_stem(f"{given.log.stem}-{given.node}") if given.node else given.log
+    code = run(given.command[given.command[:1] == ["--"] :], log, given.address, given.attached)
+    return code if given.outcome is None else leave(given.outcome, given.retry_from)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         "data.train": str(folder / "train.jsonl"),
         "data.valid.dev": str(folder / "train.jsonl"),
         "run_dir": str(folder / "run"),
+        "launcher.image": "registry.example/speechtrain:1",
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DATASET_DIR", str(folder))
@@ -193,7 +194,8 @@ run_dir.mkdir()
 def test_launcher_renders_what_a_shell_runs(
     choice: str, required: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", f"{ENGINES}{os.pathsep}{os.environ['PATH']}")
+    folders = (str(ENGINES), os.path.dirname(sys.executable), os.environ["PATH"])
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))  # a container has a python of its own
     monkeypatch.setenv("SPEECHTRAIN_API_TOKEN", "hush")
     launcher = build(_config(required, "launcher", choice), "launcher")
     run_dir = tmp_path / AWKWARD

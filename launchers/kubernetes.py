@@ -1,0 +1,564 @@
+"""An Indexed Job of Kubernetes or a PyTorchJob of Kubeflow's: rendered, submitted with kubectl, followed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
+from speechtrain.launch import AGENT, STOP_SIGNALS, Job, Launcher, Result, rendezvous_port, travelling
+
+MANIFEST = "kubernetes.yaml"
+"""In the run directory: what was submitted."""
+
+_INSTANCE = "app.kubernetes.io/instance"
+_COMPONENT = "app.kubernetes.io/component"
+_INDEX = "batch.kubernetes.io/job-completion-index"
+# the names by which Kubeflow's operator finds the container and the port of a PyTorchJob
+_CONTAINER, _PORT = "pytorch", "pytorchjob-port"
+_RETRY_FROM = 128  # with restartPolicy ExitCode the operator starts pods again whose codes are as high
+_MEMORY = "shared-memory"
+_WAIT_SECONDS = 24 * 3600  # for peers: pods may stand in a queue for hours
+_KUBECTL_SECONDS = 120.0
+_LAST_WORDS_SECONDS = 5.0
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # a Service's; pods add their number to it
+_PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
+_KLOG = re.compile(r"[IWEF]\d{4} ")
+
+
+class Kubernetes(Launcher):
+    """Run ``world_size`` ranks in ``nodes`` pods of ``image``, where torchrun starts each pod's share.
+
+    ``kind`` is ``job`` (an Indexed Job and the Service that names its pods) or ``pytorchjob``, for
+    clusters with Kubeflow's training operator. ``volumes`` are claims and where they are mounted; one
+    of them, mounted at the same path here, must hold the run directory. A pod that is evicted has
+    ``grace_seconds`` to save in; all pods then start again and continue the run. Other failures are
+    made up for ``restarts`` times by a Job; by a PyTorchJob where a rank was killed.
+
+    ``resources`` are those beside ``cpus`` and ``memory`` that each pod gets (``nvidia.com/gpu: 8``),
+    ``pod`` further fields of the pods' spec, ``options`` further ones for kubectl. ``wait`` stays until
+    the run is over, ``follow`` prints the first pod's log meanwhile; the first signal then makes the
+    ranks save and ends the pods, the second ends them at once.
+    """
+
+    def __init__(
+        self,
+        image: str,
+        kind: str = "job",
+        nodes: int = 1,
+        namespace: str | None = None,
+        name: str | None = None,
+        python: str = "python",
+        cpus: int | float | str | None = None,
+        memory: str | None = None,
+        resources: dict[str, Any] | None = None,
+        volumes: dict[str, Any] | None = None,
+        shared_memory: str | None = "8Gi",
+        node_selector: dict[str, Any] | None = None,
+        service_account: str | None = None,
+        env_from_secrets: list[str] | None = None,
+        forward: list[str] | None = None,
+        pod: dict[str, Any] | None = None,
+        restarts: int = 3,
+        grace_seconds: int = 300,
+        shutdown_seconds: int = 60,
+        wait: bool = True,
+        follow: bool = True,
+        poll_seconds: float = 5.0,
+        options: list[str] | None = None,
+    ) -> None:
+        least = {"nodes": (nodes, 1), "restarts": (restarts, 0), "grace_seconds": (grace_seconds, 1)}
+        for key, (value, lowest) in {**least, "shutdown_seconds": (shutdown_seconds, 1)}.items():
+            if value < lowest:
+                raise ValueError(f"{key}={value}: it must be at least {lowest}")
+        if poll_seconds <= 0:
+            raise ValueError(f"poll_seconds={poll_seconds}: it must be above 0")
+        if kind not in _KINDS:
+            raise ValueError(f"kind={kind}: it must be {' or '.join(_KINDS)}")
+        if name is not None and not _NAME.fullmatch(name):
+            raise ValueError(f"name={name!r}: up to 50 small letters, digits and hyphens, a letter first")
+        for claim, path in (volumes or {}).items():
+            if not PurePosixPath(str(path)).is_absolute():
+                raise ValueError(f"volumes.{claim}={path}: it must be an absolute path")
+        self.image = image
+        self.kind = _KINDS[kind]
+        self.nodes = nodes
+        self.name = name
+        self.python = python
+        self.amounts = {"cpu": cpus, "memory": memory, **(resources or {})}
+        self.volumes = {claim: str(path) for claim, path in (volumes or {}).items()}
+        self.shared_memory = shared_memory
+        self.node_selector = {key: str(value) for key, value in (node_selector or {}).items()}
+        self.service_account = service_account
+        self.env_from_secrets = env_from_secrets or []
+        self.forward = forward or []
+        self.pod = pod or {}
+        self.restarts = restarts
+        self.grace_seconds = grace_seconds
+        self.shutdown_seconds = shutdown_seconds
+        self.wait = wait
+        self.follow = follow
+        self.poll_seconds = poll_seconds
+        in_namespace = [] if namespace is None else [f"--namespace={namespace}"]
+        self.kubectl = _Kubectl(["kubectl", *(options or []), *in_namespace])
+
+    def check(self, job: Job) -> None:
+        self._ranks_per_node(job)
+        if self._is_mounted(job.run_dir):
+            return
+        mounted = ", ".join(self.volumes.values()) or "nothing is mounted"
+        raise ConfigError(
+            f"run_dir={job.run_dir}: the pods would not see it ({mounted}); mount the claim that holds it at "
+            "the same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that"
+        )
+
+    def launch(self, job: Job) -> Result:
+        self.check(job)
+        if shutil.which("kubectl") is None:
+            raise MachineError("launcher=kubernetes: there is no kubectl on this machine; install it")
+        name, kind, manifest = self._name(job), self.kind, self.manifest(job)
+        self._clear(name)
+        self.kubectl.must("apply", "--filename=-", text=manifest)
+        (job.run_dir / MANIFEST).write_text(manifest)
+        print(f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}", flush=True)
+        if not self.wait:
+            delete = shlex.join([*self.kubectl.command, "delete", *kind.objects(name)])
+            return Result(0, f"`{delete}` saves it and ends it; the same command continues")
+        return Result(_Followed(self.kubectl, kind, name, self.poll_seconds, self.follow).wait())
+
+    def render(self, job: Job) -> str:
+        manifest, end = self.manifest(job), "END_OF_MANIFEST"
+        while end in manifest:
+            end += "_"
+        line = shlex.join([*self.kubectl.command, "apply", "--filename=-"])
+        return f"{line} <<'{end}'\n{manifest}{end}\n"
+
+    def manifest(self, job: Job) -> str:
+        """The documents to submit, as YAML."""
+        documents = self.kind.documents(self, job)
+        form = {"sort_keys": False, "width": sys.maxsize, "explicit_start": True}
+        return str(yaml.dump_all(documents, Dumper=_Dumper, **form))
+
+    def job(self, job: Job) -> list[dict[str, Any]]:
+        """An Indexed Job, whose pod 0 is where the ranks meet, and the Service that gives it its name.
+
+        A run takes all its pods or none: they fail together, and start again together. Those that leave
+        because of a signal or a drained node do not count as failures; errors of the user's end the Job.
+        """
+        name, labels = self._name(job), {_INSTANCE: self._name(job)}
+        container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", self._port(job))
+        index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+        container["env"].insert(0, {"name": "JOB_COMPLETION_INDEX", "valueFrom": index})
+        spec = {"restartPolicy": "Never", "subdomain": name, **self._pod([container])}
+        final = sorted({ConfigError.exit_code, DataError.exit_code, Diverged.exit_code})
+        rules = [
+            {"action": "FailJob", "onExitCodes": _exited(final)},
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "Ignore", "onExitCodes": _exited([EXIT_PREEMPTED])},
+        ]
+        port = {"name": "rendezvous", "port": self._port(job)}
+        service = {"clusterIP": "None", "selector": labels, "ports": [port], "publishNotReadyAddresses": True}
+        return [
+            _document("v1", "Service", name, service),
+            _document(
+                "batch/v1",
+                "Job",
+                name,
+                {
+                    "completionMode": "Indexed",
+                    "completions": self.nodes,
+                    "parallelism": self.nodes,
+                    "backoffLimit": self.restarts * self.nodes,  # it counts pods
+                    "podFailurePolicy": {"rules": rules},
+                    "template": {"metadata": {"labels": labels}, "spec": spec},
+                },
+            ),
+        ]
+
+    def pytorchjob(self, job: Job) -> list[dict[str, Any]]:
+        """A PyTorchJob with one Master and Workers, no elastic policy.
+
+        The world's size belongs to the config, so there is nothing to be elastic about, and a fixed Master
+        keeps rank 0 (its log, the run's lock) in a pod with a known name. The operator tells the pods their
+        numbers and the Master's address, and starts those again that leave with 128 or more: the codes of
+        those that were ended from outside, to which the one for `saved` is raised.
+        """
+        replicas: dict[str, Any] = {}
+        for part, count in (("Master", 1), ("Worker", self.nodes - 1)):
+            if not count:
+                continue
+            container = self._container(job, "$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)", _RETRY_FROM)
+            container["ports"] = [{"name": _PORT, "containerPort": self._port(job)}]
+            labels = {_INSTANCE: self._name(job), _COMPONENT: part.lower()}
+            template = {"metadata": {"labels": labels}, "spec": self._pod([container])}
+            replicas[part] = {"replicas": count, "restartPolicy": "ExitCode", "template": template}
+        spec = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": replicas}
+        return [_document("kubeflow.org/v1", "PyTorchJob", self._name(job), spec)]
+
+    def _container(
+        self, job: Job, node: str, address: str, port: object, retry_from: int = 0
+    ) -> dict[str, Any]:
+        """The one of each pod. ``node``, ``address`` and ``port`` may be what Kubernetes expands."""
+        environment = {
+            **travelling(job, self.forward),
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
+        }
+        pod_ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        quantities = {name: str(amount) for name, amount in self.amounts.items() if amount is not None}
+        given = {
+            "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",
+            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets],
+            "resources": {"requests": quantities, "limits": quantities} if quantities else {},
+        }
+        mounts = [{"name": _volume(n), "mountPath": path} for n, path in enumerate(self.volumes.values())]
+        if self.shared_memory is not None:
+            mounts.append({"name": _MEMORY, "mountPath": "/dev/shm"})
+        return {
+            "name": _CONTAINER,
+            "image": self.image,
+            "command": self._command(job, node, address, port, retry_from),
+            **{key: value for key, value in given.items() if value},
+            "env": [pod_ip, *({"name": n, "value": _literal(v)} for n, v in environment.items())],
+            "volumeMounts": mounts,
+        }
+
+    def _command(self, job: Job, node: str, address: str, port: object, retry_from: int) -> list[str]:
+        """Without a shell, so that the container's first process is the one that obeys SIGTERM."""
+        python, run_dir = _literal(self.python), _literal(str(job.run_dir))
+        retry = [f"--retry-from={retry_from}"] if retry_from else []
+        return [
+            *(python, "-m", "speechtrain.node", "run", "--address=$(POD_IP)", f"--node={node}"),
+            *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--"),
+            *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
+            *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),
+            *(f"--master-port={port}", f"--rdzv-conf=timeout={_WAIT_SECONDS}"),
+            *("--no-python", python, *map(_literal, job.command[1:])),
+        ]
+
+    def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:
+        volumes: list[dict[str, Any]] = [
+            {"name": _volume(n), "persistentVolumeClaim": {"claimName": claim}}
+            for n, claim in enumerate(self.volumes)
+        ]
+        if self.shared_memory is not None:  # the runtime's 64 MiB are too small for loaders and collectives
+            memory = {"medium": "Memory", "sizeLimit": self.shared_memory}
+            volumes.append({"name": _MEMORY, "emptyDir": memory})
+        given = {"nodeSelector": self.node_selector, "serviceAccountName": self.service_account}
+        return {
+            "terminationGracePeriodSeconds": self.grace_seconds,
+            **{key: value for key, value in given.items() if value},
+            "containers": containers,
+            "volumes": volumes,
+            **self.pod,
+        }
+
+    def _ranks_per_node(self, job: Job) -> int:
+        ranks, left = divmod(job.world_size, self.nodes)
+        if left or not ranks:
+            raise ConfigError(
+                f"world_size={job.world_size}: launcher.nodes={self.nodes} share the ranks evenly; "
+                "set a multiple"
+            )
+        return ranks
+
+    def _is_mounted(self, path: Path) -> bool:
+        return any(path.is_relative_to(mount) for mount in self.volumes.values())
+
+    def _name(self, job: Job) -> str:
+        """The run's own, the same each time, so that two commands do not train in one directory."""
+        return self.name or f"speechtrain-{zlib.crc32(str(job.run_dir).encode()):08x}"
+
+    def _port(self, job: Job) -> int:
+        return rendezvous_port(job.run_dir)
+
+    def _clear(self, name: str) -> None:
+        """Remove what an earlier command has left. Raises RunError where that is still at work."""
+        found = self.kubectl.must(*self.kind.get(name))
+        if not found.strip():
+            return
+        if self.kind.end(json.loads(found)) is None:
+            delete = shlex.join([*self.kubectl.command, "delete", *self.kind.objects(name)])
+            raise RunError(f"{self.kind.resource}/{name} is in the cluster; wait for it, or `{delete}`")
+        self.kubectl.must("delete", *self.kind.objects(name), "--ignore-not-found", "--cascade=foreground")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What differs between the kinds of objects once they are in the cluster."""
+
+    resource: str
+    documents: Callable[[Kubernetes, Job], list[dict[str, Any]]]
+    succeeded: str
+    """The condition of one that has ended well."""
+    has_service: bool
+
+    def objects(self, name: str) -> list[str]:
+        return [f"{self.resource}/{name}", *([f"service/{name}"] if self.has_service else [])]
+
+    def get(self, name: str) -> list[str]:
+        return ["get", f"{self.resource}/{name}", "--output=json", "--ignore-not-found"]
+
+    def end(self, content: dict[str, Any]) -> tuple[bool, str] | None:
+        """Whether it has ended well, and what it says of its end; None while it is at work."""
+        for condition in content.get("status", {}).get("conditions") or []:
+            if condition.get("status") == "True" and condition.get("type") in (self.succeeded, "Failed"):
+                words = (condition.get(key, "") for key in ("reason", "message"))
+                return condition["type"] == self.succeeded, ": ".join(word for word in words if word)
+        return None
+
+
+_KINDS = {
+    "job": _Kind("job.batch", Kubernetes.job, "Complete", has_service=True),
+    "pytorchjob": _Kind("pytorchjob.kubeflow.org", Kubernetes.pytorchjob, "Succeeded", has_service=False),
+}
+
+
+class _Kubectl:
+    """The client, with the options of every call."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+
+    def must(self, *arguments: str, text: str = "") -> str:
+        """What a call prints. Raises MachineError with the cluster's own words where it fails."""
+        try:
+            done = self._done(arguments, text)
+        except subprocess.TimeoutExpired:
+            raise MachineError(
+                f"launcher=kubernetes: no answer to kubectl {arguments[0]} within {_KUBECTL_SECONDS:.0f} s"
+            ) from None
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip() and not _KLOG.match(line)]
+            words = " ".join(" ".join(said).split()) or f"exit code {done.returncode}"
+            raise MachineError(f"launcher=kubernetes: kubectl {arguments[0]} failed: {words}")
+        return done.stdout
+
+    def said(self, *arguments: str) -> str | None:
+        """What a call prints; None where it fails."""
+        try:
+            done = self._done(arguments, "")
+        except subprocess.TimeoutExpired:
+            return None
+        return None if done.returncode else done.stdout
+
+    def _done(self, arguments: tuple[str, ...], text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command, *arguments],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_KUBECTL_SECONDS,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process
+            check=False,
+        )
+
+
+class _Followed:
+    """A submitted object until it is over or gone. The first signal saves, the second ends it at once."""
+
+    def __init__(
+        self, kubectl: _Kubectl, kind: _Kind, name: str, poll_seconds: float, is_shown: bool
+    ) -> None:
+        self._kubectl = kubectl
+        self._kind = kind
+        self._name = name
+        self._poll_seconds = poll_seconds
+        self._log = _Log(kubectl, is_shown)
+        self._received = 0
+        self._waits_for = ""
+
+    def wait(self) -> int:
+        """Return 0 once it has ended well or is gone, else 1. Raises KeyboardInterrupt after two signals."""
+        with self._handlers():
+            asked, code = 0, 0
+            while True:
+                if self._received > asked:
+                    asked = self._received
+                    self._stop()
+                if (ended := self._ended()) is not None:
+                    code = ended
+                    break
+                self._show()
+                until = time.monotonic() + self._poll_seconds
+                while time.monotonic() < until and self._received == asked:
+                    time.sleep(min(0.1, self._poll_seconds))
+        self._show()
+        self._log.finish()
+        if self._kind.has_service and not self._received:
+            self._kubectl.said("delete", f"service/{self._name}", "--ignore-not-found", "--wait=false")
+        if self._received > 1:
+            raise KeyboardInterrupt
+        return code
+
+    def _ended(self) -> int | None:
+        """The code where it is over or gone; a cluster that does not answer counts as one that is at work."""
+        found = self._kubectl.said(*self._kind.get(self._name))
+        if found is None:
+            return None
+        if not found.strip():
+            return 0
+        end = self._kind.end(json.loads(found))
+        if end is None or end[0]:
+            return None if end is None else 0
+        if not self._received:
+            print(f"speechtrain: {self._kind.resource}/{self._name}: {end[1]}", file=sys.stderr, flush=True)
+        return 1
+
+    def _stop(self) -> None:
+        """Delete it, its pods first: they get SIGTERM and their time, and it stays until they are gone."""
+        objects = self._kind.objects(self._name)
+        self._kubectl.said("delete", *objects, "--cascade=foreground", "--wait=false", "--ignore-not-found")
+        if self._received > 1:
+            selected = f"--selector={_INSTANCE}={self._name}"
+            self._kubectl.said("delete", "pods", selected, "--now", "--wait=false", "--ignore-not-found")
+
+    def _show(self) -> None:
+        listed = self._kubectl.said("get", "pods", f"--selector={_INSTANCE}={self._name}", "--output=json")
+        pods = [pod for pod in json.loads(listed)["items"] if _is_first(pod)] if listed else []
+        if not pods:
+            return
+        newest = max(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
+        if newest.get("status", {}).get("phase", "Pending") != "Pending":
+            self._log.of(newest["metadata"]["name"])
+            return
+        reason = _waiting(newest)
+        if reason != self._waits_for:
+            self._waits_for = reason
+            if reason:
+                print(f"{newest['metadata']['name']} waits: {reason}", flush=True)
+
+    @contextmanager
+    def _handlers(self) -> Iterator[None]:
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._received += 1
+
+        previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class _Log:
+    """What the first pod prints, one pod after another; each line once, however often a connection ends."""
+
+    def __init__(self, kubectl: _Kubectl, is_shown: bool) -> None:
+        self._kubectl = kubectl
+        self._is_shown = is_shown
+        self._pod = ""
+        self._latest = ""
+        self._client: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def of(self, pod: str) -> None:
+        """Print the log of ``pod`` from now on, if that is not being done."""
+        if not self._is_shown or (self._reader is not None and self._reader.is_alive()):
+            return
+        self._end()
+        if pod != self._pod:
+            self._pod, self._latest = pod, ""
+        since = [f"--since-time={self._latest}"] if self._latest else []
+        self._client = subprocess.Popen(
+            [*self._kubectl.command, "logs", pod, "--follow", "--timestamps", *since],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="backslashreplace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._copy, args=(self._client,), daemon=True)
+        self._reader.start()
+
+    def finish(self) -> None:
+        """Print what is left, as far as it comes in time."""
+        if self._reader is not None:
+            self._reader.join(_LAST_WORDS_SECONDS)
+        self._end()
+
+    def _copy(self, client: subprocess.Popen[str]) -> None:
+        assert client.stdout is not None
+        already = self._latest
+        with client.stdout:
+            for line in client.stdout:
+                stamp, _, words = line.partition(" ")
+                if stamp > already:
+                    self._latest = stamp
+                    sys.stdout.write(words)
+                    sys.stdout.flush()
+
+    def _end(self) -> None:
+        if self._client is not None:
+            if self._client.poll() is None:
+                self._client.kill()
+            self._client.wait()
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations
+    """Quotes every text that some reader of YAML might take for something else, as Go's does ``1e3``."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if _PLAIN.fullmatch(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _quoted)
+
+
+def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": "speechtrain", _INSTANCE: name}
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def _exited(codes: list[int]) -> dict[str, Any]:
+    return {"containerName": _CONTAINER, "operator": "In", "values": codes}
+
+
+def _volume(number: int) -> str:
+    return f"volume-{number}"  # a claim's name may be longer than a volume's
+
+
+def _literal(text: str) -> str:
+    """``text`` so that Kubernetes, which expands ``$(NAME)`` and takes ``$$`` for ``$``, gives it back."""
+    return text.replace("$", "$$")
+
+
+def _is_first(pod: dict[str, Any]) -> bool:
+    metadata = pod["metadata"]
+    index = (metadata.get("annotations") or {}).get(_INDEX)
+    return index == "0" or (metadata.get("labels") or {}).get(_COMPONENT) == "master"
+
+
+def _waiting(pod: dict[str, Any]) -> str:
+    """Why a pod does not begin: no node has room for it, its image cannot be had, and the like."""
+    status = pod.get("status", {})
+    for container in status.get("containerStatuses") or []:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("message"):
+            return f"{waiting.get('reason')}: {waiting['message']}"
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return f"{condition.get('reason')}: {condition.get('message', '')}"
+    return ""

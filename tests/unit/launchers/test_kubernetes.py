@@ -1,0 +1,232 @@
+"""The manifests: Kubernetes' and Kubeflow's own models take them whole, and nothing in them is expanded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from speechtrain.launchers.kubernetes import Kubernetes
+
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.launch import Job
+
+AWKWARD = "a b'c\"d $(HOME) $$(HOME) $ $$ $( `id` $(id) \\ ; # {x}: [1]\n\tend é"
+NUMBERS = ("1", "1e3", "0x1f", "0o7", "1_000", "1:30", "on", "y", "null", "~", "true", "-", "--", ".inf", "")
+KINDS = ("job", "pytorchjob")
+
+
+def job(run_dir: Path, world_size: int = 4, **environment: str) -> Job:
+    return Job(run_dir / "config.yaml", run_dir, world_size, environment)
+
+
+def launcher(**keys: Any) -> Kubernetes:
+    given: dict[str, Any] = {
+        "image": "registry.example/speechtrain:1",
+        "nodes": 2,
+        "volumes": {"shared": "/shared", "corpora": "/data sets"},
+        "cpus": 8,
+        "memory": "64Gi",
+        "resources": {"habana.ai/gaudi": 2},
+        "node_selector": {"pool": "training"},
+        "service_account": "trainer",
+        "env_from_secrets": ["wandb"],
+        "pod": {"tolerations": [{"operator": "Exists"}], "priorityClassName": "low"},
+    }
+    return Kubernetes(**{**given, **keys})
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text))
+
+
+def templates(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = document["spec"]
+    replicas = spec.get("pytorchReplicaSpecs")
+    return [part["template"] for part in replicas.values()] if replicas else [spec["template"]]
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """Kubernetes' rule for command, args and values: ``$(NAME)`` where there is one, ``$$`` for ``$``."""
+    found, rest = "", text
+    while rest:
+        name = re.match(r"\$\(([^)]*)\)", rest)
+        if rest.startswith("$$"):
+            found, rest = found + "$", rest[2:]
+        elif name and name[1] in variables:
+            found, rest = found + variables[name[1]], rest[name.end() :]
+        else:
+            found, rest = found + rest[0], rest[1:]
+    return found
+
+
+def modelled(document: dict[str, Any]) -> Any:
+    """The document as its client's model gives it back."""
+    if document["kind"] == "PyTorchJob":
+        client = pytest.importorskip("kubeflow.training.api_client")
+        model = "KubeflowOrgV1PyTorchJob"
+    else:
+        client = pytest.importorskip("kubernetes.client.api_client")
+        model = f"V1{document['kind']}"
+    with client.ApiClient() as api:
+        return api.sanitize_for_serialization(
+            api.deserialize(SimpleNamespace(data=json.dumps(document)), model)
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_the_clients_models_know_every_key(kind: str, is_bare: bool) -> None:
+    bare = Kubernetes("image", kind=kind, volumes={"shared": "/shared"}, shared_memory=None)
+    text = (bare if is_bare else launcher(kind=kind)).manifest(job(Path("/shared/run"), A=AWKWARD))
+    for document in documents(text):
+        assert modelled(document) == document
+    assert [d["kind"] for d in documents(text)] == {"job": ["Service", "Job"]}.get(kind, ["PyTorchJob"])
+
+
+def test_the_models_would_show_a_key_that_is_none() -> None:
+    document = documents(launcher().manifest(job(Path("/shared/run"))))[-1]
+    document["spec"]["template"]["spec"]["graceSeconds"] = 1
+    assert modelled(document) != document
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_arrive_as_they_are_and_secrets_do_not(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", AWKWARD)
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    run_dir = Path("/shared") / AWKWARD
+    numbers = {f"N{index}": value for index, value in enumerate(NUMBERS)}
+    text = launcher(kind=kind, forward=["HF_*"], python=AWKWARD).render(
+        job(run_dir, AWKWARD=AWKWARD, MY_SECRET="hush", **numbers)
+    )
+    assert "hush" not in text
+    line, manifest, end = text.split("\n", 1)[0], text.split("\n", 1)[1], "END_OF_MANIFEST\n"
+    assert shlex.split(line) == ["kubectl", "apply", "--filename=-", f"<<{end.strip()}"]
+    (*_, document) = documents(manifest.removesuffix(end))
+    plenty = {"HOME": "expanded", "id": "expanded", "POD_IP": "10.0.0.7", "RANK": "1"}
+    plenty.update(JOB_COMPLETION_INDEX="1", MASTER_ADDR="first", MASTER_PORT="1234")
+    for template in templates(document):
+        (container,) = template["spec"]["containers"]
+        reached = {e["name"]: expanded(e["value"], plenty) for e in container["env"] if "value" in e}
+        assert {"AWKWARD": AWKWARD, "HF_HOME": AWKWARD, **numbers}.items() <= reached.items()
+        command = [expanded(word, plenty) for word in container["command"]]
+        assert command[-3:] == ["-m", "speechtrain.worker", str(run_dir / "config.yaml")]
+        assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
+        assert command.count(AWKWARD) == 3  # the interpreter
+        assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
+        assert ("--master-addr=first" in command) == (kind == "pytorchjob")
+        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+
+
+def test_every_text_that_some_reader_takes_for_something_else_is_quoted() -> None:
+    """Go's YAML takes ``1e3`` for a number where Python's does not."""
+    text = launcher().manifest(job(Path("/shared/run"), **{f"N{i}": v for i, v in enumerate(NUMBERS)}))
+    for value in NUMBERS:
+        assert re.search(rf"value: (['\"]){re.escape(value)}\1\n", text), value
+
+
+def test_a_job_starts_evicted_pods_again_and_does_not_count_them() -> None:
+    service, document = documents(launcher(name="trial", grace_seconds=99).manifest(job(Path("/shared/run"))))
+    spec = document["spec"]
+    counts = {key: spec[key] for key in ("completionMode", "completions", "parallelism", "backoffLimit")}
+    assert counts == {"completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 6}
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules]
+    assert codes == [("FailJob", [2, 3, 6]), ("Ignore", None), ("Ignore", [75])]
+    pod = spec["template"]["spec"]
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 99)
+    # pod 0 has a name: its index as host, the Service as domain
+    assert pod["subdomain"] == service["metadata"]["name"] == "trial"
+    assert "--master-addr=trial-0.trial" in pod["containers"][0]["command"]
+    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+
+
+def test_a_pytorchjob_has_one_master_and_the_rest_workers() -> None:
+    for nodes, parts in ((1, {"Master": 1}), (3, {"Master": 1, "Worker": 2})):
+        (document,) = documents(
+            launcher(kind="pytorchjob", nodes=nodes).manifest(job(Path("/shared/run"), 6))
+        )
+        replicas = document["spec"]["pytorchReplicaSpecs"]
+        assert {name: part["replicas"] for name, part in replicas.items()} == parts
+        for part in replicas.values():
+            assert part["restartPolicy"] == "ExitCode"
+            (container,) = part["template"]["spec"]["containers"]
+            assert container["name"] == "pytorch"  # the operator looks for these two
+            assert container["ports"][0]["name"] == "pytorchjob-port"
+            assert "--retry-from=128" in container["command"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_get_what_they_are_given(kind: str) -> None:
+    for template in templates(documents(launcher(kind=kind).manifest(job(Path("/shared/run"))))[-1]):
+        pod = template["spec"]
+        (container,) = pod["containers"]
+        assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "habana.ai/gaudi": "2"}
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        claims = {
+            v["name"]: v["persistentVolumeClaim"]["claimName"]
+            for v in pod["volumes"]
+            if "persistentVolumeClaim" in v
+        }
+        mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+        assert claims[mounts["/shared"]] == "shared"
+        assert claims[mounts["/data sets"]] == "corpora"
+        assert {"name": mounts["/dev/shm"], "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
+            "volumes"
+        ]
+        assert (pod["nodeSelector"], pod["serviceAccountName"]) == ({"pool": "training"}, "trainer")
+        assert (pod["tolerations"], pod["priorityClassName"]) == ([{"operator": "Exists"}], "low")
+
+
+def test_two_runs_have_two_names_and_one_run_has_one() -> None:
+    names = [
+        documents(launcher().manifest(job(Path("/shared") / run)))[0]["metadata"]["name"] for run in "aba"
+    ]
+    assert names[0] == names[2] != names[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_are_shared_evenly(world_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"world_size={world_size}"):
+        launcher().check(job(Path("/shared/run"), world_size))
+
+
+@pytest.mark.parametrize("run_dir", ["/elsewhere/run", "/shared-not/run"])
+def test_a_run_directory_that_no_pod_sees_is_refused(run_dir: str) -> None:
+    with pytest.raises(ConfigError, match=f"run_dir={run_dir}: .*launcher.volumes"):
+        launcher().check(job(Path(run_dir)))
+    launcher().check(job(Path("/shared/run")))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"nodes": 0}, {"restarts": -1}, {"grace_seconds": 0}, {"shutdown_seconds": 0}, {"poll_seconds": 0}),
+        *({"kind": "pod"}, {"name": "Upper"}, {"name": "a" * 51}, {"volumes": {"shared": "relative"}}),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        launcher(**settings)
+
+
+def test_without_kubectl_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="there is no kubectl"):
+        launcher(volumes={"shared": str(tmp_path)}).launch(job(tmp_path))
+
+
+def test_a_cluster_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = tmp_path / "kubectl"
+    client.write_text("#!/bin/sh\necho 'E1121 noise' >&2\necho 'error: You must\nlog in' >&2\nexit 1\n")
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(MachineError) as caught:
+        launcher(volumes={"shared": str(tmp_path)}).launch(job(tmp_path))
+    assert str(caught.value) == "launcher=kubernetes: kubectl get failed: error: You must log in"
