@@ -249,7 +249,8 @@ class Kubernetes(Launcher):
             *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
             *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),
             *(f"--master-port={port}", f"--rdzv-conf=timeout={_WAIT_SECONDS}"),
-            *("--no-python", python, *map(_literal, job.command[1:])),
+            # torchrun fills in its own ${local_rank}, and takes $$ for $ as Kubernetes does
+            *("--no-python", python, *(_literal(_literal(word)) for word in job.command[1:])),
         ]
 
     def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from speechtrain import node
 from speechtrain.processes import PROC
+from speechtrain.run import RESULT, rank_folder
 
 AGENT = """
 import pathlib, signal, subprocess, sys
@@ -107,3 +108,43 @@ def test_the_outcome_of_a_run(tmp_path: Path, result: dict[str, object], code: i
     assert node.outcome(tmp_path) == 1
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert node.main(["outcome", str(tmp_path)]) == code
+
+
+@pytest.mark.parametrize(
+    ("rank", "result", "code"),
+    [
+        (0, {"status": "finished"}, 0),
+        (0, {"status": "preempted"}, 203),
+        (1, {"status": "failed", "exit_code": 2}, 2),
+        (1, {"status": "failed", "exit_code": 4, "is_cause": False}, 132),
+    ],
+)
+def test_one_of_several_nodes_leaves_with_the_code_of_the_run(
+    tmp_path: Path, rank: int, result: dict[str, object], code: int
+) -> None:
+    """Rank 0 says it after this node's agent has ended, from another node."""
+    folder = rank_folder(tmp_path, rank)
+    late = (
+        "import json, pathlib, sys, time; time.sleep(0.5); pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    told = subprocess.Popen([sys.executable, "-c", late, str(folder / RESULT), json.dumps(result)])
+    options = [f"--outcome={tmp_path}", "--retry-from=128", "--node=1", str(tmp_path / "agent.log")]
+    speaking = [sys.executable, "-c", "import sys; print('words', file=sys.stderr)"]
+    assert node.main(["run", *options, "--", *speaking]) == code
+    assert told.wait(60) == 0
+    assert (tmp_path / "agent-1.log").read_text() == "words\n"
+
+
+def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / RESULT).write_text('{"status": "finished"}')
+    line = ["run", f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--", "/nowhere"]
+    assert node.main(line) == 0
+
+
+def test_ranks_of_which_none_has_left_a_word_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "_LOOKS", 1)
+    line = ["run", f"--outcome={tmp_path}", "--retry-from=128", str(tmp_path / "log"), "--", "false"]
+    assert node.main(line) == 129

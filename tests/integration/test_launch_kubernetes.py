@@ -1,0 +1,135 @@
+"""kubectl and the manifests' own commands: two pods, processes of this machine, are evicted and stopped."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from speechtrain.launchers.kubernetes import Kubernetes
+
+from speechtrain.launch import Job
+
+from . import cluster as kubernetes
+from .cluster import Cluster
+from .conftest import Command, finish, wait_for
+from .engines import SIZES, STEPS, assert_same, processes_of, run_alone, skip_without
+
+skip_without("kubectl")
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> Iterator[tuple[Cluster, dict[str, str]]]:
+    with kubernetes.started(tmp_path_factory.mktemp("cluster"), environment) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Command:
+    return run_alone(tmp_path_factory.mktemp("alone"), environment)
+
+
+def two_pods(kind: str, folder: Path, environment: dict[str, str]) -> Command:
+    """Two ranks in two pods, in a folder whose name Kubernetes would expand."""
+    launcher = ["launcher=kubernetes", "launcher.image=none", f"launcher.kind={kind}", "launcher.nodes=2"]
+    settings = [f"launcher.python={sys.executable}", f"launcher.volumes={{shared: {folder}}}"]
+    world = ["launcher.poll_seconds=0.3", "world_size=2", "trainer.simulate_world=2"]
+    run = Command(folder / "a $(RANK) $$ run", environment, [*SIZES, *launcher, *settings, *world])
+    run.arguments[-1] = f"run_dir='{run.run_dir}'"
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(cluster: tuple[Cluster, dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Command:
+    return two_pods("job", tmp_path_factory.mktemp("job"), cluster[1])
+
+
+@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
+def test_kubectl_takes_the_manifest(kind: str, cluster: tuple[Cluster, dict[str, str]]) -> None:
+    """As it would without a cluster; only the kinds it knows are asked of the server."""
+    manifest = Kubernetes("image", kind=kind, nodes=2, name="dry").manifest(
+        Job(Path("/shared/run/config.yaml"), Path("/shared/run"), 2, {"A": "$(id) é\n"})
+    )
+    line = ["kubectl", "create", "--dry-run=client", "--validate=false", "--filename=-"]
+    done = subprocess.run(
+        line, input=manifest, env=cluster[1], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    created = {"job": ["service/dry", "job.batch/dry"]}.get(kind, ["pytorchjob.kubeflow.org/dry"])
+    assert done.stdout.splitlines() == [f"{name} created (dry run)" for name in created]
+
+
+def test_two_pods_train_what_one_process_does(
+    run: Command, cluster: tuple[Cluster, dict[str, str]], alone: Command
+) -> None:
+    done = run.run(f"trainer.max_steps={STEPS}")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "submitted job.batch/speechtrain-" in done.stdout
+    assert done.stdout.count("finished at step") == 1
+    assert "step 20" in done.stdout or "20/" in done.stdout  # the first pod's log
+    assert_same(run, alone)
+    assert (run.run_dir / "kubernetes.yaml").exists()
+    assert [kind for kind, _ in cluster[0].objects] == ["jobs"]  # the Service has gone
+
+
+def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
+    run: Command, cluster: tuple[Cluster, dict[str, str]]
+) -> None:
+    process = run.start("trainer.max_steps=5000")
+    wait_for(lambda: len(run.events("train")) >= STEPS + 2, process)
+    before = len(run.events("start"))
+    cluster[0].evict(1)
+    wait_for(lambda: len(run.events("start")) > before, process)
+    saved = run.events("resume")[-1]["step"]
+    wait_for(lambda: run.events("train")[-1]["step"] > saved, process)
+    ((_, content),) = [item for item in cluster[0].objects.items() if item[0][0] == "jobs"]
+    assert "failed" not in content["status"]  # neither pod counts
+    left = [pod.content["status"]["code"] for pod in cluster[0].pods if pod.process.poll() is not None]
+    assert left == [75, 75]
+
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
+    assert ended.returncode == 75, ended.stderr
+    assert run.checkpoints()[-1].name == f"step-{run.result()['steps']:08d}"
+    assert processes_of(run) == []
+    assert cluster[0].objects == {}
+
+
+def test_kubeflows_pods_continue_too(
+    cluster: tuple[Cluster, dict[str, str]], tmp_path: Path, alone: Command
+) -> None:
+    run = two_pods("pytorchjob", tmp_path, cluster[1])
+    process = run.start(f"trainer.max_steps={STEPS}")
+    wait_for(lambda: run.events("train"), process)
+    cluster[0].evict(1)
+    ended = finish(process)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    codes = [pod.content["status"]["code"] for pod in cluster[0].pods]
+    assert codes == [128 + 75, 128 + 75, 0, 0]
+    assert_same_but_for_the_break(run, alone)
+
+
+def assert_same_but_for_the_break(run: Command, alone: Command) -> None:
+    """Every update once, with the losses of one process."""
+    losses = alone.losses()
+    assert run.losses().keys() == losses.keys()
+    for step, loss in run.losses().items():
+        assert loss == pytest.approx(losses[step], rel=1e-5)
+
+
+def test_a_run_that_cannot_begin_says_why(cluster: tuple[Cluster, dict[str, str]], tmp_path: Path) -> None:
+    run = two_pods("job", tmp_path, cluster[1])
+    done = run.run("launcher.volumes=null")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "launcher.volumes" in done.stderr
+    done = run.run("launcher.options=[--server=http://127.0.0.1:9]")
+    assert done.returncode == 4
+    assert len(done.stderr.splitlines()) == 1
+    assert "kubectl get failed" in done.stderr
+    assert not run.run_dir.exists() or not list(run.run_dir.iterdir())
