@@ -388,18 +388,17 @@ class _Followed:
     def wait(self) -> int:
         """Return 0 once it has ended well or is gone, else 1. Raises KeyboardInterrupt after two signals."""
         with self._handlers():
-            asked, code = 0, 0
+            asked, pause = 0, min(0.1, self._poll_seconds)
             while True:
-                if self._received > asked:
-                    asked = self._received
-                    self._stop()
-                if (ended := self._ended()) is not None:
-                    code = ended
+                if (received := self._received) > asked and self._stop():
+                    asked = received
+                if (code := self._ended()) is not None:
                     break
                 self._show()
                 until = time.monotonic() + self._poll_seconds
+                time.sleep(pause)  # also where a signal waits for a cluster that does not answer
                 while time.monotonic() < until and self._received == asked:
-                    time.sleep(min(0.1, self._poll_seconds))
+                    time.sleep(pause)
         self._show()
         self._log.finish()
         if self._kind.has_service and not self._received:
@@ -422,13 +421,16 @@ class _Followed:
             print(f"speechtrain: {self._kind.resource}/{self._name}: {end[1]}", file=sys.stderr, flush=True)
         return 1
 
-    def _stop(self) -> None:
-        """Delete it, its pods first: they get SIGTERM and their time, and it stays until they are gone."""
-        objects = self._kind.objects(self._name)
-        self._kubectl.said("delete", *objects, "--cascade=foreground", "--wait=false", "--ignore-not-found")
+    def _stop(self) -> bool:
+        """Delete it, its pods first: they get SIGTERM and their time, and it stays until they are gone.
+
+        Returns whether the cluster has taken that.
+        """
+        calls = [[*self._kind.objects(self._name), "--cascade=foreground"]]
         if self._received > 1:
-            selected = f"--selector={_INSTANCE}={self._name}"
-            self._kubectl.said("delete", "pods", selected, "--now", "--wait=false", "--ignore-not-found")
+            calls.append(["pods", f"--selector={_INSTANCE}={self._name}", "--now"])
+        said = [self._kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
+        return None not in said
 
     def _show(self) -> None:
         listed = self._kubectl.said("get", "pods", f"--selector={_INSTANCE}={self._name}", "--output=json")

@@ -15,7 +15,7 @@ from speechtrain.launch import Job
 
 from . import cluster as kubernetes
 from .cluster import Cluster
-from .conftest import Command, finish, wait_for
+from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import SIZES, STEPS, assert_same, processes_of, run_alone, skip_without
 
 skip_without("kubectl")
@@ -82,9 +82,9 @@ def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
 ) -> None:
     process = run.start("trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) >= STEPS + 2, process)
-    before = len(run.events("start"))
+    before = len(run.events("resume"))
     cluster[0].evict(1)
-    wait_for(lambda: len(run.events("start")) > before, process)
+    wait_for(lambda: len(run.events("resume")) > before, process)
     saved = run.events("resume")[-1]["step"]
     wait_for(lambda: run.events("train")[-1]["step"] > saved, process)
     ((_, content),) = [item for item in cluster[0].objects.items() if item[0][0] == "jobs"]
@@ -97,7 +97,7 @@ def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
     assert ended.returncode == 75, ended.stderr
     assert run.checkpoints()[-1].name == f"step-{run.result()['steps']:08d}"
     assert processes_of(run) == []
-    assert cluster[0].objects == {}
+    assert [kind for kind, _ in cluster[0].objects] == []
 
 
 def test_kubeflows_pods_continue_too(
@@ -120,6 +120,44 @@ def assert_same_but_for_the_break(run: Command, alone: Command) -> None:
     assert run.losses().keys() == losses.keys()
     for step, loss in run.losses().items():
         assert loss == pytest.approx(losses[step], rel=1e-5)
+
+
+DEAF = "#!/bin/sh\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
+LAUNCH = """
+import pathlib, sys
+from speechtrain.launch import Job
+from speechtrain.launchers.kubernetes import Kubernetes
+python, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+launcher = Kubernetes("image", python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)
+launcher.launch(Job(folder / "config.yaml", folder))
+"""
+
+
+def test_a_second_signal_ends_what_does_not_leave(
+    cluster: tuple[Cluster, dict[str, str]], tmp_path: Path
+) -> None:
+    world, environment = cluster
+    deaf = tmp_path / "python"
+    deaf.write_text(DEAF)
+    deaf.chmod(0o755)
+    pipe = subprocess.PIPE
+    line = [sys.executable, "-c", LAUNCH, str(deaf), str(tmp_path)]
+    process = subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("submitted job.batch/")
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: any("deletionTimestamp" in o["metadata"] for o in world.objects.values()))
+        again = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+        assert "is in the cluster; wait for it" in again.stderr
+        process.send_signal(signal.SIGINT)
+        ended = finish(process)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt" in ended.stderr
+    assert ended.stdout == ""  # each line once
+    assert not [name for kind, name in world.objects if kind == "jobs"]
 
 
 def test_a_run_that_cannot_begin_says_why(cluster: tuple[Cluster, dict[str, str]], tmp_path: Path) -> None:
