@@ -184,7 +184,8 @@ class Cluster:
             "annotations": {INDEX: str(number)} if resource == "jobs" else {},
             "creationTimestamp": now(),
         }
-        content = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "status": {"phase": "Running"}}
+        content = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        content["status"] = {"phase": "Running"}
         pod = Pod(content, process, part, number)
         self.pods.append(pod)
         threading.Thread(target=pod.read, daemon=True).start()

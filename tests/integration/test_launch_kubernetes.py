@@ -71,7 +71,6 @@ def test_two_pods_train_what_one_process_does(
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "submitted job.batch/speechtrain-" in done.stdout
     assert done.stdout.count("finished at step") == 1
-    assert "step 20" in done.stdout or "20/" in done.stdout  # the first pod's log
     assert_same(run, alone)
     assert (run.run_dir / "kubernetes.yaml").exists()
     assert [kind for kind, _ in cluster[0].objects] == ["jobs"]  # the Service has gone
