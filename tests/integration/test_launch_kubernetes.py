@@ -165,7 +165,7 @@ def test_a_run_that_cannot_begin_says_why(cluster: tuple[Cluster, dict[str, str]
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "launcher.volumes" in done.stderr
-    done = run.run("launcher.options=[--server=http://127.0.0.1:9]")
+    done = run.run("launcher.options=['--server=http://127.0.0.1:9']")
     assert done.returncode == 4
     assert len(done.stderr.splitlines()) == 1
     assert "kubectl get failed" in done.stderr
