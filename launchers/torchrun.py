@@ -14,9 +14,10 @@ class Torchrun(Launcher):
     They meet at a free port of this host, so runs beside each other do not collide. Up to
     ``max_restarts`` times the agent starts all ranks again, and they continue from the last
     checkpoint; ``shutdown_seconds`` are what the others may take to end before they are killed.
+    The agent itself waits no longer than 30 s after a failure.
     """
 
-    def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 60) -> None:
+    def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 10) -> None:
         for name, value in {"max_restarts": max_restarts, "shutdown_seconds": shutdown_seconds}.items():
             if value < 0:
                 raise ValueError(f"{name}={value}: it must be at least 0")
@@ -33,8 +34,9 @@ class Torchrun(Launcher):
     def launch(self, job: Job) -> Result:
         self.check(job)
         job = self._prepared(job)
-        environment = job.environ()
-        return Result(supervise(self._command(job), environment, agent_log=job.run_dir / AGENT))
+        grace = float(self.shutdown_seconds)
+        ended = supervise(self._command(job), job.environ(), agent_log=job.run_dir / AGENT, grace=grace)
+        return Result(ended)
 
     def render(self, job: Job) -> str:
         job = self._prepared(job)
@@ -42,8 +44,12 @@ class Torchrun(Launcher):
 
     def _prepared(self, job: Job) -> Job:
         # a variable, not an option: releases that do not know it take no notice
-        shutdown = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
-        return Job(job.config, job.run_dir, job.world_size, {**job.environment, **shutdown})
+        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
+        if (
+            self.max_restarts
+        ):  # torch 2.13 keeps its store, in which ranks would find the dead ones' addresses
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return Job(job.config, job.run_dir, job.world_size, {**job.environment, **variables})
 
     def _command(self, job: Job) -> list[str]:
         return [

@@ -36,6 +36,8 @@ _TRACE = "Traceback (most recent call last):"
 _OURS = ("speechtrain: ", "warning  ")
 # torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
 _AGENTS_LINE = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
+# of torchrun, when another rank has failed
+_CLOSING = re.compile(r"Sending process (\d+) closing signal")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,11 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
 
 
 def supervise(
-    command: list[str], environment: Mapping[str, str], agent_log: Path | None = None, is_deep: bool = False
+    command: list[str],
+    environment: Mapping[str, str],
+    agent_log: Path | None = None,
+    is_deep: bool = False,
+    grace: float | None = None,
 ) -> int:
     """Run ``command`` in a session of its own and return its exit code.
 
@@ -132,7 +138,9 @@ def supervise(
     With ``agent_log``, the command is an agent that starts the ranks as its children. The first
     signal is for them: an agent that gets one ends them. What it says on stderr goes to that file,
     and its ranks' lines to stderr as well. It ends with this process (Linux), however that ends.
-    With ``is_deep`` the agent has processes of its own between itself and the ranks.
+    With ``is_deep`` the agent has processes of its own between itself and the ranks. A rank that
+    torchrun tells to end, since another has failed, is killed ``grace`` seconds later: one that waits
+    for a dead peer within a library does not get to see the signal.
     """
     received = 0
     told: set[int] = set()
@@ -170,7 +178,7 @@ def supervise(
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        with nullcontext() if agent_log is None else _separated(process, agent_log):
+        with nullcontext() if agent_log is None else _separated(process, agent_log, grace):
             while (code := _wait(process, None if agent_log is None else _POLL_SECONDS)) is None:
                 if received == 1:
                     pass_on()
@@ -223,9 +231,17 @@ def _wait(process: subprocess.Popen[str], seconds: float | None) -> int | None:
         return None
 
 
+def _kill_child(agent: int, pid: int) -> None:
+    if pid in children_of(agent):
+        _kill(pid, signal.SIGKILL)
+
+
 @contextmanager
-def _separated(process: subprocess.Popen[str], log: Path) -> Iterator[None]:
-    """An agent's stderr: all of it to ``log``, and to this process's own what a rank has said."""
+def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -> Iterator[None]:
+    """An agent's stderr: all of it to ``log``, and to this process's own what a rank has said.
+
+    Ranks that it says it ends are killed ``grace`` seconds later.
+    """
 
     def copy() -> None:
         assert process.stderr is not None
@@ -234,6 +250,10 @@ def _separated(process: subprocess.Popen[str], log: Path) -> Iterator[None]:
             for line in process.stderr:
                 with contextlib.suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
                     file.write(line)
+                if grace is not None and (closing := _CLOSING.search(line)) and _AGENTS_LINE.match(line):
+                    timer = threading.Timer(grace, _kill_child, (process.pid, int(closing[1])))
+                    timer.daemon = True
+                    timer.start()
                 is_trace = _TRACE in line or (is_trace and not line.startswith(_OURS))
                 if not is_trace and not _AGENTS_LINE.match(line):
                     sys.stderr.write(line)

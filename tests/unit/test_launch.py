@@ -184,6 +184,29 @@ def test_what_an_agent_says_of_a_failure_is_for_its_log(
     assert "RuntimeError: [3, 3]" in (tmp_path / "agent.log").read_text()
 
 
+DEAF = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    while not (folder / "deaf").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+(folder / "deaf").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+def test_a_rank_that_does_not_end_after_anothers_failure_is_killed(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line += ["--no-python", sys.executable, "-c", DEAF, str(tmp_path)]
+    log = tmp_path / "agent.log"
+    assert supervise(line, os.environ, agent_log=log, grace=0.1) != 0
+    assert "exitcode: 3" in log.read_text()
+    assert "Unable to shutdown process" not in log.read_text()  # torchrun's own way, after 30 s
+    wait_until(lambda: ended(int((tmp_path / "deaf").read_text())))
+
+
 def test_an_agent_does_not_outlive_its_command(tmp_path: Path) -> None:
     line = [sys.executable, "-c", AGENT_OF_TWO, RANK.format(folder=str(tmp_path))]
     program = (
@@ -238,7 +261,8 @@ def test_the_default_launcher_counts_the_ranks(tmp_path: Path) -> None:
         launcher.check(job)
     assert launcher.render(one) == f"A=1 {sys.executable} -m speechtrain.worker {tmp_path / 'c.yaml'}"
     assert launcher.render(two) == (
-        f"A=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9 {sys.executable} -m torch.distributed.run --standalone "
+        "A=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9 "
+        f"{sys.executable} -m torch.distributed.run --standalone "
         f"--nproc-per-node=2 --max-restarts=2 --no-python {sys.executable} -m speechtrain.worker "
         f"{tmp_path / 'c.yaml'}"
     )
