@@ -198,6 +198,8 @@ class Trainer:
         if self._owes_validation(status, validate_every):
             status = self._validate(task, data, average) or status
             self._save(states, task, average)
+        elif status == "preempted" and not progress.step:  # told before the first update: that is saved, too
+            self._save(states, task, average)
         while not status:
             step = progress.step + 1
             profiler.begin(step)
