@@ -91,7 +91,7 @@ class Forks:
 @contextmanager
 def forking(environment: Mapping[str, str]) -> Iterator[Forks]:
     """A process to fork from, as long as the context lasts."""
-    allowed = {**environment, "SPEECHTRAIN_ALLOW_TARGETS": "pretraining", "OMP_NUM_THREADS": "1"}
+    allowed = {**environment, "SPEECHTRAIN_ALLOW_TARGETS": "pretraining,recording", "OMP_NUM_THREADS": "1"}
     program = [sys.executable, str(Path(__file__).with_name("pretraining.py"))]
     pipe = subprocess.PIPE
     with subprocess.Popen(program, env=allowed, stdin=pipe, stdout=pipe, text=True) as process:
