@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from speechtrain.errors import MachineError
+from speechtrain.watchdog import Place, collective
 
 _BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
 
@@ -89,6 +91,11 @@ class Group(ABC):
     """The processes of a run, as one object."""
 
     world: World
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank stands; waiting for peers is noted there."""
+        return Place()
 
     @abstractmethod
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -185,6 +192,7 @@ class TorchGroup(Group):
                 f"rank {world.rank} of {world.size} did not find its peers ({backends}): {cause}"
             ) from error
 
+    @collective
     def wrap(self, module: nn.Module) -> nn.Module:
         """DDP around ``module``, which begins with rank 0's parameters and buffers everywhere.
 
@@ -199,12 +207,13 @@ class TorchGroup(Group):
             for name, buffer in module.named_buffers()
             if name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
         ]
-        return _Summed(module)
+        return _Summed(module, self.place)
 
     def hold(self, module: nn.Module) -> AbstractContextManager[object]:
         assert isinstance(module, _Summed)
         return module.hold()
 
+    @collective
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
         dist.all_reduce(total)
@@ -221,6 +230,7 @@ class TorchGroup(Group):
         if not self.world.rank:
             self.barrier()
 
+    @collective
     def agree(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
@@ -238,7 +248,8 @@ class TorchGroup(Group):
     def explained(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
             cause = " ".join(str(error).split())[:200]
-            return PeerLost(f"rank {self.world.rank} has lost a peer, or waited for it in vain: {cause}")
+            lost = f"rank {self.world.rank} ({self.place}) has lost a peer, or waited for it in vain"
+            return PeerLost(f"{lost}: {cause}")
         return error
 
     def close(self) -> None:
@@ -267,9 +278,10 @@ class _Summed(nn.Module):
     that says ``skips_parameters`` has its graph searched for parameters that an update leaves out.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, place: Place) -> None:
         super().__init__()
         self.module = module
+        self.place = place
         self.ddp: DistributedDataParallel | None = None
         self._trainable: list[bool] = []
         self._renew()
@@ -292,7 +304,7 @@ class _Summed(nn.Module):
                 init_sync=is_first,
                 find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
             )
-        self.ddp.register_comm_hook(None, lambda state, bucket: _sum_bucket(bucket))
+        self.ddp.register_comm_hook(self.place, lambda place, bucket: _sum_bucket(place, bucket))
 
     def hold(self) -> AbstractContextManager[object]:
         self._renew()
@@ -304,10 +316,17 @@ class _Summed(nn.Module):
         return self.module(*inputs) if self.ddp is None else self.ddp(*inputs)
 
 
-def _sum_bucket(bucket: Any) -> torch.futures.Future[Tensor]:
+def _sum_bucket(place: Place, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's reduction without its average, which fp16 would round and the trainer would have to undo."""
+
+    def summed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        content = done.value()[0]  # raises where the reduction failed: it has not come to its end
+        place.leave()
+        return content
+
+    place.enter()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(summed)
     return reduced
 
 

@@ -25,5 +25,5 @@ class Limits:
     on_collapse: str = "stop"  # stop | rollback | warn, when the task sees training collapse
     max_graphs: int | None = None  # compilations that a device which counts them may make; null: no limit
     max_bad_updates: int = 10  # non-finite updates in a row that end the run
-    timeout_seconds: float = 1800.0  # that a rank waits for its peers, their data and saves included
+    timeout_seconds: float = 1800.0  # without a move, or kept waiting by a peer: the stuck rank is named
     profile: str = ""  # A:B writes a torch profile of steps A to B

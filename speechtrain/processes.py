@@ -94,3 +94,16 @@ def ancestors_of(pid: int) -> list[int]:
     while (pid := parent_of(pid)) > 0 and pid not in found:
         found.append(pid)
     return found
+
+
+def siblings_of(pid: int) -> dict[int, dict[str, str]]:
+    """The other processes that ``pid``'s starter has started, with the variables they began with (Linux)."""
+    found = {}
+    for sibling in children_of(parent_of(pid)) - {pid}:
+        try:
+            content = (PROC / str(sibling) / "environ").read_text(errors="replace")
+        except OSError:  # ended since, or another user's
+            continue
+        pairs = (entry.partition("=") for entry in content.split("\0") if "=" in entry)
+        found[sibling] = {name: value for name, _, value in pairs}
+    return found

@@ -21,6 +21,8 @@ DEVICE = "device.json"
 """What the device has chosen by measurement; a resumed run takes it from there."""
 ERROR = "error.log"
 RANKS = "ranks"
+STUCK = "stuck"
+"""Where each rank stood when a rank was stuck; a folder for each time."""
 
 
 class RunLock:

@@ -151,6 +151,7 @@ class Trainer:
             "progress": self.progress,
         }
         found = None
+        self.group.place.at(0, "resume")
         if resume != "never":
             with self.group.first():  # it sets damaged ones aside
                 found = self.checkpointer.restore(states)
@@ -187,6 +188,7 @@ class Trainer:
         batches = data.train(world.rank, world.size, self.limits.accumulate)
         task.train()
 
+        self.group.place.at(0, "warm-up")
         if self.device.static_shapes:
             self._warm_up(
                 task, wrapped, data, optimizer, average, schedule.rate(self.progress.step + 1), states
@@ -205,6 +207,7 @@ class Trainer:
             profiler.begin(step)
             task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(task, wrapped, batches, step, interval)
+            self.group.place.at(step, "update")
             rate = schedule.rate(step) * progress.rate_factor
             norm = self._step(task, optimizer, average, weight, healthy, rate)
             progress.step = step
@@ -348,19 +351,21 @@ class Trainer:
         Returns the global weight (), whether every loss was finite () bool, and what all ranks agree
         on: whether a stop was requested, whether the time is over.
         """
-        world, accumulate = self.group.world, self.limits.accumulate
+        world, accumulate, place = self.group.world, self.limits.accumulate, self.group.place
         weights, finite = [], []
         self._micro_batches = []
         for micro in range(accumulate):
+            place.at(step, "data")
             waiting = time.perf_counter()
             batch = next(batches)
             interval.waited_s += time.perf_counter() - waiting
+            place.at(step, "forward")
             # one address for each micro-batch of the run, whichever rank computes it
-            place = (step, micro * world.size + world.rank)
-            batch = task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *place))
+            address = (step, micro * world.size + world.rank)
+            batch = task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *address))
             self._micro_batches.append(batch)
             moved = self.device.move(batch)
-            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *place))
+            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *address))
             last = micro + 1 == accumulate
             with nullcontext() if last else self.group.hold(wrapped):
                 with self.precision.autocast(self.device.name):
@@ -368,6 +373,7 @@ class Trainer:
                 if not self.progress.nominal:  # read once in the life of a run
                     size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
                     self.progress.nominal = 2.0 ** round(math.log2(size))  # dividing by it is exact
+                place.at(step, "backward")
                 self.precision.backward(
                     times(loss.total, 1.0 / self.progress.nominal)
                 )  # a power of two: exact
@@ -375,6 +381,7 @@ class Trainer:
             finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
             self.device.mark()
+        place.at(step, "agree")
         skip = torch.stack(finite).sum() < accumulate
         weight, stop, late, skip = self.group.agree(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip
@@ -432,6 +439,7 @@ class Trainer:
         return is_due and status != "preempted" and step > self.progress.validated
 
     def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
+        self.group.place.at(self.progress.step, "log")
         self.device.synchronize()  # the one wait for the device, on log steps only
         seconds = max(1e-9, time.perf_counter() - interval.begun)
         interval.sums.reduce(self.group.sum)
@@ -459,7 +467,12 @@ class Trainer:
 
         Returns ``target`` where the target is reached, ``preempted`` where a stop request came first.
         """
-        group, asked = self.group, lambda: self.group.any(self.stop_requested())
+        group = self.group
+
+        def asked() -> bool:  # before every batch
+            group.place.at(self.progress.step, "validation")
+            return group.any(self.stop_requested())
+
         try:
             with self._averaged(task, average):
                 sets = data.valid(group.world.rank, group.world.size)
@@ -498,6 +511,7 @@ class Trainer:
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
 
     def _save(self, states: dict[str, Stateful], task: Task, average: Average) -> None:
+        self.group.place.at(self.progress.step, "checkpoint")
         if self.group.world.rank == 0:
             is_validated = self.progress.validated == self.progress.step
             metric = self.progress.metrics.get(task.metric) if is_validated else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import random
@@ -35,17 +36,19 @@ from speechtrain.forms import adapt
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import FP32, Precision
-from speechtrain.processes import PARENT, ancestors_of
+from speechtrain.processes import PARENT, ancestors_of, siblings_of
 from speechtrain.randomness import seed_at
-from speechtrain.run import DEVICE, ERROR, RESULT, RunLock, rank_folder, read_device
+from speechtrain.run import DEVICE, ERROR, RESULT, STUCK, RunLock, rank_folder, read_device
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer import Progress, Trainer, planned_steps
+from speechtrain.watchdog import MARGIN_SECONDS, Note, Stuck, Verdict, Watch
 
 _LOG = logging.getLogger("speechtrain.worker")  # where this module is run, its own name is another
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
+_FIRST_WORD_SECONDS = 1.0  # in which rank 0, which prints, ends before those that its end would tear down
 _MOST_EARLY = 1000  # warnings from before the trackers are there
 
 
@@ -149,6 +152,7 @@ class Attempt:
     metric: str = "loss"
     tracker: Tracker | None = None
     group: Group = field(default_factory=Solo)
+    watch: Watch | None = None
 
     def result(self) -> dict[str, Any]:
         """What ``result.json`` says."""
@@ -192,7 +196,49 @@ def backends_of(device: Device) -> str:
     return ",".join(f"{name}:{backend}" for name, backend in backends.items())
 
 
-def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt) -> None:
+def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
+    """The watch over this rank, from here to its end; all ranks must call it.
+
+    The folder for what it has to say bears the time of rank 0's start, which tells attempts apart.
+    """
+    group, world = attempt.group, attempt.group.world
+    own = 0.0 if world.rank else float(int(time.time()))
+    begun = float(group.sum(torch.tensor([own], dtype=torch.float64))[0])
+    folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun))
+
+    def leave(verdict: Verdict, note: Note) -> None:
+        _leave_stuck(attempt, rank_folder(run_dir, world.rank), verdict, note)
+
+    return Watch(group.place, world.rank, world.size, folder, seconds, leave).start()
+
+
+def _leave_stuck(attempt: Attempt, folder: Path, verdict: Verdict, note: Note) -> NoReturn:
+    """End this rank, whatever its main thread hangs in; the outcome names the rank that is to blame."""
+    speaker = verdict.rank  # for one that cannot, the first of the others
+    while speaker in verdict.silent:
+        speaker += 1
+    is_cause = note.rank == speaker % attempt.group.world.size
+    message = verdict.message if is_cause else f"{note}: rank {verdict.rank} is stuck"
+    place = {"rank": note.rank, "failed_at": time.time(), "is_cause": is_cause}
+    result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **place}
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR).write_text(f"{verdict.message}\n\n{note.others}{note.stack}")
+        write_json(folder / RESULT, result)
+    with contextlib.suppress(OSError, ValueError):
+        print(f"speechtrain: the stack of rank {verdict.rank}:\n{verdict.stack}", file=sys.stderr, flush=True)
+    if note.rank:
+        time.sleep(_FIRST_WORD_SECONDS)
+    for pid, environment in siblings_of(os.getpid()).items():
+        with contextlib.suppress(MachineError, ProcessLookupError, PermissionError):
+            if World.from_environment(environment).rank in verdict.silent:
+                os.kill(pid, signal.SIGKILL)
+    os._exit(Stuck.exit_code)
+
+
+def train(
+    config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
+) -> None:
     """Build everything and train; ``attempt`` says how it went. Raises what stopped it."""
     run_dir = Path(config.run_dir)
     limits = limits_for(config, world)
@@ -200,7 +246,9 @@ def train(config: DictConfig, world: World, stop: StopRequest, attempt: Attempt)
     early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there is somebody to tell
     logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
-    group = attempt.group = open_group(world, backends_of(device), limits.timeout_seconds)
+    group = attempt.group = open_group(world, backends_of(device), limits.timeout_seconds + MARGIN_SECONDS)
+    if is_watched:
+        attempt.watch = watch(attempt, run_dir, limits.timeout_seconds)
     task, tokenizer = build_task(config)
     adapt(task, device.forms(precision.dtype))
     data: DataModule = build(
@@ -269,8 +317,10 @@ def _leave_with_parent(stop: StopRequest) -> None:
         stop.received = True
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     """Run one rank; its outcome, good or bad, is in ``result.json``. Returns the exit code.
+
+    A rank that is watched does not return when it hangs: the process ends.
 
     Rank 0 holds the run's lock and speaks for the run; the others keep their outcome, and whatever
     they print, in folders of their own.
@@ -290,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     if rank.isdigit() and int(rank):  # one that is no number is complained of where the world is read
         _print_to(rank_folder(run_dir, int(rank)) / "output.log")
-        return _attempt(path, stop, int(rank))
+        return _attempt(path, stop, int(rank), is_watched=is_watched)
     lock = RunLock(run_dir)
     try:
         lock.acquire()
@@ -298,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"speechtrain: error: {error}", file=sys.stderr)
         return RunError.exit_code
     try:
-        return _attempt(path, stop)
+        return _attempt(path, stop, is_watched=is_watched)
     finally:
         lock.release()
 
@@ -312,15 +362,16 @@ def _print_to(path: Path) -> None:
             os.dup2(log.fileno(), stream.fileno())
 
 
-def _attempt(path: Path, stop: StopRequest, rank: int = 0) -> int:
+def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = False) -> int:
     """Train by the config at ``path``, leave the outcome in the rank's folder and return the exit code."""
     folder = rank_folder(path.parent, rank)
     attempt, code, trace = Attempt(), 0, folder / ERROR
     for before in (trace, folder / RESULT):
         before.unlink(missing_ok=True)
     try:
-        train(load(path), World.from_environment(os.environ), stop, attempt)
+        train(load(path), World.from_environment(os.environ), stop, attempt, is_watched)
         result = attempt.result()
+        attempt.group.place.at(attempt.progress.step, "end")
         attempt.group.close()
     except Exception as raised:  # the boundary of the process: whatever it is, the parent must be told
         error = attempt.group.explained(raised)
@@ -332,6 +383,9 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0) -> int:
         result = {**attempt.result(), "error": message.strip(), "exit_code": code, **place}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             trace.write_text(traceback.format_exc())
+    finally:
+        if attempt.watch is not None:
+            attempt.watch.close()
     attempt.end(result)
     try:
         write_json(folder / RESULT, result)
@@ -352,4 +406,5 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _leave(main())
+    faulthandler.enable()  # a backend that aborts leaves its stack
+    _leave(main(is_watched=True))

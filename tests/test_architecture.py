@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
     | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary", "interop.weights"}
-    | {"tracking.base", "tracking.group", "interop.weights"},
+    | {"tracking.base", "tracking.group", "interop.weights", "watchdog"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
     | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base", "update"}
     | {"warmup"},
@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "text": set(),
     "metrics": set(),
     "task": set(),
-    "distributed": set(),
+    "distributed": {"watchdog"},
+    "watchdog": set(),
     "launch": {"processes"},
     "limits": set(),
     "processes": set(),
