@@ -17,8 +17,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -68,13 +67,6 @@ class Place:
             self._left += 1
         self.usual.add(self.phase)
 
-    @contextmanager
-    def collective(self) -> Iterator[None]:
-        """A context that waits for all peers."""
-        self.enter()
-        yield  # where it raises, its end has not come
-        self.leave()
-
     @property
     def is_waiting(self) -> bool:
         return self._entered > self._left
@@ -95,8 +87,10 @@ def collective(
 
     @functools.wraps(method)
     def noted(self: Any, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Answer:
-        with self.place.collective():
-            return method(self, *arguments, **named)
+        self.place.enter()
+        answer = method(self, *arguments, **named)  # where it raises, its end has not come
+        self.place.leave()
+        return answer
 
     return noted
 

@@ -142,7 +142,7 @@ def test_of_several_the_one_furthest_behind_is_named() -> None:
 
 def test_a_rank_without_an_answer_is_named() -> None:
     verdict = judge([waiting(0, "agree", 14), waiting(1, "agree", 14)], 3, 5.0)
-    assert (verdict.rank, verdict.silent) == (2, {2})
+    assert (verdict.rank, verdict.silent) == (2, frozenset({2}))
     assert "rank 2 gives no sign of life" in verdict.message
 
 
