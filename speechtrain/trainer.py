@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +119,8 @@ class Trainer:
         self.update: Update = (Selected if device.static_shapes else Decided)(precision, limits.clip)
         self._graphs = 0  # compiled by the end of the warm-up
         self._began = 0.0  # when the run would have begun, had it never been away
+        self.latest: Batch | None = None
+        """The batch that was begun last, in training or evaluation, as it is on the host."""
         self._micro_batches: list[Batch] = []  # of the current step, for the replay bundle
 
     def fit(
@@ -233,11 +235,6 @@ class Trainer:
                 self._save(states, task, average)
                 interval.begun = time.perf_counter()  # neither belongs to the training throughput
         return status
-
-    @property
-    def latest(self) -> Batch | None:
-        """The micro-batch that was begun last, as it is on the host."""
-        return self._micro_batches[-1] if self._micro_batches else None
 
     def _warm_up(
         self,
@@ -364,6 +361,7 @@ class Trainer:
             address = (step, micro * world.size + world.rank)
             batch = task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *address))
             self._micro_batches.append(batch)
+            self.latest = batch
             moved = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *address))
             last = micro + 1 == accumulate
@@ -475,7 +473,7 @@ class Trainer:
 
         try:
             with self._averaged(task, average):
-                sets = data.valid(group.world.rank, group.world.size)
+                sets = {n: self._noting(s) for n, s in data.valid(group.world.rank, group.world.size).items()}
                 outcomes = evaluate(task, sets, self.device, self.precision, group, stop_requested=asked)
         except Interrupted:
             return "preempted"
@@ -484,6 +482,12 @@ class Trainer:
         self.progress.metrics = {**first_set(outcomes), **metrics}
         self.progress.validated = self.progress.step
         return "target" if self._has_target(task) else ""
+
+    def _noting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """``batches``, each kept as the latest."""
+        for batch in batches:
+            self.latest = batch
+            yield batch
 
     @contextlib.contextmanager
     def _averaged(self, task: Task, average: Average) -> Iterator[None]:

@@ -187,6 +187,13 @@ def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
     assert rest.task.update_seeds == whole.task.update_seeds[3:]
 
 
+def test_the_latest_batch_is_that_of_an_evaluation_while_one_is_made(tmp_path: Path) -> None:
+    """What a lack of memory is explained by."""
+    rig = Rig(tmp_path, max_steps=2)
+    assert rig.trainer.latest is not None
+    assert rig.trainer.latest.ids == rig.data.at(1001).ids
+
+
 def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"the line has collapsed; lower optimizer.lr .*since step 5"):
         Rig(tmp_path, max_steps=10, alarms=[6])
