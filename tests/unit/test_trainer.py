@@ -374,7 +374,8 @@ def test_a_validation_that_was_left_is_made_up_for(tmp_path: Path) -> None:
 def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:
     rig = Rig(tmp_path, stop_at=0, max_steps=5)
     assert (rig.status, rig.trainer.progress.step) == ("preempted", 0)
-    assert Checkpointer(tmp_path).folders() == []
+    assert [folder.name for folder in Checkpointer(tmp_path).folders()] == ["step-00000000"]
+    assert Rig(tmp_path, max_steps=5).losses == Rig(tmp_path / "whole", max_steps=5).losses
 
 
 def test_must_needs_a_sound_checkpoint(tmp_path: Path) -> None:
