@@ -22,7 +22,16 @@ from typing import Any
 import yaml
 
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
-from speechtrain.launch import AGENT, STOP_SIGNALS, Job, Launcher, Result, rendezvous_port, travelling
+from speechtrain.launch import (
+    AGENT,
+    STOP_SIGNALS,
+    Job,
+    Launcher,
+    Result,
+    rendezvous_port,
+    travelling,
+    unexpanded,
+)
 
 MANIFEST = "kubernetes.yaml"
 """In the run directory: what was submitted."""
@@ -249,8 +258,7 @@ class Kubernetes(Launcher):
             *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
             *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),
             *(f"--master-port={port}", f"--rdzv-conf=timeout={_WAIT_SECONDS}"),
-            # torchrun fills in its own ${local_rank}, and takes $$ for $ as Kubernetes does
-            *("--no-python", python, *(_literal(_literal(word)) for word in job.command[1:])),
+            *("--no-python", python, *(_literal(word) for word in unexpanded(job.command[1:]))),
         ]
 
     def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,16 @@ from types import FrameType
 from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import AGENT, STOP_SIGNALS, Job, Launcher, Result, rendezvous_port, travelling
+from speechtrain.launch import (
+    AGENT,
+    STOP_SIGNALS,
+    Job,
+    Launcher,
+    Result,
+    rendezvous_port,
+    travelling,
+    unexpanded,
+)
 from speechtrain.node import ALIVE, KILL, STOP, versions
 
 _ALIVE_SECONDS = 5.0
@@ -130,7 +139,7 @@ class Ssh(Launcher):
                 *(self.python, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
                 *(f"--nproc-per-node={ranks}", f"--node-rank={index}"),
                 *(f"--master-addr={hosts[0]}", f"--master-port={self._port(job)}"),
-                *("--no-python", self.python, *job.command[1:]),
+                *("--no-python", self.python, *unexpanded(job.command[1:])),
             ]
             node = [self.python, "-m", "speechtrain.node", "run", f"--attached={self.shutdown_seconds}"]
             node += [f"--address={host}", str(log), "--", *agent]

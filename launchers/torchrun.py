@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from speechtrain.errors import ConfigError
-from speechtrain.launch import AGENT, Job, Launcher, Result, shell_line, supervise
+from speechtrain.launch import AGENT, Job, Launcher, Result, shell_line, supervise, unexpanded
 
 
 class Torchrun(Launcher):
@@ -55,5 +55,6 @@ class Torchrun(Launcher):
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={job.world_size}", f"--max-restarts={self.max_restarts}"),
-            *("--no-python", *job.command),  # the worker line as every launcher has it
+            # the worker line as every launcher has it
+            *("--no-python", job.command[0], *unexpanded(job.command[1:])),
         ]

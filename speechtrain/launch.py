@@ -118,6 +118,11 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*assignments, shlex.join(command)])
 
 
+def unexpanded(words: Iterable[str]) -> list[str]:
+    """Arguments that torchrun, which fills in macros and takes ``$$`` for ``$``, hands on as they are."""
+    return [word.replace("$", "$$") for word in words]
+
+
 def supervise(
     command: list[str],
     environment: Mapping[str, str],
