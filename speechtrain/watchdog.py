@@ -212,6 +212,7 @@ class Watch:
         self._looked = clock()
         self._main = threading.main_thread().ident or 0
         self._done = threading.Event()
+        self._is_leaving = False
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> Watch:
@@ -219,12 +220,15 @@ class Watch:
         return self
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. Once there is an alarm, ``leave`` has the last word: this does not return."""
         self._done.set()
+        if self._is_leaving:
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._done.wait(self.tick):
             if self.look():
+                self._is_leaving = True
                 # it needs neither the interpreter's lock nor a disk
                 faulthandler.dump_traceback_later(self.patience + _LAST_SECONDS, exit=True, file=2)
                 note = self.answer()

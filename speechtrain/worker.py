@@ -166,6 +166,11 @@ class Attempt:
             "scale_skips": self.progress.scale_skips,
         }
 
+    def unwatch(self) -> None:
+        """Stop watching, or let the watch end the process where it is about to."""
+        if self.watch is not None:
+            self.watch.close()
+
     def end(self, result: dict[str, Any]) -> None:
         """Tell the trackers, and close them."""
         if self.tracker is not None:
@@ -373,7 +378,9 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         result = attempt.result()
         attempt.group.place.at(attempt.progress.step, "end")
         attempt.group.close()
+        attempt.unwatch()
     except Exception as raised:  # the boundary of the process: whatever it is, the parent must be told
+        attempt.unwatch()  # an error that comes of a peer's end must not hide what the watch has said
         error = attempt.group.explained(raised)
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
         message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
@@ -383,9 +390,6 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         result = {**attempt.result(), "error": message.strip(), "exit_code": code, **place}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             trace.write_text(traceback.format_exc())
-    finally:
-        if attempt.watch is not None:
-            attempt.watch.close()
     attempt.end(result)
     try:
         write_json(folder / RESULT, result)
