@@ -52,8 +52,11 @@ setup(
         # GPL-3 espeak-ng as a wheel: only to synthesise more words and voices, never at run time
         "demo": ["espeakng-loader"],
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
+        "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
         "dev": [
             "transformers>=4.57",
+            "hydra-joblib-launcher",
+            "hydra-submitit-launcher",
             "kubernetes",  # its models, and Kubeflow's, check the manifests
             "kubeflow-training",
             "pytest",

@@ -264,6 +264,25 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in base.iterdir()] == ["multirun.yaml"]
 
 
+@pytest.mark.parametrize("scheduler", ["joblib", "submitit_local"])
+def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
+    scheduler: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{scheduler.partition('_')[0]}_launcher")
+    arguments = ["-m", f"hydra/launcher={scheduler}", "optimizer.lr=1e-3,4e-3", "world_size=2", DRY]
+    done = subprocess.run(
+        [sys.executable, "-m", "speechtrain.commands.train", *arguments],
+        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    logs = [
+        path.read_text() for path in (tmp_path / "runs").rglob("*_log.out")
+    ]  # submitit's jobs write there
+    lines = [line for line in (done.stdout + "".join(logs)).splitlines() if "speechtrain.worker" in line]
+    assert len({line.split()[-1] for line in lines}) == 2
+    assert all("--nproc-per-node=2" in line for line in lines)
+
+
 def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("-m", "optimizer.lr=-1,1e-3", DRY) == CONFIG
     captured = capsys.readouterr()
