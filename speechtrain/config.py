@@ -88,7 +88,7 @@ _VOLATILE = (
 )
 _VOLATILE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "target", "log_every", "validate_every", "save_every"),
-    *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile"),
+    *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile", "shard"),
 )
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -245,6 +245,8 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
         raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: it is continue or stop")
     if limits["on_collapse"] not in ("stop", "rollback", "warn"):
         raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: it is stop, rollback or warn")
+    if limits["shard"] not in ("none", "parameters"):
+        raise ConfigError(f"trainer.shard={limits['shard']}: it is none or parameters")
     if plain["world_size"] < 1:
         raise ConfigError(f"world_size={plain['world_size']}: it must be at least 1")
     if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):

@@ -97,6 +97,9 @@ class Group(ABC):
         """Where this rank stands; waiting for peers is noted there."""
         return Place()
 
+    def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Spread parameters and optimizer over the group, where it does so; before anything is loaded."""
+
     @abstractmethod
     def wrap(self, module: nn.Module) -> nn.Module:
         """The module whose forward synchronises gradients as sums over the group."""
@@ -199,6 +202,11 @@ class TorchGroup(Group):
         What has ``requires_grad`` may change between updates, on all ranks alike. Buffers called
         ``running_*`` (BatchNorm's) are averaged over the group in every ``agree``.
         """
+        self._share_buffers(module)
+        return _Summed(module, self.place)
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's buffers, and note those that ``agree`` averages."""
         with torch.no_grad():
             for buffer in module.buffers():
                 self._broadcast(buffer)
@@ -207,7 +215,6 @@ class TorchGroup(Group):
             for name, buffer in module.named_buffers()
             if name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
         ]
-        return _Summed(module, self.place)
 
     def hold(self, module: nn.Module) -> AbstractContextManager[object]:
         assert isinstance(module, _Summed)

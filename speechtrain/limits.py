@@ -15,6 +15,7 @@ class Limits:
     target: float | None = None  # stop once the task's metric (WER as a fraction) is this low
     accumulate: int = 1  # micro-batches per rank and step
     simulate_world: int | None = None  # world_size × accumulate; accumulate is then derived
+    shard: str = "none"  # none | parameters: each rank holds its share of them (FSDP2) or all (DDP)
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     ema: float = 0.999  # decay of the weight average that is evaluated and exported; 0 turns it off
     log_every: int = 10  # steps

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain.shards import all_finite, local
+
 
 class Precision(ABC):
     """How a step computes: a context for the forward, a way back, a guarded optimizer step."""
@@ -95,7 +97,7 @@ class FP16(Precision):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if gradients := gradients_of(optimizer):
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
+            torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / self.scale)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
@@ -105,7 +107,7 @@ class FP16(Precision):
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         self.healthy = 0
-        if self.scale <= self.floor or all(bool(torch.isfinite(g).all()) for g in gradients_of(optimizer)):
+        if self.scale <= self.floor or all_finite(gradients_of(optimizer)):
             return False  # nothing left to lower, or a loss that no scale makes finite
         self.scale = max(self.floor, self.scale / 2.0)
         return True

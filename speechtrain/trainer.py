@@ -516,7 +516,7 @@ class Trainer:
 
     def _save(self, states: dict[str, Stateful], task: Task, average: Average) -> None:
         self.group.place.at(self.progress.step, "checkpoint")
-        if self.group.world.rank == 0:
+        if self.group.world.rank == 0 or self.checkpointer.needs_all:
             is_validated = self.progress.validated == self.progress.step
             metric = self.progress.metrics.get(task.metric) if is_validated else None
             try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from speechtrain.optim.common import squared_norm
 from speechtrain.optim.ema import Average
 from speechtrain.precision import Precision, gradients_of
+from speechtrain.shards import local, total_norm
 
 
 class Verdict(Enum):
@@ -71,11 +72,11 @@ class Decided(Update):
     ) -> Tensor:
         self.precision.unscale(optimizer)
         gradients = gradients_of(optimizer)
-        norm = torch.nn.utils.get_total_norm(gradients) * scale
+        norm = total_norm(gradients) * scale
         if self.clip > 0:
             scale = scale * (self.clip / norm.clamp(min=self.clip))
         if bool(healthy) and bool(torch.isfinite(norm)):  # a host read: every rank decides alike
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)

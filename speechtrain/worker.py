@@ -241,6 +241,25 @@ def _leave_stuck(attempt: Attempt, folder: Path, verdict: Verdict, note: Note) -
     os._exit(Stuck.exit_code)
 
 
+def open_ranks(limits: Limits, world: World, device: Device, run_dir: Path) -> tuple[Group, Checkpointer]:
+    """The group of this run's ranks, and what saves their state: whole, or where they share it in shards.
+
+    Raises ConfigError where ``trainer.shard`` and the device do not go together.
+    """
+    backends, timeout = backends_of(device), limits.timeout_seconds + MARGIN_SECONDS
+    if limits.shard == "none" or world.size == 1:
+        return open_group(world, backends, timeout), Checkpointer(run_dir, limits.keep)
+    if not device.takes_shards:
+        raise ConfigError(
+            f"trainer.shard={limits.shard}: device={device.name} needs whole parameters; "
+            "use trainer.shard=none"
+        )
+    from speechtrain.sharding import ShardedCheckpointer, ShardedGroup  # a second of imports
+
+    group = ShardedGroup(world, backends, timeout)
+    return group, ShardedCheckpointer(run_dir, limits.keep, group)
+
+
 def train(
     config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
 ) -> None:
@@ -251,7 +270,8 @@ def train(
     early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there is somebody to tell
     logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
-    group = attempt.group = open_group(world, backends_of(device), limits.timeout_seconds + MARGIN_SECONDS)
+    group, checkpointer = open_ranks(limits, world, device, run_dir)
+    attempt.group = group
     if is_watched:
         attempt.watch = watch(attempt, run_dir, limits.timeout_seconds)
     task, tokenizer = build_task(config)
@@ -262,7 +282,6 @@ def train(
     with group.first():  # what it reads of a large set, the others find in the cache
         data.check()
     device.expect(data.shapes())
-    checkpointer = Checkpointer(run_dir, limits.keep)
     begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
 
@@ -274,6 +293,7 @@ def train(
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **switches)
     module, optimizer = device.prepare(task, optimizer, precision.dtype)
     assert isinstance(module, Task)
+    group.shard(module, optimizer)
     attempt.metric = task.metric
     # warnings of the other ranks go to their own logs
     attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")

@@ -22,21 +22,23 @@ MAY_IMPORT = {
     "config": {"limits"},
     "worker": {"config", "trainer", "distributed", "checkpoint", "run", "task", "limits", "precision"}
     | {"devices.base", "data.base", "optim.ema", "processes", "text.vocabulary", "interop.weights"}
-    | {"tracking.base", "tracking.group", "interop.weights", "watchdog"},
+    | {"tracking.base", "tracking.group", "interop.weights", "sharding", "watchdog"},
     "trainer": {"checkpoint", "data.base", "devices.base", "distributed", "evaluation", "limits", "metrics"}
     | {"optim.ema", "optim.schedules", "precision", "profiling", "task", "tracking.base", "update"}
     | {"warmup"},
     "warmup": {"optim.ema"},
-    "update": {"optim.common", "optim.ema", "precision"},
+    "update": {"optim.common", "optim.ema", "precision", "shards"},
     "evaluation": {"devices.base", "distributed", "metrics", "precision", "task"},
     "models": {"task", "nn", "decoding", "text", "metrics"},
     "devices": set(),
     "data": {"text"},
     "decoding": set(),
     "nn": set(),
-    "optim": set(),
-    "precision": set(),
-    "checkpoint": set(),
+    "optim": {"shards"},
+    "precision": {"shards"},
+    "checkpoint": {"shards"},
+    "sharding": {"checkpoint", "distributed", "shards"},
+    "shards": set(),
     "profiling": set(),
     "tracking": set(),
     "text": set(),

@@ -33,6 +33,11 @@ class Device(ABC):
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed, printed set."""
 
+    @property
+    def takes_shards(self) -> bool:
+        """Whether its ranks may share out the parameters: not where graphs are recorded of fixed tensors."""
+        return not self.static_shapes
+
     @abstractmethod
     def environment(self, processes: int) -> dict[str, str]:
         """Variables that must be set before Python starts, for ``processes`` ranks on this host.

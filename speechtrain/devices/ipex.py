@@ -35,6 +35,10 @@ class IPEX(CPU):
         _import()
         super().open(local_rank)
 
+    @property
+    def takes_shards(self) -> bool:
+        return False  # it keeps copies of the parameters of its own, in other types and layouts
+
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
     ) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -55,6 +55,8 @@ class LSTMEncoder(Encoder):
     stack. Without features, every size of the family is a configuration.
     """
 
+    shard_units = ("pre_rnn", "post_rnn")  # where ranks share out the parameters, gathered by themselves
+
     def __init__(
         self,
         features: LogMel,

@@ -141,6 +141,8 @@ class Transformer(nn.Module, Adaptive):
     Raises ConfigError for values out of range.
     """
 
+    shard_units = ("layers",)  # where ranks share out the parameters, each layer's are gathered by themselves
+
     def __init__(
         self,
         width: int,

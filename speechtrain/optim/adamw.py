@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.optim.common import dense_gradients
+from speechtrain.shards import local
 
 
 class AdamW(torch.optim.AdamW):
@@ -64,12 +65,14 @@ class AdamW(torch.optim.AdamW):
                 state["max_exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        parameter, gradient = local(parameter), local(gradient)
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         if group["amsgrad"]:
-            square = torch.maximum(state["max_exp_avg_sq"], square)
-            state["max_exp_avg_sq"].copy_(square)
+            largest = local(state["max_exp_avg_sq"])
+            square = torch.maximum(largest, square)
+            largest.copy_(square)
         denominator = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from speechtrain.shards import is_sharded, sum_shares
+
+Step = Generator[Sequence[Tensor], list[Tensor], None]
+"""A parameter's update: it yields tensors once, and is sent the squared norms () of the whole ones."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -38,7 +44,11 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
 
 class TensorwiseOptimizer(torch.optim.Optimizer):
-    """An optimizer whose update of a parameter depends on that parameter alone."""
+    """An optimizer whose update of a parameter depends on that parameter alone, its norms included.
+
+    Where the ranks share out the parameters, each updates its rows; the norms of a group's tensors are
+    then of the whole ones, summed over the ranks at once. Until then every row's step is in memory.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -48,10 +58,25 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter, gradient in dense_gradients(group):
-                self._update(parameter, gradient, group)
+            pairs = dense_gradients(group)
+            shared = [pair for pair in pairs if is_sharded(pair[0])]
+            together = [shared, *([pair] for pair in pairs if not is_sharded(pair[0]))]
+            for part in filter(None, together):
+                _take([self._update(parameter, gradient, group) for parameter, gradient in part], part[0][0])
         return loss
 
     @abstractmethod
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Change ``parameter`` in place."""
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
+        """Change this rank's share of ``parameter`` in place."""
+
+
+def _take(steps: list[Step], parameter: Tensor) -> None:
+    """Take steps of tensors that are held by the same ranks as ``parameter`` is."""
+    asked = [list(next(step)) for step in steps]
+    squares = [squared_norm(tensor) for tensors in asked for tensor in tensors]
+    if is_sharded(parameter):
+        squares = list(sum_shares(torch.stack(squares), parameter))
+    found = iter(squares)
+    for step, tensors in zip(steps, asked, strict=True):
+        with contextlib.suppress(StopIteration):
+            step.send([next(found) for _ in tensors])

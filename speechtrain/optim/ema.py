@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.errors import RunError
+from speechtrain.shards import local
 
 
 class Average(ABC):
@@ -100,7 +101,7 @@ class EMA(Average):
         # moved as data: as a number it may equal another of the step's, and the recorded graph be another
         share = None if taken is None else torch.tensor([1 - decay]).to(taken.device)[0] * taken
         for name, average in self._average.items():
-            value = tensors[name]
+            average, value = local(average), local(tensors[name])  # rank by rank where they are sharded
             if average.is_floating_point():
                 # by the difference, so that what stands still stays to the bit; lerp leaves the lazy graph
                 if share is None:

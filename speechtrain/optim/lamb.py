@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.optim.common import TensorwiseOptimizer, check_settings, squared_norm
+from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
+from speechtrain.shards import local
 
 
 class LAMB(TensorwiseOptimizer):
@@ -33,14 +34,15 @@ class LAMB(TensorwiseOptimizer):
         check_settings(settings)
         super().__init__(params, settings)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
         state = self.state[parameter]
         if not state:
             state["step"] = 0  # an integer of the host, so the bias corrections are known to it
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        parameter, gradient = local(parameter), local(gradient)
         beta1, beta2 = group["betas"]
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -51,7 +53,8 @@ class LAMB(TensorwiseOptimizer):
         direction = parameter.mul(group["weight_decay"])
         direction.addcdiv_(mean, denominator, value=correction / (1 - beta1 ** state["step"]))
 
-        weight_norm, direction_norm = squared_norm(parameter).sqrt(), squared_norm(direction).sqrt()
+        squares = yield parameter, direction
+        weight_norm, direction_norm = squares[0].sqrt(), squares[1].sqrt()
         # selected by arithmetic: a branch would be a host read, and where leaves the lazy graph
         both = ((weight_norm > 0) & (direction_norm > 0)).to(weight_norm.dtype)
         ratio = both * weight_norm / (direction_norm + (1 - both)) + (1 - both)

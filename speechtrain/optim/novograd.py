@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.optim.common import TensorwiseOptimizer, check_settings, squared_norm
+from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
+from speechtrain.shards import local
 
 
 class NovoGrad(TensorwiseOptimizer):
@@ -32,9 +33,9 @@ class NovoGrad(TensorwiseOptimizer):
         check_settings(settings)
         super().__init__(params, {**settings, "grad_averaging": grad_averaging})
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
         state = self.state[parameter]
-        square = squared_norm(gradient)
+        (square,) = yield (local(gradient),)
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(square)
@@ -44,8 +45,9 @@ class NovoGrad(TensorwiseOptimizer):
         fresh = (second == 0).to(second.dtype)
         second.mul_(beta2).add_(square * (1 - beta2 + fresh * beta2))
 
+        parameter, gradient = local(parameter), local(gradient)
         added = gradient / (second.sqrt() + group["eps"])
         added.add_(parameter, alpha=group["weight_decay"])
-        mean = state["exp_avg"]
+        mean = local(state["exp_avg"])
         mean.mul_(beta1).add_(added, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
         parameter.add_(mean, alpha=-group["lr"])
