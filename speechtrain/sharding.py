@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from speechtrain.checkpoint import SHARDED, SHARDS, Checkpointer, Stateful, mapped
 from speechtrain.distributed import TorchGroup, World
@@ -52,6 +50,10 @@ class ShardedGroup(TorchGroup):
         All begin with rank 0's values. The whole model is in every rank's memory until here.
         Raises ConfigError for a model or an optimizer that this cannot be done to.
         """
+        # here, behind the opening of the group: it complains at its end where these were imported before
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
         for parameter in module.parameters():
             self._broadcast(parameter.data)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -76,7 +78,9 @@ class ShardedGroup(TorchGroup):
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # sums: only the trainer divides
                 part.set_force_sum_reduction_for_comms(True)  # gloo has no other
-        _gather_for(module, "evaluate")
+        if hasattr(module, "evaluate"):
+            register_fsdp_forward_method(module, "evaluate")
+            _free_after(module, "evaluate")
         shares = dict(module.named_parameters())
         for group, place in zip(optimizer.param_groups, places, strict=True):
             group["params"] = [shares[name] for name in place]
@@ -107,20 +111,15 @@ class ShardedGroup(TorchGroup):
         super().close()
 
 
-def _gather_for(module: nn.Module, name: str) -> None:
-    """Have the method ``name``, where there is one, find whole parameters as ``forward`` does."""
-    if not hasattr(module, name):
-        return
-    register_fsdp_forward_method(module, name)
+def _free_after(module: Any, name: str) -> None:
+    """Have the method ``name`` of a sharded module leave no parameter gathered."""
     method: Callable[..., Any] = getattr(module, name)
 
     def called(*inputs: Any) -> Any:
         try:
             return method(*inputs)
         finally:
-            # no backward follows that would free them, and the next forward must see new values
-            assert isinstance(module, FSDPModule)
-            module.reshard()
+            module.reshard()  # no backward does, and the next forward must see new values
 
     setattr(module, name, called)
 
@@ -130,12 +129,11 @@ class _Sharded(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module: Any = module
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """A context in which gradients stay whole and on their rank, one for each whole parameter."""
-        assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(False)
         try:
             yield

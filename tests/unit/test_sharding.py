@@ -29,12 +29,11 @@ from speechtrain.update import Decided, Verdict
 
 RANKS = 2
 STEPS = 20
-CLIP = 2.0  # of norms from 1 to 30
+CLIP = 3.0  # among the norms of the first updates
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lamb": lambda params: LAMB(params, lr=0.02),
     "adamw": lambda params: AdamW(params, lr=0.01, fused=True),
-    "adamw foreach": lambda params: AdamW(params, lr=0.01, foreach=True),
     "adamw written": lambda params: AdamW(params, lr=0.01, fused=False, foreach=False, amsgrad=True),
     "novograd": lambda params: NovoGrad(params, lr=0.01),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
@@ -65,7 +64,7 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0, is_frozen: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first = nn.Linear(3, 5)
+        self.first = nn.Linear(3, 5, bias=False)  # one would get gradients of rounding only
         self.statistics = nn.BatchNorm1d(5)
         self.blocks = nn.ModuleList(Block(5) for _ in range(3))
         self.last = nn.Linear(5, 1)
@@ -94,7 +93,7 @@ class Run:
         self, group: Group, optimizer: str, precision: Precision | None = None, net: Net | None = None
     ) -> None:
         self.group = group
-        self.net = net or Net(seed=group.world.rank)
+        self.net = net or Net()
         decayed = [p for p in self.net.parameters() if p.ndim > 1]
         plain = [p for p in self.net.parameters() if p.ndim == 1]
         groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
@@ -108,9 +107,10 @@ class Run:
     def states(self) -> dict[str, Any]:
         return {"task": self.net, "optimizer": self.optimizer, "average": self.average}
 
-    def train(self, until: int) -> list[tuple[float, float, float]]:
-        """Loss of this update, its gradient norm, and the loss of the averaged weights."""
-        group, told = self.group, []
+    def train(self, until: int) -> list[list[float]]:
+        """Loss of each update, its gradient norm, and now and then the loss of the averaged weights."""
+        group = self.group
+        told: list[list[float]] = []
         self.wrapped = self.wrapped or group.wrap(self.net)
         world = group.world
         for step in range(self.step + 1, until + 1):
@@ -127,11 +127,12 @@ class Run:
             norm = self.update(
                 self.net, self.optimizer, self.average, 0.01, torch.tensor(1 / 16), torch.tensor(True)
             )
-            self.net.eval()
-            with torch.no_grad(), self.average.swapped(self.net):
-                evaluated = self.net.evaluate(rows(0))
-            self.net.train()
-            told.append((float(weight), float(norm), float(evaluated)))
+            told.append([float(weight), float(norm)])
+            if step % 4 == 0:
+                self.net.eval()
+                with torch.no_grad(), self.average.swapped(self.net):
+                    told[-1].append(float(self.net.evaluate(rows(0))))
+                self.net.train()
         self.step = until
         return told
 
@@ -151,6 +152,9 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
     plain = object.__new__(TorchGroup)  # of the same processes
     plain.world, plain._statistics = sharded.world, []
     told: dict[str, Any] = {}
+    begun = Run(sharded, "sgd", net=Net(seed=rank))
+    sharded.wrap(begun.net)
+    told["begin"] = begun.weights()
     for name in OPTIMIZERS:
         for kind, group in (("plain", plain), ("sharded", sharded)):
             run = Run(group, name)
@@ -226,7 +230,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         except ConfigError as error:
             refused.append(str(error))
     told["refused"] = refused
-    del run, whole, again, states, evaluated, net, optimizer
+    del begun, run, whole, again, states, evaluated, net, optimizer
     sharded.close()
     return told
 
@@ -256,7 +260,8 @@ def told(folder: Path) -> list[dict[str, Any]]:
     try:
         complaints = [process.communicate(timeout=240)[1] for process in processes]
         assert [p.returncode for p in processes] == [0] * RANKS, complaints
-        assert complaints == [""] * RANKS
+        kept = [line for each in complaints for line in each.splitlines() if "reducer.cpp" not in line]
+        assert not kept
     finally:
         for process in processes:
             process.kill()
@@ -266,8 +271,8 @@ def told(folder: Path) -> list[dict[str, Any]]:
 def assert_same(found: Any, expected: Any) -> None:
     """The same losses and norms to 1e-5, and the same weights."""
     (figures, weights), (others, theirs) = found, expected
-    assert len(figures) == len(others)
-    torch.testing.assert_close(torch.tensor(figures), torch.tensor(others), rtol=1e-5, atol=0)
+    for mine, other in zip(figures, others, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
     assert weights.keys() == theirs.keys()
     for name, value in weights.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
@@ -276,8 +281,17 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(("name", "rank"), list(itertools.product(OPTIMIZERS, range(RANKS))))
 def test_every_optimizer_trains_alike(told: list[dict[str, Any]], name: str, rank: int) -> None:
     figures, _ = told[rank][f"{name}, plain"]
-    assert max(norm for _, norm, _ in figures) > 2 * CLIP > min(norm for _, norm, _ in figures)
+    norms = [figure[1] for figure in figures]
+    assert max(norms) > CLIP > min(norms)
+    assert [len(figure) for figure in figures].count(3) == STEPS // 4
     assert_same(told[rank][f"{name}, sharded"], told[rank][f"{name}, plain"])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_all_begin_with_the_weights_of_rank_0(told: list[dict[str, Any]], rank: int) -> None:
+    expected = Net(0).state_dict()
+    assert told[rank]["begin"].keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in told[rank]["begin"].items())
 
 
 def test_a_rank_holds_its_share(told: list[dict[str, Any]]) -> None:
@@ -332,7 +346,7 @@ def test_one_process_continues_what_several_have_shared(
     figures, weights = run.train(10), run.weights()
     others, theirs = told[0][f"rest, {name}"]
     for name_, value in weights.items():
-        if "running" not in name_:  # of several ranks they are averaged
+        if name_ in dict(run.net.named_parameters()):  # what is counted and averaged over ranks differs
             torch.testing.assert_close(value, theirs[name_], rtol=1e-4, atol=1e-5)
     losses = torch.tensor([figure[:2] for figure in figures])
     torch.testing.assert_close(losses, torch.tensor([other[:2] for other in others]), rtol=1e-5, atol=0)
