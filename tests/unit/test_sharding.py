@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.checkpoint import SHARDED, WHOLE, Checkpointer
-from speechtrain.distributed import Group, TorchGroup, World
+from speechtrain.distributed import Group, Solo, TorchGroup, World
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA, Average
@@ -203,9 +204,8 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
             again.step = 5
             told[f"again, {name}, {kind}"] = again.train(10), again.weights()
 
-    if rank:  # a disk that one rank cannot write to
+    if rank:  # a disk that this rank cannot write to
         (folder / "file").write_text("")
-        os.environ["TMPDIR"] = str(folder)
     failing = ShardedCheckpointer(folder / "failing", 3, sharded)
     failing.save(4, run.states(), {})
     if rank:
@@ -337,8 +337,6 @@ def test_one_process_continues_what_several_have_shared(
     told: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
     """As a run that shares nothing: two ranks of two micro-batches are four micro-batches here."""
-    from speechtrain.distributed import Solo
-
     run = Run(Solo(), name)
     checkpointer = Checkpointer(folder / name / "sharded")
     assert checkpointer.restore(run.states()) == 5
@@ -377,8 +375,6 @@ def test_what_a_checkpoint_holds(told: list[dict[str, Any]], folder: Path) -> No
 def test_a_damaged_share_is_named(
     told: list[dict[str, Any]], folder: Path, tmp_path: Path, damage: str
 ) -> None:
-    import shutil
-
     shutil.copytree(folder / "lamb" / "sharded", tmp_path / "run")
     checkpointer = Checkpointer(tmp_path / "run", warn=lambda message: None)
     (step,) = checkpointer.folders()
@@ -394,8 +390,6 @@ def test_a_damaged_share_is_named(
         (step / "checkpoint.json").write_text(manifest.replace("shards/shard-00002", "../shard-00002"))
     with pytest.raises(RunError, match="checkpoint.json" if damage == "misnamed" else share.name):
         checkpointer.verify(step)
-    from speechtrain.distributed import Solo
-
     assert checkpointer.restore(Run(Solo(), "lamb").states()) is None
 
 
@@ -412,3 +406,33 @@ def test_models_that_cannot_be_spread(told: list[dict[str, Any]], rank: int) -> 
     assert "scalar" in scalar
     assert "no parameter of the model" in stranger
     assert "\n" not in scalar + stranger
+
+
+def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> None:
+    from speechtrain.devices.cpu import CPU  # in here: the ranks above need none of these
+    from speechtrain.devices.cuda import CUDA
+    from speechtrain.devices.hpu import HPU
+    from speechtrain.devices.ipex import IPEX
+    from speechtrain.devices.lazy import Lazy
+    from speechtrain.limits import Limits
+    from speechtrain.worker import open_ranks
+
+    limits = Limits(shard="parameters")
+    group, checkpointer = open_ranks(limits, World(), Lazy(), tmp_path)
+    assert isinstance(group, Solo)
+    assert not checkpointer.needs_all
+    for device in (Lazy(), HPU(), IPEX()):
+        with pytest.raises(ConfigError, match=f"device={device.name} needs whole parameters.*shard=none"):
+            open_ranks(limits, World(0, 2, 0, 2), device, tmp_path)
+    assert CPU().takes_shards
+    assert CUDA().takes_shards
+
+
+def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:
+    from speechtrain.commands.composition import compose
+    from speechtrain.config import check
+
+    run_dir = f"run_dir={tmp_path}"
+    assert check(compose([run_dir, "trainer.shard=parameters"]))["trainer"]["shard"] == "parameters"
+    with pytest.raises(ConfigError, match=r"trainer\.shard=layers: it is none or parameters"):
+        check(compose([run_dir, "trainer.shard=layers"]))
