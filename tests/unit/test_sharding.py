@@ -25,7 +25,7 @@ from speechtrain.optim.ema import EMA, Average
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 from speechtrain.precision import FP16, FP32, Precision
-from speechtrain.shards import is_sharded, local
+from speechtrain.shards import local, whole
 from speechtrain.update import Decided, Verdict
 
 RANKS = 2
@@ -61,6 +61,7 @@ class Net(nn.Module):
     """Blocks of their own, and around them odd sizes: five rows on two ranks, one row, statistics."""
 
     shard_units = ("blocks",)
+    skips_parameters = False
 
     def __init__(self, seed: int = 0, is_frozen: bool = False) -> None:
         super().__init__()
@@ -80,7 +81,8 @@ class Net(nn.Module):
 
     def evaluate(self, x: Tensor) -> Tensor:
         loss = self(x).total
-        return loss + 0 * self.last.weight.sum()  # whole after a forward within
+        total: Tensor = loss + 0 * self.last.weight.sum()  # whole after a forward within
+        return total
 
 
 def rows(number: int) -> Tensor:
@@ -142,7 +144,7 @@ class Run:
 
 
 def whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: (v.full_tensor() if is_sharded(v) else v).clone() for name, v in state.items()}
+    return {name: whole(value).clone() for name, value in state.items()}
 
 
 def member(rank: int, folder: Path) -> dict[str, Any]:
@@ -189,11 +191,11 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         run.train(5)
         states, evaluated = run.states(), run.average.averaged_state_dict(run.net)
         checkpointer.save(5, states, evaluated, metric=0.5)
-        whole = Run(plain, name)
-        whole.train(5)
+        unshared = Run(plain, name)
+        unshared.train(5)
         if not rank:
             Checkpointer(folder / name / "whole").save(
-                5, whole.states(), whole.average.averaged_state_dict(whole.net)
+                5, unshared.states(), unshared.average.averaged_state_dict(unshared.net)
             )
         told[f"averaged, {name}"] = whole_state(evaluated)
         told[f"rest, {name}"] = run.train(10), run.weights()
@@ -230,7 +232,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         except ConfigError as error:
             refused.append(str(error))
     told["refused"] = refused
-    del begun, run, whole, again, states, evaluated, net, optimizer
+    del begun, run, unshared, again, states, evaluated, net, optimizer
     sharded.close()
     return told
 
