@@ -151,7 +151,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
     """What one of two processes sees."""
     from speechtrain.sharding import ShardedCheckpointer, ShardedGroup
 
-    sharded = ShardedGroup(World(rank, RANKS, rank, RANKS), timeout_seconds=60)
+    sharded = ShardedGroup(World(rank, RANKS, rank, RANKS), timeout_seconds=300)
     plain = object.__new__(TorchGroup)  # of the same processes
     plain.world, plain._statistics = sharded.world, []
     told: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
     lines = [[sys.executable, "-c", code, str(rank), str(folder)] for rank in range(RANKS)]
     processes = [subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) for line in lines]
     try:
-        complaints = [process.communicate(timeout=240)[1] for process in processes]
+        complaints = [process.communicate(timeout=600)[1] for process in processes]
         assert [p.returncode for p in processes] == [0] * RANKS, complaints
         kept = [line for each in complaints for line in each.splitlines() if "reducer.cpp" not in line]
         assert not kept
