@@ -9,7 +9,12 @@ export MASTER_ADDR MASTER_PORT=$port
 # an earlier job of the array may have finished the run
 if [ -n "$$SLURM_ARRAY_TASK_ID" ] && $outcome; then exit 0; fi
 
-srun --kill-on-bad-exit=1 $command
+# a warning that comes while a rank imports its libraries waits until it can be obeyed (coreutils 8.31)
+hold="env --block-signal=TERM,INT"
+$$hold true 2>/dev/null || hold=
+
+# shellcheck disable=SC2086  # words
+srun --kill-on-bad-exit=1 $$hold $command
 started=$$?
 $outcome
 code=$$?
