@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -51,6 +52,7 @@ TOLERANCE = 1e-5
 PATIENCE = 600.0  # seconds, after which a run hangs
 POLL = 0.005  # seconds
 PAUSE = "SURVIVAL_PAUSE"
+_NOTICED = re.compile("closing signal|exitcode: -9")  # torchrun's first word of a dead rank
 
 
 class RecordedData(SpeechData):
@@ -193,7 +195,7 @@ class Kill:
     rank: int
     step: int
     at: float  # Unix seconds
-    detected: float = float("inf")  # seconds until the agent says so
+    detected: float = float("inf")  # seconds until the agent's first word of it
     ended: float = float("inf")  # until all ranks of the attempt have ended
     again: float = float("inf")  # until an update is logged again
     resumed: int = 0
@@ -213,7 +215,7 @@ def kill_a_rank(run: Run, draw: random.Random) -> Kill | None:
 
     def is_training() -> bool:
         now = time.time() - kill.at
-        if kill.detected == float("inf") and "exitcode: -9" in _tail(log, said):
+        if kill.detected == float("inf") and _NOTICED.search(_tail(log, said)):
             kill.detected = now
         if kill.ended == float("inf") and all(map(is_gone, ranks.values())):
             kill.ended = now
@@ -355,15 +357,16 @@ PHASES = {
 }
 
 
-def signals(out: Path, tries: int, overrides: list[str]) -> bool:
+def signals(out: Path, tries: int, names: list[str], overrides: list[str]) -> bool:
     """SIGTERM to one random rank of two; the tries of a phase continue each other's run."""
     good, hangs = 0, 0
     draw = random.Random(0)
     shares = {}
-    for number, (name, phase) in enumerate(PHASES.items()):
+    for number, name in enumerate(names):
+        phase = PHASES[name]
         own = ["world_size=2", "trainer.max_steps=1000000", *phase.overrides, *overrides]
         run = Run(out / name.replace(" ", "-"), own, phase.pause)
-        for attempt in range(tries // len(PHASES) + (number < tries % len(PHASES))):
+        for attempt in range(tries // len(names) + (number < tries % len(names))):
             try:
                 good += signal_a_rank(run, phase, f"{name} {attempt + 1}", draw)
             except subprocess.TimeoutExpired:
@@ -421,11 +424,14 @@ def _results(run: Run) -> list[Path]:
     return [run.run_dir / "result.json", *run.run_dir.glob("ranks/*/result.json")]
 
 
-def goodput(out: Path, minutes: float, every: float, overrides: list[str]) -> bool:
-    """A kill every so many seconds. An undisturbed run is measured before and after, to as many updates."""
+def goodput(out: Path, minutes: float, every: float, measured: float, overrides: list[str]) -> bool:
+    """A kill every so many seconds, between two parts of an undisturbed run.
+
+    Each part takes ``measured`` seconds; then that run, too, goes on to as many updates.
+    """
     plan = ["world_size=2", "trainer.save_every=20", "data.train.utterances=2000", *overrides]
     undisturbed = Run(out / "undisturbed", plan)
-    seconds = [_trained_for(undisturbed, 120.0)]
+    seconds = [_trained_for(undisturbed, measured)]
     run = Run(out / "killed", [*plan, "launcher=torchrun", "launcher.max_restarts=1000"])
     draw, made, begun = random.Random(0), [], time.time()
     load = []
@@ -433,6 +439,7 @@ def goodput(out: Path, minutes: float, every: float, overrides: list[str]) -> bo
     while (due := begun + every * (len(made) + 1)) < begun + 60 * minutes:
         time.sleep(max(0.0, due - time.time()))
         load.append(os.getloadavg()[0])
+        run.until(run.ranks)  # between two attempts there are none
         kill = kill_a_rank(run, draw)
         assert kill is not None
         made.append(kill)
@@ -448,12 +455,8 @@ def goodput(out: Path, minutes: float, every: float, overrides: list[str]) -> bo
     code = run.wait()
     wall = time.time() - begun
     kept = run.result()["steps"]
-    seconds.append(_trained_for(undisturbed, 120.0))
-    undisturbed.done(f"trainer.max_steps={kept}", f"trainer.validate_every={kept}")
-    run.done(f"trainer.max_steps={kept}", f"trainer.validate_every={kept}")  # only its validation is owed
-    apart = difference(run.losses(), undisturbed.losses())
-    each = statistics.mean(seconds)
-    share = kept * each / wall
+    seconds.append(_trained_for(undisturbed, measured))
+    share = kept * statistics.mean(seconds) / wall
     print(
         f"\nexit {code}, {len(made)} kills in {wall:.0f} s, {kept} updates kept, seconds per update ", end=""
     )
@@ -462,6 +465,12 @@ def goodput(out: Path, minutes: float, every: float, overrides: list[str]) -> bo
     for name in ("detected", "again"):
         values = [getattr(kill, name) for kill in made]
         print(f"{name}: median {statistics.median(values):.2f} s, largest {max(values):.2f} s")
+    common = min(kept, max(undisturbed.losses()))
+    ours, theirs = ({s: x for s, x in one.losses().items() if s <= common} for one in (run, undisturbed))
+    print(f"up to update {common}: losses apart {difference(ours, theirs):.1e}", flush=True)
+    undisturbed.done(f"trainer.max_steps={kept}", f"trainer.validate_every={kept}")
+    run.done(f"trainer.max_steps={kept}", f"trainer.validate_every={kept}")  # only its validation is owed
+    apart = difference(run.losses(), undisturbed.losses())
     for name, other in (("killed", run), ("undisturbed", undisturbed)):
         print(f"{name}: last loss {other.losses()[kept]!r}, validation {other.result()['metrics']}")
     print(f"losses apart {apart:.1e}, samples equal {run.samples() == undisturbed.samples()}")
@@ -513,14 +522,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--tries", type=int, default=50)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=[*PHASES], help="of the signals")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between kills")
+    parser.add_argument("--measured", type=float, default=120.0, help="seconds of the undisturbed run, twice")
     parser.add_argument("--out", type=Path, default=Path("runs/survival"))
     given = parser.parse_intermixed_args()
     programs = {
         "kills": lambda: kills(given.out, given.seeds, given.overrides),
-        "signals": lambda: signals(given.out, given.tries, given.overrides),
-        "goodput": lambda: goodput(given.out, given.minutes, given.every, given.overrides),
+        "signals": lambda: signals(given.out, given.tries, given.phases, given.overrides),
+        "goodput": lambda: goodput(given.out, given.minutes, given.every, given.measured, given.overrides),
         "worlds": lambda: worlds(given.out, given.overrides),
     }
     sys.exit(not programs[given.what]())
