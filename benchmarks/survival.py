@@ -247,7 +247,7 @@ def _tail(path: Path, offset: int) -> str:
         return file.read()
 
 
-def kills(out: Path, seeds: int, overrides: list[str]) -> bool:
+def kills(out: Path, first: int, seeds: int, overrides: list[str]) -> bool:
     """A random rank of 2 to 4 is killed at a random step; the run must end as if nothing had been."""
     plan = ["trainer.save_every=5", f"trainer.max_steps={UPDATES}", *overrides]
     undisturbed: dict[int, Run] = {}
@@ -255,7 +255,7 @@ def kills(out: Path, seeds: int, overrides: list[str]) -> bool:
         undisturbed[size] = Run(out / f"undisturbed-{size}", [*plan, f"world_size={size}"])
         undisturbed[size].done()
     rows: list[tuple[Kill, float, bool]] = []
-    for seed in range(1, seeds + 1):
+    for seed in range(first, first + seeds):
         draw = random.Random(seed)
         size, step, delay = draw.choice((2, 3, 4)), draw.randrange(UPDATES), draw.uniform(0.0, 0.3)
         more = [f"world_size={size}", "launcher=torchrun", "launcher.max_restarts=3"]
@@ -465,14 +465,14 @@ def goodput(out: Path, minutes: float, every: float, measured: float, overrides:
     for name in ("detected", "again"):
         values = [getattr(kill, name) for kill in made]
         print(f"{name}: median {statistics.median(values):.2f} s, largest {max(values):.2f} s")
-    common = min(kept, max(undisturbed.losses()))
-    ours, theirs = ({s: x for s, x in one.losses().items() if s <= common} for one in (run, undisturbed))
-    print(f"up to update {common}: losses apart {difference(ours, theirs):.1e}", flush=True)
-    undisturbed.done(f"trainer.max_steps={kept}", f"trainer.validate_every={kept}")
-    run.done(f"trainer.max_steps={kept}", f"trainer.validate_every={kept}")  # only its validation is owed
-    apart = difference(run.losses(), undisturbed.losses())
+    sys.stdout.flush()
+    last = max(kept, max(undisturbed.losses()))
     for name, other in (("killed", run), ("undisturbed", undisturbed)):
-        print(f"{name}: last loss {other.losses()[kept]!r}, validation {other.result()['metrics']}")
+        other.done(f"trainer.max_steps={last}", f"trainer.validate_every={last}")
+        print(
+            f"{name}: loss {other.losses()[kept]!r} at update {kept}, validation {other.result()['metrics']}"
+        )
+    apart = difference(run.losses(), undisturbed.losses())
     print(f"losses apart {apart:.1e}, samples equal {run.samples() == undisturbed.samples()}")
     return share >= GOODPUT and apart <= TOLERANCE
 
@@ -521,6 +521,7 @@ def main() -> None:
     parser.add_argument("what", choices=("kills", "signals", "goodput", "worlds"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=1, help="of the seeds")
     parser.add_argument("--tries", type=int, default=50)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=[*PHASES], help="of the signals")
     parser.add_argument("--minutes", type=float, default=15.0)
@@ -529,7 +530,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/survival"))
     given = parser.parse_intermixed_args()
     programs = {
-        "kills": lambda: kills(given.out, given.seeds, given.overrides),
+        "kills": lambda: kills(given.out, given.first, given.seeds, given.overrides),
         "signals": lambda: signals(given.out, given.tries, given.phases, given.overrides),
         "goodput": lambda: goodput(given.out, given.minutes, given.every, given.measured, given.overrides),
         "worlds": lambda: worlds(given.out, given.overrides),
