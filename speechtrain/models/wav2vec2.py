@@ -159,7 +159,7 @@ class Wav2Vec2(Task, Adaptive):
         if self.temperature[0] <= self.temperature[1]:
             cause = f"model.temperature starts at its floor of {self.temperature[1]:g}: start at 2"
         elif self.diversity_weight == 0:
-            cause = "model.diversity_weight is 0: nothing keeps the codes in use; 0.1 to 0.3 does"
+            cause = "model.diversity_weight is 0: nothing keeps the codes in use; 0.1 to 0.5 does"
         return self._collapse(step, means, cause)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
