@@ -29,7 +29,6 @@ PLANTED = {
     "diversity weight 0": ["model.diversity_weight=0"],
 }
 FIGURES = ("accuracy", "code_perplexity", "shared_negatives", "loss_contrastive")
-UPDATES = 800  # of a recogniser
 TENTH = 45  # of the 450 utterances into which each recording goes once
 
 
@@ -69,17 +68,17 @@ def collapse(out: Path, overrides: list[str]) -> None:
         print(f"| {name} | {result['steps']} | {result.get('error', result['status'])} |", flush=True)
 
 
-def use(out: Path, seeds: list[int], overrides: list[str]) -> None:
+def use(out: Path, seeds: list[int], updates: int, overrides: list[str]) -> None:
     """Word error rates of CTC on a tenth of the labels, from learnt and from random encoders."""
     tuned = ["recipe=fsdd", "model=ctc", "encoder=wav2vec2_small", f"data.train.utterances={TENTH}"]
-    tuned += ["encoder.mask.probability=0.2", "trainer.max_epochs=null", f"trainer.max_steps={UPDATES}"]
-    tuned += [f"trainer.validate_every={UPDATES}", "optimizer.lr=1e-3", "trainer.ema=0", *overrides]
+    tuned += ["encoder.mask.probability=0.2", "trainer.max_epochs=null", f"trainer.max_steps={updates}"]
+    tuned += [f"trainer.validate_every={updates}", "optimizer.lr=1e-3", "trainer.ema=0", *overrides]
     print("| seed | pretrained | random |\n|---|---|---|")
     for seed in seeds:
         rates = []
         learnt = [f"init_from={out / f'seed{seed}'}", "model.freeze_encoder_steps=100"]
         for name, change in {"pretrained": learnt, "random": []}.items():
-            result, _ = train(out / f"ctc-{name}{seed}", [*tuned, f"seed={seed}", *change])
+            result, _ = train(out / f"ctc{updates}-{name}{seed}", [*tuned, f"seed={seed}", *change])
             rates.append(f"{100 * result['metrics']['test/wer']:.1f} %")
         print(f"| {seed} | {' | '.join(rates)} |", flush=True)
 
@@ -91,6 +90,7 @@ def main() -> None:
     parser.add_argument("what", choices=("learn", "collapse", "use"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--updates", type=int, default=800, help="of a recogniser")
     parser.add_argument("--out", type=Path, default=Path("runs/pretraining"))
     arguments = parser.parse_intermixed_args()
     if arguments.what == "learn":
@@ -98,7 +98,7 @@ def main() -> None:
     elif arguments.what == "collapse":
         collapse(arguments.out, arguments.overrides)
     else:
-        use(arguments.out, arguments.seeds, arguments.overrides)
+        use(arguments.out, arguments.seeds, arguments.updates, arguments.overrides)
 
 
 if __name__ == "__main__":
