@@ -210,12 +210,15 @@ def check(config: DictConfig) -> dict[str, Any]:
 
 
 def _check_root(plain: Mapping[str, Any]) -> None:
-    """Keys that a + or a file added to the typed root."""
-    roots = (("", plain, fields(Config)), ("trainer.", plain["trainer"], fields(Limits)))
-    for prefix, node, typed in roots:
+    """Keys that a + or a file added to the typed root, or a ~ took from it."""
+    for prefix, typed in (("", fields(Config)), ("trainer.", fields(Limits))):
+        node = plain["trainer"] if prefix else plain
         if not isinstance(node, dict):
             raise ConfigError(f"{prefix[:-1]} is {node!r}; set its keys, as in trainer.max_steps=100")
         known = [entry.name for entry in typed]
+        for key in known:
+            if key not in node:
+                raise ConfigError(f"{prefix}{key} is missing; leave ~{prefix}{key} out")
         for key in node:
             if key not in known:
                 names = [prefix + name for name in known]

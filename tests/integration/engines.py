@@ -56,13 +56,13 @@ def assert_same(run: Command, alone: Command) -> None:
 
 
 def processes_of(run: Command) -> list[str]:
-    """Command lines of the processes that have this run's directory in them."""
+    """Command lines of the processes that have this run's directory in them; torchrun's doubles a ``$``."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_text(errors="replace").replace("\0", " ")
         except OSError:
             continue
-        if str(run.run_dir) in line and int(path.parent.name) != os.getpid():
+        if str(run.run_dir) in line.replace("$$", "$") and int(path.parent.name) != os.getpid():
             found.append(f"{path.parent.name} {line}")
     return found

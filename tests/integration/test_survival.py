@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 
@@ -43,4 +44,5 @@ def test_a_killed_rank_and_a_signal_to_one_in_a_validation(command: Callable[...
     assert addresses == [divmod(number, 12) for number in range(len(addresses))]  # 48 utterances by four
     assert len(addresses) >= 2 * UPDATES
     assert Checkpointer(run.run_dir).verify(run.checkpoints()[-1])["step"] == UPDATES
-    assert "exitcode: -9" in (run.run_dir / "agent.log").read_text()
+    # of the killed one, or of its peer, which had seen it first
+    assert re.search(r"failed \(exitcode: (-9|4)\)", (run.run_dir / "agent.log").read_text())
