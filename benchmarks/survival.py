@@ -52,7 +52,7 @@ TOLERANCE = 1e-5
 PATIENCE = 600.0  # seconds, after which a run hangs
 POLL = 0.005  # seconds
 PAUSE = "SURVIVAL_PAUSE"
-_NOTICED = re.compile(r"closing signal|exitcode: -?\d")  # torchrun's first word of a dead rank, or of its peer
+_NOTICED = re.compile(r"closing signal|exitcode: -?\d")  # torchrun's first word of a dead rank or its peer
 
 
 class RecordedData(SpeechData):

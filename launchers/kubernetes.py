@@ -6,17 +6,14 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import FrameType
 from typing import Any
 
 import yaml
@@ -24,11 +21,11 @@ import yaml
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
 from speechtrain.launch import (
     AGENT,
-    STOP_SIGNALS,
     Job,
     Launcher,
     Result,
     rendezvous_port,
+    stop_signals,
     travelling,
     unexpanded,
 )
@@ -395,7 +392,7 @@ class _Followed:
 
     def wait(self) -> int:
         """Return 0 once it has ended well or is gone, else 1. Raises KeyboardInterrupt after two signals."""
-        with self._handlers():
+        with stop_signals(self._receive):
             asked, pause = 0, min(0.1, self._poll_seconds)
             while True:
                 if (received := self._received) > asked and self._stop():
@@ -455,17 +452,8 @@ class _Followed:
             if reason:
                 print(f"{newest['metadata']['name']} waits: {reason}", flush=True)
 
-    @contextmanager
-    def _handlers(self) -> Iterator[None]:
-        def receive(number: int, frame: FrameType | None) -> None:
-            self._received += 1
-
-        previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _receive(self) -> None:
+        self._received += 1
 
 
 class _Log:

@@ -17,9 +17,13 @@ from speechtrain.processes import PARENT
 
 # what each says of itself; Intel's is built on Hydra, and says so too
 _SAYS = {"openmpi": r"Open ?MPI|OpenRTE|open-mpi", "intel": r"Intel\(R\) MPI", "mpich": r"HYDRA|MPICH"}
-# ranks use several cores, so none is bound to one; device= chooses their threads
-_OPTIONS = {"openmpi": ["--bind-to", "none"], "intel": [], "mpich": ["-bind-to", "none"]}
-_UNBOUND = {"openmpi": {}, "intel": {"I_MPI_PIN": "0"}, "mpich": {}}
+# ranks use several cores, so none is bound to one: the device does that. Intel's binds before it starts
+# what it starts, `env` included, so a variable of the rank's would come too late
+_OPTIONS = {
+    "openmpi": ["--bind-to", "none"],
+    "intel": ["-genv", "I_MPI_PIN", "0"],
+    "mpich": ["-bind-to", "none"],
+}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
 _HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
 
@@ -104,7 +108,6 @@ class Mpi(Launcher):
     def _command(self, job: Job) -> list[str]:
         environment = {
             **travelling(job, self.forward),
-            **_UNBOUND[self.engine],
             "MASTER_ADDR": self._first_host(),
             "MASTER_PORT": str(self._port(job)),
         }

@@ -6,18 +6,15 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from string import Template
-from types import FrameType
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import STOP_SIGNALS, Job, Launcher, Result, is_secret, rendezvous_port
+from speechtrain.launch import Job, Launcher, Result, is_secret, rendezvous_port, stop_signals
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
@@ -171,7 +168,7 @@ class _Followed:
 
     def wait(self) -> None:
         """Return when it has ended. Raises KeyboardInterrupt after a second signal."""
-        with self._handlers():
+        with stop_signals(self._receive):
             asked = 0
             while self._states():
                 if self._received > asked:
@@ -209,17 +206,8 @@ class _Followed:
             sys.stdout.flush()
             self._shown = file.tell()
 
-    @contextmanager
-    def _handlers(self) -> Iterator[None]:
-        def receive(number: int, frame: FrameType | None) -> None:
-            self._received += 1
-
-        previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _receive(self) -> None:
+        self._received += 1
 
 
 def _said(*command: str) -> str | None:

@@ -5,26 +5,25 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launch import (
     AGENT,
-    STOP_SIGNALS,
+    RESTARTABLE,
     Job,
     Launcher,
     Result,
     rendezvous_port,
+    stop_signals,
     travelling,
     unexpanded,
 )
@@ -32,6 +31,9 @@ from speechtrain.node import ALIVE, KILL, STOP, versions
 
 _ALIVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
+_LOOK_AGAIN_SECONDS = 2.0
+_KILLED = 128  # an exit code above it: the agent was killed, or (255) the connection is lost
+_LOST = 255  # ssh's own
 _SSH = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 
 
@@ -43,6 +45,10 @@ class Ssh(Launcher):
     own). Every host needs a login without a password, this interpreter at the same path (or
     ``python``), the same versions, and the run directory: all that is tried before anything starts.
     The variables whose names match ``forward`` go along, secrets never.
+
+    With ``max_restarts`` the agents start all ranks again up to so many times when one has failed, and
+    a lost host other than the first, which keeps the agents' common store, is waited for up to
+    ``rejoin_seconds`` and joins again. The ranks are then numbered by their hosts' addresses.
 
     A stop is asked for, and its connection's end noticed, on the remote command's standard input:
     a terminal there (``ssh -tt``) would join its outputs and change their bytes.
@@ -58,10 +64,15 @@ class Ssh(Launcher):
         forward: list[str] | None = None,
         login_seconds: int = 20,
         shutdown_seconds: int = 60,
+        max_restarts: int = 0,
+        rejoin_seconds: int = 600,
     ) -> None:
-        for name, value in {"login_seconds": login_seconds, "shutdown_seconds": shutdown_seconds}.items():
+        seconds = {"login": login_seconds, "shutdown": shutdown_seconds, "rejoin": rejoin_seconds}
+        for name, value in seconds.items():
             if value < 1:
-                raise ValueError(f"{name}={value}: it must be at least 1")
+                raise ValueError(f"{name}_seconds={value}: it must be at least 1")
+        if max_restarts < 0:
+            raise ValueError(f"max_restarts={max_restarts}: it must be at least 0")
         if nodes is not None and nodes < 1:
             raise ValueError(f"nodes={nodes}: it must be at least 1")
         self.hostfile = Path(hostfile)
@@ -72,15 +83,26 @@ class Ssh(Launcher):
         self.forward = forward or []
         self.login_seconds = login_seconds
         self.shutdown_seconds = shutdown_seconds
+        self.max_restarts = max_restarts
+        self.rejoin_seconds = rejoin_seconds
 
     def check(self, job: Job) -> None:
         self._ranks_per_host(job, self._hosts())
 
     def launch(self, job: Job) -> Result:
         hosts = self._hosts()
-        commands = self._commands(job, hosts)
-        self._look(job, hosts)
-        return Result(_Connections(hosts, commands, self.shutdown_seconds).run())
+        clients = [
+            _Client(host, command) for host, command in zip(hosts, self._commands(job, hosts), strict=True)
+        ]
+        self._check_hosts(job, hosts)
+
+        def lacks(host: str) -> str:
+            return self._lacking(job, [host], port=0).get(host, "")
+
+        connections = _Connections(
+            clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, lacks
+        )
+        return Result(connections.run(), cause=connections.cause)
 
     def render(self, job: Job) -> str:
         lines = [shlex.join(command) for command in self._commands(job, self._hosts())]
@@ -130,6 +152,7 @@ class Ssh(Launcher):
         environment = {
             **travelling(job, self.forward),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
+            **(RESTARTABLE if self.max_restarts else {}),
         }
         assignments = [f"{name}={value}" for name, value in environment.items()]
         commands = []
@@ -137,8 +160,7 @@ class Ssh(Launcher):
             log = job.run_dir / (f"agent-{index}.log" if index else AGENT)
             agent = [
                 *(self.python, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
-                *(f"--nproc-per-node={ranks}", f"--node-rank={index}"),
-                *(f"--master-addr={hosts[0]}", f"--master-port={self._port(job)}"),
+                *(f"--nproc-per-node={ranks}", *self._meeting(job, hosts, index)),
                 *("--no-python", self.python, *unexpanded(job.command[1:])),
             ]
             node = [self.python, "-m", "speechtrain.node", "run", f"--attached={self.shutdown_seconds}"]
@@ -147,20 +169,25 @@ class Ssh(Launcher):
             commands.append(self._remote(host, line))
         return commands
 
-    def _look(self, job: Job, hosts: list[str]) -> None:
-        """Try from each host what a run needs. Raises MachineError after a line for each that lacks it."""
-        token = secrets.token_hex(16)
-        path = job.run_dir / f".seen-{token[:8]}"
-        path.write_text(token)
-        try:
-            with ThreadPoolExecutor(len(hosts)) as pool:
-                is_first = [True] + [False] * (len(hosts) - 1)
-                found = pool.map(
-                    lambda host, first: self._lacks(host, first, path, token, job), hosts, is_first
-                )
-                complaints = [f"{host}: {lack}" for host, lack in zip(hosts, found, strict=True) if lack]
-        finally:
-            path.unlink(missing_ok=True)
+    def _meeting(self, job: Job, hosts: list[str], index: int) -> list[str]:
+        """torchrun's options that say where the hosts meet.
+
+        Where they are fixed nobody can join later; a store, on the first host, lets them.
+        """
+        if not self.max_restarts:
+            where = [f"--master-addr={hosts[0]}", f"--master-port={self._port(job)}"]
+            return [f"--node-rank={index}", *where]
+        settings = f"is_host={int(index == 0)},join_timeout={self.rejoin_seconds}"
+        return [
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0]}:{self._port(job)}"),
+            *("--rdzv-id=speechtrain", f"--rdzv-conf={settings}", f"--local-addr={hosts[index]}"),
+            f"--max-restarts={self.max_restarts}",
+        ]
+
+    def _check_hosts(self, job: Job, hosts: list[str]) -> None:
+        """Raise MachineError, after a line for each host that lacks something, where one cannot take part."""
+        lacking = self._lacking(job, hosts, self._port(job))
+        complaints = [f"{host}: {lack}" for host, lack in lacking.items()]
         if len(complaints) == 1:
             raise MachineError(complaints[0])
         for complaint in complaints:
@@ -170,18 +197,23 @@ class Ssh(Launcher):
                 f"{len(complaints)} of {len(hosts)} hosts cannot take part; see the lines above"
             )
 
-    def _lacks(self, host: str, is_first: bool, path: Path, token: str, job: Job) -> str:
-        """What ``host`` lacks, with the way out; empty where nothing is missing."""
-        port = self._port(job) if is_first else 0
-        probe = [
-            self.python,
-            "-m",
-            "speechtrain.node",
-            "look",
-            str(path),
-            str(port),
-            host if is_first else "",
-        ]
+    def _lacking(self, job: Job, hosts: list[str], port: int) -> dict[str, str]:
+        """Those of ``hosts`` that cannot take part, and why: ``port`` must be free on the first."""
+        token = secrets.token_hex(16)
+        path = job.run_dir / f".seen-{token[:8]}"
+        path.write_text(token)
+        ports = [port] + [0] * (len(hosts) - 1)
+        try:
+            with ThreadPoolExecutor(len(hosts)) as pool:
+                found = pool.map(lambda host, port: self._lacks(host, port, path, token, job), hosts, ports)
+                return {host: lack for host, lack in zip(hosts, found, strict=True) if lack}
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _lacks(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
+        """What ``host`` lacks, with the way out; empty where nothing is missing. Port 0 is always free."""
+        look = ["look", str(path), str(port), host if port else ""]
+        probe = [self.python, "-m", "speechtrain.node", *look]
         kept = travelling(Job(job.config, job.run_dir), self.forward)  # PYTHONPATH, where it is forwarded
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
         folder = shlex.quote(str(Path.cwd()))
@@ -221,54 +253,112 @@ class Ssh(Launcher):
         return ""
 
 
+class _Client:
+    """The ssh client of one host, and what became of it."""
+
+    def __init__(self, host: str, command: list[str]) -> None:
+        self.host = host
+        self.is_over = False
+        """It has ended, and nobody waits for its host."""
+        self.lost_at: float | None = None
+        """Since when its host is waited for, in seconds of the monotonic clock."""
+        self.is_back = threading.Event()
+        self.starts = 0
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._readers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Connect, and print what comes, with the host before each line."""
+        pipe = subprocess.PIPE
+        self._process = process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
+        self.starts += 1
+        self.lost_at = None
+        self.is_back.clear()
+        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            reader = threading.Thread(target=_copy, args=(stream, target, self.host), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None as long as it runs, 0 before its start."""
+        return self._process.poll() if self._process else 0
+
+    def say(self, word: bytes) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(OSError, ValueError):  # ended since
+                self._process.stdin.write(word)
+                self._process.stdin.flush()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def join(self, seconds: float) -> None:
+        """Wait until all its output is printed."""
+        for reader in self._readers:
+            reader.join(seconds)
+
+
 class _Connections:
-    """Running ssh clients, one a host: their output as it comes, with the host before each line.
+    """Running ssh clients, one a host.
 
     The first signal asks all ranks to save and leave, the second kills. When one host ends the
-    others follow: by themselves where their ranks notice, else asked, and last by force.
+    others follow: by themselves where their ranks notice, else asked, and last by force. One that is
+    lost is waited for where the agents restart ranks: ``lacks`` says what it still lacks.
     """
 
-    def __init__(self, hosts: list[str], commands: list[list[str]], grace: float) -> None:
-        self._hosts = hosts
-        self._commands = commands
+    def __init__(
+        self,
+        clients: list[_Client],
+        grace: float,
+        max_restarts: int,
+        rejoin_seconds: float,
+        lacks: Callable[[str], str],
+    ) -> None:
+        self.cause = ""
+        """The loss that has ended the run, in a line."""
+        self._clients = clients
         self._grace = grace
+        self._max_restarts = max_restarts
+        self._rejoin_seconds = rejoin_seconds
+        self._lacks = lacks
         self._received = 0
-        self._clients: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
         """The highest of their exit codes. Raises KeyboardInterrupt after a second signal."""
-        readers: list[threading.Thread] = []
-        with self._handlers():
-            for host, command in zip(self._hosts, self._commands, strict=True):
-                pipe = subprocess.PIPE
-                client = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-                )
-                self._clients.append(client)
-                for stream, target in ((client.stdout, sys.stdout), (client.stderr, sys.stderr)):
-                    readers.append(threading.Thread(target=_copy, args=(stream, target, host), daemon=True))
-                    readers[-1].start()
+        with stop_signals(self._receive):
+            for client in self._clients:
+                client.start()
             if self._received:
                 self._say(STOP)  # it came between two starts
             try:
                 self._wait()
             finally:
                 for client in self._clients:
+                    client.is_over = True
                     client.kill()
-        for reader in readers:
-            reader.join(self._grace)
+        for client in self._clients:
+            client.join(self._grace)
         if self._received > 1:
             raise KeyboardInterrupt
-        return max(abs(client.wait()) for client in self._clients)
+        return max(abs(client.code or 0) for client in self._clients)
 
     def _wait(self) -> None:
         said, first_end, asked = time.monotonic(), None, False
-        while any(client.poll() is None for client in self._clients):
+        while not all(client.is_over for client in self._clients):
             now = time.monotonic()
+            for client in self._clients:
+                if not client.is_over and client.code is not None:
+                    self._ended(client, now)
             if now - said > _ALIVE_SECONDS:
                 said = now
                 self._say(ALIVE)
-            if first_end is None and any(client.poll() is not None for client in self._clients):
+            if first_end is None and any(client.is_over for client in self._clients):
                 first_end = now
             if first_end is not None and not asked and now - first_end > self._grace / 2:
                 asked = True
@@ -278,25 +368,54 @@ class _Connections:
                 first_end = now
             time.sleep(_POLL_SECONDS)
 
+    def _ended(self, client: _Client, now: float) -> None:
+        """Decide what becomes of a client that does not run: it is over, waited for, or started again."""
+        is_leaving = bool(self._received) or any(other.is_over for other in self._clients)
+        if client.lost_at is None:
+            if is_leaving or (client.code or 0) <= _KILLED:
+                client.is_over = True
+            elif client is self._clients[0] or client.starts > self._max_restarts:
+                role = ", where the ranks meet," if client is self._clients[0] else ""
+                self._end_with(client, f"{client.host}{role} is lost: {self._how(client)}")
+            else:
+                self._tell(f"{client.host} is lost ({self._how(client)}); it joins again once it is back")
+                client.lost_at = now
+                threading.Thread(target=self._watch_for, args=(client,), daemon=True).start()
+        elif is_leaving:
+            client.is_over = True
+            self._say(KILL)  # without it there is nothing that the others could save
+        elif client.is_back.is_set():
+            self._tell(f"{client.host} is back and joins again")
+            client.start()
+        elif now - client.lost_at > self._rejoin_seconds:
+            self._end_with(client, f"{client.host} was lost and not back within {self._rejoin_seconds:g} s")
+            self._say(KILL)
+
+    def _watch_for(self, client: _Client) -> None:
+        """Look again and again whether a lost host can take part; in a thread of its own."""
+        while not client.is_over:
+            if not self._lacks(client.host):
+                client.is_back.set()
+                return
+            time.sleep(_LOOK_AGAIN_SECONDS)
+
+    def _how(self, client: _Client) -> str:
+        return "the connection broke" if client.code == _LOST else f"its agent ended with {client.code}"
+
+    def _end_with(self, client: _Client, cause: str) -> None:
+        client.is_over = True
+        self.cause = f"{cause}; the run ends, and the same command continues it"
+
+    def _tell(self, line: str) -> None:
+        print(f"speechtrain: {line}", file=sys.stderr, flush=True)
+
     def _say(self, word: bytes) -> None:
         for client in self._clients:
-            assert client.stdin is not None
-            with suppress(OSError, ValueError):  # ended since
-                client.stdin.write(word)
-                client.stdin.flush()
+            client.say(word)
 
-    @contextmanager
-    def _handlers(self) -> Iterator[None]:
-        def receive(number: int, frame: FrameType | None) -> None:
-            self._received += 1
-            self._say(STOP if self._received == 1 else KILL)
-
-        previous = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _receive(self) -> None:
+        self._received += 1
+        self._say(STOP if self._received == 1 else KILL)
 
 
 def _copy(stream: IO[bytes], target: IO[str], host: str) -> None:

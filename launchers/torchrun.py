@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from speechtrain.errors import ConfigError
-from speechtrain.launch import AGENT, Job, Launcher, Result, shell_line, supervise, unexpanded
+from speechtrain.launch import AGENT, RESTARTABLE, Job, Launcher, Result, shell_line, supervise, unexpanded
 
 
 class Torchrun(Launcher):
@@ -45,10 +45,7 @@ class Torchrun(Launcher):
     def _prepared(self, job: Job) -> Job:
         # a variable, not an option: releases that do not know it take no notice
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
-        if (
-            self.max_restarts
-        ):  # torch 2.13 keeps its store, in which ranks would find the dead ones' addresses
-            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        variables |= RESTARTABLE if self.max_restarts else {}
         return Job(job.config, job.run_dir, job.world_size, {**job.environment, **variables})
 
     def _command(self, job: Job) -> list[str]:

@@ -18,13 +18,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import FrameType
 
 from speechtrain.processes import PARENT, acts_on, children_of, descendants_running
 
 WORKER = "speechtrain.worker"
 AGENT = "agent.log"
 """In the run directory: what an agent that starts the ranks says of them."""
+RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""For agents that start ranks again, which would find the dead ones' addresses in a store that is shared."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
@@ -66,6 +67,8 @@ class Result:
     returncode: int
     submitted: str = ""
     """Where the processes run without this command: what has been handed over, in a line."""
+    cause: str = ""
+    """What ended them from outside, such as a lost host, in a line."""
 
 
 class Launcher(ABC):
@@ -118,6 +121,17 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*assignments, shlex.join(command)])
 
 
+@contextmanager
+def stop_signals(receive: Callable[[], None]) -> Iterator[None]:
+    """Within it, each SIGINT and SIGTERM calls ``receive`` and does nothing else."""
+    previous = {number: signal.signal(number, lambda *_: receive()) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def unexpanded(words: Iterable[str]) -> list[str]:
     """Arguments that torchrun, which fills in macros and takes ``$$`` for ``$``, hands on as they are."""
     return [word.replace("$", "$$") for word in words]
@@ -147,52 +161,58 @@ def supervise(
     torchrun tells to end, since another has failed, is killed ``grace`` seconds later: one that waits
     for a dead peer within a library does not get to see the signal.
     """
-    received = 0
-    told: set[int] = set()
+    environment = {**environment, PARENT: str(os.getpid())}
+    supervised = _Supervised(is_agent=agent_log is not None, is_deep=is_deep)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    with stop_signals(supervised.receive):
+        try:
+            process = _start(command, environment, is_agent=agent_log is not None)
+            supervised.pid = process.pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        with nullcontext() if agent_log is None else _separated(process, agent_log, grace):
+            while (code := _wait(process, None if agent_log is None else _POLL_SECONDS)) is None:
+                if supervised.received == 1:
+                    supervised.pass_on()
+    if supervised.received > 1:
+        raise KeyboardInterrupt
+    return code
 
-    def pass_on() -> None:
-        """SIGTERM to whom it concerns, once each; ranks may still be starting when the signal comes."""
-        if agent_log is None:
-            addressees = {process.pid}
-        elif is_deep:
-            found = descendants_running(process.pid, WORKER)
-            addressees = {pid for pid in found if acts_on(pid, signal.SIGTERM)}  # engines unblock signals
-        else:
-            addressees = children_of(process.pid)
-        for pid in addressees - told:
-            told.add(pid)
-            _kill(pid, signal.SIGTERM)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received += 1
-        if received == 1:
-            pass_on()
+class _Supervised:
+    """A child process and the stop signals for it, or, where it is an agent, for its ranks."""
+
+    def __init__(self, is_agent: bool, is_deep: bool) -> None:
+        self.pid = 0
+        self.received = 0
+        self._is_agent = is_agent
+        self._is_deep = is_deep
+        self._told: set[int] = set()
+
+    def receive(self) -> None:
+        """The first signal is passed on, the second kills."""
+        self.received += 1
+        if self.received == 1:
+            self.pass_on()
             return
-        descendants = children_of(process.pid, all_generations=True)  # before any of them is orphaned
+        descendants = children_of(self.pid, all_generations=True)  # before any of them is orphaned
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         for pid in descendants:
             _kill(pid, signal.SIGKILL)
 
-    environment = {**environment, PARENT: str(os.getpid())}
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        process = _start(command, environment, is_agent=agent_log is not None)
-        previous = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    try:
-        with nullcontext() if agent_log is None else _separated(process, agent_log, grace):
-            while (code := _wait(process, None if agent_log is None else _POLL_SECONDS)) is None:
-                if received == 1:
-                    pass_on()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    if received > 1:
-        raise KeyboardInterrupt
-    return code
+    def pass_on(self) -> None:
+        """SIGTERM to whom it concerns, once each; ranks may still be starting when the signal comes."""
+        if not self._is_agent:
+            addressees = {self.pid}
+        elif self._is_deep:
+            found = descendants_running(self.pid, WORKER)
+            addressees = {pid for pid in found if acts_on(pid, signal.SIGTERM)}  # engines unblock signals
+        else:
+            addressees = children_of(self.pid)
+        for pid in addressees - self._told:
+            self._told.add(pid)
+            _kill(pid, signal.SIGTERM)
 
 
 def _kill(pid: int, number: int) -> None:

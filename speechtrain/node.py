@@ -20,20 +20,25 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
 from speechtrain.launch import supervise
+from speechtrain.processes import ancestors_of, children_of, processes_with
 from speechtrain.run import read_failure, read_result
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
 """What an attached node reads on its standard input; its end means that nobody is there any more."""
 SILENCE_SECONDS = 60.0
 """Without a sign of life for so long, the connection counts as lost."""
+CLOSING_SECONDS = 10.0
+"""What ranks may take to end on their own once another has failed."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
+_MODULE = "speechtrain.node"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LOOK_TWICE_SECONDS = 0.1
 _LOOKS = 50  # a network file system may show a new file late
@@ -92,6 +97,8 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
 
     Its end, or silence, is a request to stop; ``attached`` seconds later what is left is killed.
     """
+    if attached is not None:
+        _end_leftovers(log)
     environment = dict(os.environ)
     if address and (interface := interface_of(address)):
         for name in INTERFACES:  # a host's own name may resolve to its loopback
@@ -99,9 +106,18 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
     if attached is not None:
         threading.Thread(target=_obey, args=(attached,), daemon=True).start()
     try:
-        return supervise(command, environment, agent_log=log)
+        return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)
     except KeyboardInterrupt:
         return EXIT_KILLED
+
+
+def _end_leftovers(log: Path) -> None:
+    """Kill what an earlier connection has left of this node's part, which would train beside the new one."""
+    mine = {os.getpid(), *ancestors_of(os.getpid())}
+    for old in processes_with(_MODULE, "run", str(log)) - mine:
+        for pid in (*children_of(old, all_generations=True), old):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _obey(grace: float) -> None:

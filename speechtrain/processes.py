@@ -55,6 +55,11 @@ def descendants_running(pid: int, argument: str) -> set[int]:
     return found
 
 
+def processes_with(*arguments: str) -> set[int]:
+    """The processes of this host that have all of ``arguments`` on their command line."""
+    return {pid for pid in _parents() if set(arguments) <= set(_arguments_of(pid))}
+
+
 def _arguments_of(pid: int) -> list[str]:
     if not PROC.is_dir():
         listed = subprocess.run(

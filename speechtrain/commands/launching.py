@@ -103,6 +103,8 @@ def _launched(
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)
+    if ended.cause and (result is None or result["status"] == "failed"):
+        raise SpeechtrainError(ended.cause)
     if result is None:
         raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
     if result["status"] == "failed":

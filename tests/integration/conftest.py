@@ -135,6 +135,16 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, **ours}
 
 
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Command:
+    """What two ranks must equal, whichever launcher starts them: ``engines.run_alone``."""
+    from .engines import run_alone
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return run_alone(shared / "alone", environment)
+
+
 @pytest.fixture
 def command(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Command]:
     """``command("name", *overrides)``: the tiny recipe in a run directory of that name."""

@@ -16,7 +16,7 @@ from speechtrain.launch import Job
 from . import cluster as kubernetes
 from .cluster import Cluster
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import SIZES, STEPS, assert_same, processes_of, run_alone, skip_without
+from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("kubectl")
 
@@ -27,11 +27,6 @@ def cluster(
 ) -> Iterator[tuple[Cluster, dict[str, str]]]:
     with kubernetes.started(tmp_path_factory.mktemp("cluster"), environment) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Command:
-    return run_alone(tmp_path_factory.mktemp("alone"), environment)
 
 
 def two_pods(kind: str, folder: Path, environment: dict[str, str]) -> Command:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Command, finish, wait_for
-from .engines import SIZES, STEPS, assert_same, processes_of, run_alone, skip_without
+from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("slurmctld", "slurmd", "sbatch", "munged", "runuser", is_root=True)
 
@@ -124,13 +124,11 @@ def run(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Comm
     return Command(tmp_path_factory.mktemp("slurm") / "run", slurm, [*SIZES, *job, *options])
 
 
-def test_two_nodes_train_what_one_process_does(
-    run: Command, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> None:
+def test_two_nodes_train_what_one_process_does(run: Command, alone: Command) -> None:
     done = run.run(f"trainer.max_steps={STEPS}")
     assert (done.returncode, done.stderr) == (0, ""), (run.run_dir / "slurm.log").read_text()
     assert "submitted job" in done.stdout
-    assert_same(run, run_alone(tmp_path_factory.mktemp("alone"), environment))
+    assert_same(run, alone)
     assert "#SBATCH --nodes=2" in (run.run_dir / "slurm.sh").read_text()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from speechtrain.processes import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import SIZES, STEPS, assert_same, processes_of, run_alone, skip_without
+from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_without
 
 skip_without("ip", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd", is_root=True)
 
@@ -41,6 +43,22 @@ class Hosts:
     inside: list[str]
     options: list[str]
     hostfile: Path
+    lines: list[list[str]]
+    daemons: list[subprocess.Popen[bytes]]
+
+    def lose(self, index: int) -> None:
+        """Kill a host's sshd and all that it has started, as a power cut would."""
+        daemon = self.daemons[index]
+        for pid in (*children_of(daemon.pid, all_generations=True), daemon.pid):
+            os.kill(pid, signal.SIGKILL)
+        daemon.wait()
+
+    def bring_back(self, index: int) -> None:
+        self.daemons[index] = subprocess.Popen(self.lines[index], stderr=subprocess.DEVNULL)
+
+    def wait_for_login(self, address: str) -> None:
+        line = [*self.inside, "ssh", *self.options, "-oBatchMode=yes", address, "true"]
+        wait_for(lambda: not subprocess.run(line, capture_output=True, timeout=60).returncode)
 
 
 def _do(*command: str) -> None:
@@ -53,6 +71,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     names = [f"speech{os.getpid()}-{index}" for index in (1, 2)]
     links = [f"v{os.getpid()}-{index}" for index in (1, 2)]
     daemons: list[subprocess.Popen[bytes]] = []
+    lines: list[list[str]] = []
     Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("key", "host_key"):
         _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
@@ -90,12 +109,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             config = folder / f"{name}.conf"
             config.write_text(SSHD.format(address=address, folder=folder))
             line = f"hostname {name}; exec /usr/sbin/sshd -D -e -f {config}"
-            daemons.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", line],
-                    stderr=subprocess.DEVNULL,
-                )
-            )
+            lines.append(["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", line])
+            daemons.append(subprocess.Popen(lines[-1], stderr=subprocess.DEVNULL))
         inside = [
             "ip",
             "netns",
@@ -121,17 +136,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         hostfile.write_text(
             "# two hosts\n\n" + "\n".join(f"{address}   # a comment" for address in ADDRESSES) + "\n"
         )
+        hosts = Hosts(inside, options, hostfile, lines, daemons)
         for address in ADDRESSES:
-            wait_for(
-                lambda a=address: (
-                    not subprocess.run(
-                        [*inside, "ssh", *options, "-oBatchMode=yes", a, "true"],
-                        capture_output=True,
-                        timeout=60,
-                    ).returncode
-                )
-            )
-        yield Hosts(inside, options, hostfile)
+            hosts.wait_for_login(address)
+        yield hosts
     finally:
         for daemon in daemons:
             daemon.kill()
@@ -146,20 +154,23 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-class FromTheFirst(Command):
-    """``speechtrain-train launcher=ssh``, given on the first host."""
+def listed(options: list[str]) -> str:
+    """``options`` as a list in that grammar."""
+    return "[" + ",".join(map(quoted, options)) + "]"
 
-    def __init__(self, run_dir: Path, environment: dict[str, str], hosts: Hosts, *overrides: str) -> None:
+
+class FromTheFirst(Command):
+    """``speechtrain-train`` with two ranks, given on the first host; by default over ssh."""
+
+    def __init__(
+        self, run_dir: Path, environment: dict[str, str], hosts: Hosts, *overrides: str, launcher: str = "ssh"
+    ) -> None:
         super().__init__(run_dir, {**environment, "HOSTFILE": str(hosts.hostfile)}, [*SIZES, *overrides])
         self.hosts = hosts
         self.arguments.pop()  # the run directory, which may need quotes
-        options = ",".join(quoted(option) for option in hosts.options)
-        self.arguments += [
-            f"run_dir={quoted(str(run_dir))}",
-            "launcher=ssh",
-            "world_size=2",
-            f"launcher.options=[{options}]",
-        ]
+        self.arguments += [f"run_dir={quoted(str(run_dir))}", f"launcher={launcher}", "world_size=2"]
+        if launcher == "ssh":
+            self.arguments.append(f"launcher.options={listed(hosts.options)}")
 
     def start(self, *extra: str) -> subprocess.Popen[str]:
         line = [sys.executable, "-m", "speechtrain.commands.train", *self.arguments, *extra]
@@ -173,12 +184,10 @@ def run(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory, environment: dic
     return FromTheFirst(run_dir, environment, hosts, "trainer.simulate_world=2")
 
 
-def test_two_hosts_train_what_one_process_does(
-    run: FromTheFirst, tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> None:
+def test_two_hosts_train_what_one_process_does(run: FromTheFirst, alone: Command) -> None:
     done = run.run(f"trainer.max_steps={STEPS}")
     assert (done.returncode, done.stderr) == (0, "")
-    assert_same(run, run_alone(tmp_path_factory.mktemp("alone"), environment))
+    assert_same(run, alone)
     assert (run.run_dir / "agent.log").exists() or not list(run.run_dir.glob("agent*"))
     assert not list(run.run_dir.glob(".seen*"))
     assert processes_of(run) == []
@@ -213,6 +222,70 @@ def test_a_rank_that_dies_ends_all_a_signal_saves_and_nothing_outlives_the_comma
     wait_for(lambda: len(run.events("train")) >= before + 3, process)
     process.kill()  # nobody is left to ask
     process.communicate(timeout=DEADLINE)
+    wait_for(lambda: not processes_of(run))
+
+
+def test_a_lost_host_joins_again_but_not_the_one_where_all_meet(
+    hosts: Hosts, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run = FromTheFirst(tmp_path / "run", environment, hosts, "launcher.max_restarts=3")
+    process = run.start("trainer.max_steps=5000", "trainer.save_every=1")
+    wait_for(lambda: len(run.events("train")) >= 3, process)
+    hosts.lose(1)
+    time.sleep(3.0)  # a login fails meanwhile
+    assert process.poll() is None
+    hosts.bring_back(1)
+    wait_for(lambda: run.events("resume"), process)
+    resumed = run.events("resume")[-1]["step"]
+    assert resumed >= 2
+    wait_for(lambda: max(run.losses()) > resumed + 2, process)
+    hosts.lose(0)
+    ended = finish(process)
+    hosts.bring_back(0)
+    hosts.wait_for_login(ADDRESSES[0])
+    near, far = ADDRESSES
+    says = f"{near}, where the ranks meet, is lost: the connection broke; the run ends, and the same command"
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == f"speechtrain: error: {says} continues it"
+    assert f"speechtrain: {far} is lost (the connection broke); it joins again once" in ended.stderr
+    assert f"speechtrain: {far} is back and joins again" in ended.stderr
+    wait_for(lambda: not processes_of(run))
+    last = max(run.losses()) + 2
+    done = run.run(f"trainer.max_steps={last}", "resume=must")
+    assert done.returncode == 0, done.stderr
+    assert sorted(run.losses()) == list(range(1, last + 1))  # each update once, and equal where made twice
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mpirun_reaches_both_hosts(
+    engine: str, hosts: Hosts, tmp_path: Path, environment: dict[str, str], alone: Command
+) -> None:
+    """The hosts' own network, a login through ssh, and no variable that travels but on the command line."""
+    environment = prepared(engine, environment)
+    ssh = shlex.join(hosts.options)
+    network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
+    options = list(ENGINES[engine])
+    if engine == "openmpi":
+        options += ["--mca", "plm_rsh_args", ssh]
+        options += ["--mca", "oob_tcp_if_include", network, "--mca", "btl_tcp_if_include", network]
+    else:
+        wrapper = tmp_path / "ssh"
+        wrapper.write_text(f'#!/bin/sh\nexec ssh {ssh} "$@"\n')
+        wrapper.chmod(0o755)
+        words = ("-bootstrap", "-bootstrap-exec") if engine == "intel" else ("-launcher", "-launcher-exec")
+        options += [words[0], "ssh", words[1], str(wrapper)]
+    hostfile = tmp_path / "hosts"
+    form = "{} slots=1\n" if engine == "openmpi" else "{}:1\n"
+    hostfile.write_text("".join(map(form.format, ADDRESSES)))
+    mpi = [
+        f"launcher.engine={engine}",
+        f"launcher.hostfile={hostfile}",
+        f"launcher.options={listed(options)}",
+    ]
+    run = FromTheFirst(tmp_path / "run", environment, hosts, "trainer.simulate_world=2", *mpi, launcher="mpi")
+    done = run.run(f"trainer.max_steps={STEPS}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert_same(run, alone)
     wait_for(lambda: not processes_of(run))
 
 
