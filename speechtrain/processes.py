@@ -36,10 +36,11 @@ def children_of(pid: int, all_generations: bool = False) -> set[int]:
     return found
 
 
-def descendants_running(pid: int, argument: str) -> set[int]:
-    """The descendants of ``pid`` that have ``argument`` on their command line, but none of their own.
+def descendants_running(pid: int, module: str) -> set[int]:
+    """The descendants of ``pid`` that are a Python with ``-m module``, but none of their own.
 
-    What such a process has forked looks like it, and is its affair.
+    Those that only start it (mpirun, a script around it) have its line at the end of theirs. What such a
+    process has forked looks like it, and is its affair.
     """
     children: dict[int, set[int]] = {}
     for child, parent in _parents().items():
@@ -48,7 +49,7 @@ def descendants_running(pid: int, argument: str) -> set[int]:
     waiting = [*children.get(pid, ())]
     while waiting:
         candidate = waiting.pop()
-        if argument in _arguments_of(candidate):
+        if _arguments_of(candidate)[1:3] == ["-m", module]:
             found.add(candidate)
         else:
             waiting += children.get(candidate, ())
@@ -82,6 +83,15 @@ def _parents() -> dict[int, int]:
         if entry.name.isdigit():
             parents[int(entry.name)] = parent_of(int(entry.name))
     return parents
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended yet; one whose end nobody has asked for has (Linux)."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def parent_of(pid: int) -> int:

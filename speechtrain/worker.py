@@ -36,7 +36,7 @@ from speechtrain.forms import adapt
 from speechtrain.limits import Limits
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import FP32, Precision
-from speechtrain.processes import PARENT, ancestors_of, siblings_of
+from speechtrain.processes import PARENT, ancestors_of, is_running, siblings_of
 from speechtrain.randomness import seed_at
 from speechtrain.run import DEVICE, ERROR, RESULT, STUCK, RunLock, rank_folder, read_device
 from speechtrain.task import Task
@@ -66,11 +66,13 @@ class _Warnings(logging.Handler):
 class StopRequest:
     """Becomes true at the first SIGTERM or SIGINT; the loop acts on it at the next step boundary.
 
-    The launcher started this process with both blocked; they are let through from here on.
+    The launcher started this process with both blocked; they are let through from here on. The end of
+    ``command``, a process of this host, counts as one.
     """
 
     def __init__(self) -> None:
         self.received = False
+        self.command: int | None = None
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
             signal.signal(number, self._receive)
@@ -80,6 +82,8 @@ class StopRequest:
         self.received = True
 
     def __call__(self) -> bool:
+        if self.command is not None and not is_running(self.command):
+            self.received = True
         return self.received
 
 
@@ -327,7 +331,9 @@ def train(
 def _leave_with_parent(stop: StopRequest) -> None:
     """Stop as on a SIGTERM when the command that started this process here is gone (Linux).
 
-    Between the two there may be agents, which do not outlive the command.
+    The kernel tells of the end of this process's own parent. Between it and the command there may be
+    agents, not all of which end with the command (Intel's mpirun is a script around one), so that is
+    looked at in every step.
     """
     command = os.environ.pop(PARENT, "")
     if not command:
@@ -340,6 +346,8 @@ def _leave_with_parent(stop: StopRequest) -> None:
         command.isdigit() and int(command) in ancestors_of(os.getpid())
     ):  # gone before the kernel was asked
         stop.received = True
+    else:
+        stop.command = int(command)
 
 
 def main(argv: list[str] | None = None, is_watched: bool = False) -> int:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from speechtrain.processes import PROC, acts_on, ancestors_of, children_of
+from speechtrain.processes import PROC, acts_on, ancestors_of, children_of, descendants_running, is_running
 
 if not PROC.is_dir():
     pytest.skip("no /proc here", allow_module_level=True)
@@ -32,6 +32,27 @@ def test_who_would_be_ended_by_a_signal(first: str, expected: bool) -> None:
         child.stdout.readline()
         assert acts_on(child.pid, signal.SIGTERM) is expected
         child.communicate()
+
+
+def test_a_module_is_found_below_those_that_only_start_it() -> None:
+    """``env`` and a shell have the module's line in their own, and its fork looks like it."""
+    inner = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    line = ["sh", "-c", '"$@"; true', "-", "sh", "-c", '"$@"; true', "-", *inner]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        (found,) = descendants_running(shell.pid, "http.server")
+        assert len(ancestors_of(found)) == len(ancestors_of(shell.pid)) + 2
+        os.kill(found, signal.SIGKILL)
+
+
+def test_a_process_that_nobody_waits_for_does_not_run() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdin=subprocess.PIPE) as child:
+        assert is_running(child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not is_running(child.pid)
+    assert not is_running(child.pid)
 
 
 def test_the_way_up_and_down() -> None:
