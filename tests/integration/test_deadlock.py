@@ -50,6 +50,21 @@ def test_a_rank_that_hangs_is_named_and_all_end(command: Callable[..., Command],
     assert not _running(str(run.run_dir))
 
 
+def test_a_rank_that_is_stopped_is_named_and_killed(command: Callable[..., Command]) -> None:
+    """It cannot say anything itself, and takes no notice of a signal."""
+    overrides = ["model._target_=deadlocks.StoppingTask", "allow_targets=deadlocks"]
+    run = command("run", *overrides, f"trainer.timeout_seconds={LIMIT}")
+    planted = run.run_dir.parent / "planted"
+    run.environment = {**run.environment, "PLANTED": str(planted)}
+    done = run.run("world_size=2", "trainer.validate_every=1000", "trainer.save_every=1000")
+    seconds = time.time() - float(planted.read_text())
+    assert done.returncode == 4, done.stderr
+    assert "speechtrain: error: rank 1 gives no sign of life: stopped, or hanging" in done.stderr
+    print("stopped", round(seconds, 1))
+    assert seconds < BOUND
+    assert not _running(str(run.run_dir))
+
+
 def _running(argument: str) -> list[str]:
     """Processes that still have ``argument`` on their command line."""
     found = []

@@ -46,7 +46,7 @@ def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
         Ssh(str(tmp_path / "nowhere")).check(job(tmp_path))
 
 
-@pytest.mark.parametrize("key", ["nodes", "login_seconds", "shutdown_seconds"])
+@pytest.mark.parametrize("key", ["nodes", "login_seconds", "shutdown_seconds", "rejoin_seconds"])
 def test_counts_begin_at_one(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key}=0"):
         Ssh("hosts", **{key: 0})  # type: ignore[arg-type]
@@ -68,6 +68,16 @@ def test_each_host_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         remote = shlex.split(client[-1])
         assert {"THREADS=$(id)", "HF_HOME=/a place", f"--node-rank={index}", "--nnodes=2"} < set(remote)
         assert {"--nproc-per-node=2", "--master-addr=a", "--master-port=1234"} < set(remote)
+
+
+def test_with_restarts_the_hosts_meet_at_a_store_of_the_first(tmp_path: Path) -> None:
+    text = launcher(tmp_path, "a\nb\n", max_restarts=2, rejoin_seconds=90, port=1234).render(job(tmp_path))
+    for line, host, is_host in zip(text.splitlines()[1:], "ab", (1, 0), strict=True):
+        remote = shlex.split(shlex.split(line)[-1])
+        assert {"--rdzv-backend=c10d", "--rdzv-endpoint=a:1234", "--max-restarts=2"} < set(remote)
+        assert {f"--local-addr={host}", f"--rdzv-conf=is_host={is_host},join_timeout=90"} < set(remote)
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in remote
+        assert not [word for word in remote if word.startswith(("--node-rank", "--master"))]
 
 
 def test_a_run_meets_at_a_port_of_its_own(tmp_path: Path) -> None:
