@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from speechtrain.commands.composition import compose
+from speechtrain.config import dump
+
 TINY = [
     *("recipe=demo", "device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0"),
     *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
@@ -48,6 +51,14 @@ class Command:
         return self._popen(
             [sys.executable, "-m", "speechtrain.worker", str(self.run_dir / "config.yaml")], allowed
         )
+
+    def write(self) -> Path:
+        """The run's config.yaml, as the command would leave it for the ranks."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        keys = [argument for argument in self.arguments if not argument.startswith("allow_targets=")]
+        path = self.run_dir / "config.yaml"
+        path.write_text(dump(compose(keys)))
+        return path
 
     def _popen(
         self, line: list[str], extra: Mapping[str, str] = MappingProxyType({})

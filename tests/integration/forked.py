@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from speechtrain.commands.composition import compose
-from speechtrain.config import dump
-
 from .conftest import Command
 
 TINY = [
@@ -38,13 +35,6 @@ class Pretraining(Command):
         own = {"SPEECHTRAIN_ALLOW_TARGETS": "pretraining", "DRAWN": str(run_dir / "drawn.jsonl")}
         super().__init__(run_dir, {**environment, **own}, [])
         self.arguments = [*TINY, *overrides, f"run_dir={run_dir}"]
-
-    def write(self) -> Path:
-        """The run's config.yaml, as the command would leave it for the ranks."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        path = self.run_dir / "config.yaml"
-        path.write_text(dump(compose(self.arguments)))
-        return path
 
     def drawn(self) -> dict[tuple[int, int], list[Any]]:
         """Step, ids and checksums of each micro-batch by its address; every attempt drew the same."""

@@ -6,11 +6,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from .conftest import RECORDED, Command, finish, wait_for
+from .forked import Forks, forking
 
 CHAINS = {
     "plain": ([], 8),
@@ -20,33 +21,39 @@ CHAINS = {
 """Overrides, and how often the run is killed: twenty times in all."""
 
 
+@pytest.fixture(scope="module")
+def forks(environment: dict[str, str]) -> Iterator[Forks]:
+    with forking(environment) as found:
+        yield found
+
+
 @pytest.mark.parametrize("chain", CHAINS)
-def test_twenty_kills_leave_no_trace(command: Callable[..., Command], chain: str) -> None:
+def test_twenty_kills_leave_no_trace(command: Callable[..., Command], chain: str, forks: Forks) -> None:
     overrides, kills = CHAINS[chain]
     draw = random.Random(chain)
-    undisturbed = command("undisturbed", *RECORDED, *overrides)
-    reference = undisturbed.start()
+    undisturbed, killed = (command(name, *RECORDED, *overrides) for name in ("undisturbed", "killed"))
+    assert forks.run(undisturbed.write()) == [0], undisturbed.result()
 
-    killed = command("killed", *RECORDED, *overrides)
     steps = 24 if chain == "workers" else 30
-    parent = killed.start()
+    # the whole command once; its ranks alone from then on, as a launcher starts them
+    parent = killed.start() if chain == "plain" else None
+    config = killed.run_dir / "config.yaml" if parent else killed.write()
     for number, step in enumerate(sorted(draw.sample(range(1, steps), kills))):
         before = len(killed.events("train"))
-        process = killed.start_worker() if number else parent
+        process = None if number else parent
+        if process is None:
+            forks.start(config)
         wait_for(lambda: any(e["step"] >= step for e in killed.events("train")[before:]), process)  # noqa: B023
         time.sleep(draw.uniform(0.0, 0.1))  # within an update, a validation or a save
         os.kill(killed.pid(), signal.SIGKILL)
-        ended = finish(process)
-        if number:
-            assert ended.returncode == -signal.SIGKILL
+        if process is None:
+            assert forks.wait() == [-signal.SIGKILL]
         else:
+            ended = finish(process)
             assert ended.returncode == 5
             assert "the ranks ended with code -9" in ended.stderr
-    last = killed.run()
-    assert last.returncode == 0, last.stderr
+    assert forks.run(config) == [0], killed.result()
 
-    done = finish(reference)
-    assert done.returncode == 0, done.stderr
     assert sorted(undisturbed.losses()) == list(range(1, steps + 1))
     assert killed.losses() == undisturbed.losses()
     assert killed.handed() == undisturbed.handed()
