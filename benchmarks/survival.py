@@ -93,11 +93,11 @@ class Run:
         with self.run_dir.with_suffix(".log").open("a") as log:
             self.process = subprocess.Popen(line, env=environment, stdout=log, stderr=log, text=True)
 
-    def wait(self) -> int:
+    def wait(self, patience: float = PATIENCE) -> int:
         """The command's exit code; it is killed, with what it has started, where it hangs."""
         assert self.process is not None
         try:
-            return self.process.wait(PATIENCE)
+            return self.process.wait(patience)
         except subprocess.TimeoutExpired:
             for pid in children_of(self.process.pid, all_generations=True):
                 os.kill(pid, signal.SIGKILL)
@@ -105,10 +105,10 @@ class Run:
             self.process.wait()
             raise
 
-    def done(self, *extra: str) -> None:
+    def done(self, *extra: str, patience: float = PATIENCE) -> None:
         """The command to its end, which must be a good one."""
         self.start(*extra)
-        if code := self.wait():
+        if code := self.wait(patience):
             sys.exit(f"{self.run_dir} ended with {code}: see {self.run_dir.with_suffix('.log')}")
 
     def until(self, reached: Callable[[], object]) -> bool:
@@ -468,7 +468,7 @@ def goodput(out: Path, minutes: float, every: float, measured: float, overrides:
     sys.stdout.flush()
     last = max(kept, max(undisturbed.losses()))
     for name, other in (("killed", run), ("undisturbed", undisturbed)):
-        other.done(f"trainer.max_steps={last}", f"trainer.validate_every={last}")
+        other.done(f"trainer.max_steps={last}", f"trainer.validate_every={last}", patience=10 * wall)
         print(
             f"{name}: loss {other.losses()[kept]!r} at update {kept}, validation {other.result()['metrics']}"
         )

@@ -8,15 +8,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from speechtrain.commands.composition import compose
 from speechtrain.config import dump
+
+if TYPE_CHECKING:
+    from .forked import Forks
 
 TINY = [
     *("recipe=demo", "device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0"),
@@ -154,6 +157,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str])
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     return run_alone(shared / "alone", environment)
+
+
+@pytest.fixture(scope="session")
+def forks(environment: dict[str, str]) -> Iterator[Forks]:
+    """A process that has imported torch, from which ranks are forked; one run at a time."""
+    from .forked import forking
+
+    with forking(environment) as found:
+        yield found
 
 
 @pytest.fixture

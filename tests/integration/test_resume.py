@@ -6,12 +6,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from .conftest import RECORDED, Command, finish, wait_for
-from .forked import Forks, forking
+from .forked import Forks
 
 CHAINS = {
     "plain": ([], 8),
@@ -19,12 +19,6 @@ CHAINS = {
     "no-average": (["trainer.ema=0.0", "trainer.save_every=1", "trainer.validate_every=4"], 6),
 }
 """Overrides, and how often the run is killed: twenty times in all."""
-
-
-@pytest.fixture(scope="module")
-def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    with forking(environment) as found:
-        yield found
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from speechtrain.checkpoint import Checkpointer
 
-from .forked import Forks, Pretraining, forking
+from .forked import Forks, Pretraining
 
 STEPS = 20
 RECIPE = [
@@ -19,12 +18,6 @@ RECIPE = [
     *("trainer.clip=1", "trainer.ema=0.9", "trainer.keep=99"),
 ]
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    with forking(environment) as found:
-        yield found
 
 
 def continued(run: Pretraining, forks: Forks, ranks: int, steps: int, shard: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .forked import Forks, Pretraining, forking
+from .forked import Forks, Pretraining
 
 STEPS = 20
 ONCE = [
@@ -18,12 +17,6 @@ ONCE = [
     *("trainer.simulate_world=4", "trainer.save_every=1", "trainer.keep=99", "trainer.validate_every=20"),
 ]
 """Momentum after the first update is its gradient."""
-
-
-@pytest.fixture(scope="module")
-def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    with forking(environment) as found:
-        yield found
 
 
 def trained(folder: Path, environment: dict[str, str], forks: Forks, ranks: int) -> Pretraining:

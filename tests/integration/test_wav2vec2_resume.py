@@ -6,13 +6,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .conftest import finish, wait_for
-from .forked import Forks, Pretraining, forking
+from .forked import Forks, Pretraining
 
 STEPS = 30
 CHAINS = {
@@ -21,12 +20,6 @@ CHAINS = {
 }
 """Overrides, and how often the run is killed: twenty times in all."""
 FREQUENT = [f"trainer.max_steps={STEPS}", "trainer.save_every=3", "trainer.validate_every=10"]
-
-
-@pytest.fixture(scope="module")
-def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    with forking(environment) as found:
-        yield found
 
 
 @pytest.mark.parametrize("chain", CHAINS)

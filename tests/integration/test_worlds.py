@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from speechtrain.commands.composition import compose
 from speechtrain.config import dump
 
 from .conftest import RECORDED, Command
-from .forked import Forks, forking
+from .forked import Forks
 
 UPDATES = 5  # of each part
 TOLERANCE = 1e-5
@@ -20,12 +18,6 @@ EXTRA = [
     *("trainer.simulate_world=4", "data.batch.count=2", "schedule=constant", *RECORDED[:1]),
     *("trainer.save_every=5000", "trainer.validate_every=5000"),
 ]
-
-
-@pytest.fixture(scope="module")
-def forks(environment: dict[str, str]) -> Iterator[Forks]:
-    with forking(environment) as found:
-        yield found
 
 
 def train(run: Command, forks: Forks, ranks: int, steps: int) -> None:
