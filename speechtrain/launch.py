@@ -37,6 +37,8 @@ _TRACE = "Traceback (most recent call last):"
 _OURS = ("speechtrain: ", "warning  ")
 # torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
 _AGENTS_LINE = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
+# what follows such a record where torch's C++ has written it; the last line of it is empty
+_AGENTS_STACK = re.compile(r"Exception raised from |frame #\d+: |$")
 # of torchrun, when another rank has failed
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
 
@@ -270,7 +272,7 @@ def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -
 
     def copy() -> None:
         assert process.stderr is not None
-        is_trace = False
+        is_trace = is_agents = False
         with process.stderr:
             for line in process.stderr:
                 with contextlib.suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
@@ -280,7 +282,9 @@ def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -
                     timer.daemon = True
                     timer.start()
                 is_trace = _TRACE in line or (is_trace and not line.startswith(_OURS))
-                if not is_trace and not _AGENTS_LINE.match(line):
+                pattern = _AGENTS_STACK if is_agents else _AGENTS_LINE
+                is_agents = bool(pattern.match(line) or _AGENTS_LINE.match(line))
+                if not is_trace and not is_agents:
                     sys.stderr.write(line)
                     sys.stderr.flush()
 

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "report": {"metrics", "run", "tracking"},
     "interop": {"models", "nn", "checkpoint"},
     "launchers": {"launch", "distributed", "node", "processes"},
-    "node": {"launch", "run"},
+    "node": {"launch", "processes", "run"},
     "batch": set(),
     "randomness": set(),
     "errors": set(),

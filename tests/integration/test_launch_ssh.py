@@ -18,7 +18,7 @@ import pytest
 from speechtrain.processes import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_without
+from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_twice, skip_without
 
 skip_without("ip", "unshare", "ssh", "ssh-keygen", "/usr/sbin/sshd", is_root=True)
 
@@ -261,6 +261,7 @@ def test_mpirun_reaches_both_hosts(
     engine: str, hosts: Hosts, tmp_path: Path, environment: dict[str, str], alone: Command
 ) -> None:
     """The hosts' own network, a login through ssh, and no variable that travels but on the command line."""
+    skip_twice(engine)
     environment = prepared(engine, environment)
     ssh = shlex.join(hosts.options)
     network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
