@@ -18,9 +18,12 @@ import pytest
 from speechtrain.commands.composition import compose
 from speechtrain.config import dump
 
+from .starting import Started, Starter
+
 if TYPE_CHECKING:
     from .forked import Forks
 
+STARTER = Starter()
 TINY = [
     *("recipe=demo", "device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0"),
     *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
@@ -43,10 +46,9 @@ class Command:
         self.environment = environment
         self.arguments = [*TINY, *overrides, f"run_dir={run_dir}"]
 
-    def start(self, *extra: str) -> subprocess.Popen[str]:
+    def start(self, *extra: str) -> Started:
         """The command, in the background."""
-        line = [sys.executable, "-m", "speechtrain.commands.train", *self.arguments, *extra]
-        return self._popen(line)
+        return STARTER.start([*self.arguments, *extra], self.environment)
 
     def start_worker(self) -> subprocess.Popen[str]:
         """Only the rank, on the config that the command has written: what a launcher runs."""
@@ -124,13 +126,13 @@ class Command:
         return int((self.run_dir / "lock").read_text().split()[1])
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def finish(process: subprocess.Popen[str] | Started) -> subprocess.CompletedProcess[str]:
     """Wait for a process and its output."""
     out, err = process.communicate(timeout=DEADLINE)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | Started | None = None) -> None:
     """Poll until ``reached`` says something true; fails where ``process`` ends first."""
     begun = time.monotonic()
     while not reached():

@@ -1,4 +1,4 @@
-"""Random command lines, 150 of them ($FUZZ another number): each composes and passes the check, or is refused in one line."""
+"""150 ($FUZZ) random command lines: each composes and passes the check, or is refused in one line."""
 
 from __future__ import annotations
 
