@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from .conftest import STARTER, finish
 
 TINY = [
     "encoder.conv_layers=[[16,10,5],[16,3,2],[16,3,2],[16,3,2],[16,3,2],[16,2,2],[16,2,2]]",
@@ -19,8 +21,7 @@ TINY = [
 
 
 def train(*overrides: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "speechtrain.commands.train", *TINY, *overrides]
-    return subprocess.run(program, capture_output=True, text=True, check=False)
+    return finish(STARTER.start([*TINY, *overrides], os.environ))
 
 
 def test_a_recogniser_begins_with_a_pretrained_encoder(tmp_path: Path) -> None:
