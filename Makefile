@@ -4,8 +4,8 @@ VENV ?= .venv
 IPEX_VENV ?= .venv-ipex
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0
-# one process a core; a file stays in one process, so that its run is made once
-PYTEST_ARGS ?= -n auto --dist loadfile
+# one process a core; a file stays in one process, so that its run is made once; the long files come first
+PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test test-cluster check bench wheel test-ipex clean

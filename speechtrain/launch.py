@@ -38,7 +38,7 @@ _OURS = ("speechtrain: ", "warning  ")
 # torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
 _AGENTS_LINE = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
 # what follows such a record where torch's C++ has written it; the last line of it is empty
-_AGENTS_STACK = re.compile(r"Exception raised from |frame #\d+: |$")
+_AGENTS_STACK = re.compile(r"Exception raised from |frame #\d+: |<omitting python frames>|$")
 # of torchrun, when another rank has failed
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
 

@@ -50,6 +50,7 @@ def fork(config: str, rank: int, ranks: int, port: int) -> int:
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
+        os.dup2(os.open(Path(config).with_name("stderr.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         code = worker.main([config])
     finally:
         sys.stderr.flush()

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command, finish
+from .conftest import Command
+from .forked import Forks
 
 
 def truncate(folder: Path) -> None:
@@ -37,12 +38,12 @@ def half_write(folder: Path) -> None:
 
 
 def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
-    command: Callable[..., Command],
+    command: Callable[..., Command], forks: Forks
 ) -> None:
     run = command(
         "run", "trainer.max_steps=6", "trainer.save_every=2", "trainer.validate_every=6", "trainer.keep=3"
     )
-    assert run.run().returncode == 0
+    assert forks.run(run.write()) == [0], run.result()
     losses = run.losses()
     kept = run.run_dir.with_name("kept")
     shutil.copytree(run.run_dir, kept)
@@ -53,11 +54,12 @@ def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
         damage(run.checkpoints()[-1])
         if damage is half_write:
             (run.run_dir / "checkpoints" / ".writing-step-00000009").mkdir()
-        done = finish(run.start_worker())
-        assert done.returncode == 0
-        assert done.stderr.count("\n") == 1
-        assert "checkpoint not loaded" in done.stderr
-        assert "step-00000006" in done.stderr
+        said = run.run_dir / "stderr.log"
+        said.unlink()
+        assert forks.run(run.run_dir / "config.yaml") == [0], run.result()
+        (line,) = said.read_text().splitlines()
+        assert "checkpoint not loaded" in line
+        assert "step-00000006" in line
         assert [e["step"] for e in run.events("resume")] == [4]
         assert run.losses() == losses  # checks that the updates made again are the same ones
         assert run.result()["status"] == "finished"
@@ -65,10 +67,12 @@ def test_each_damage_is_named_and_training_goes_on_from_the_one_before(
 
 
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_a_disk_that_is_full_during_a_save(command: Callable[..., Command], policy: str) -> None:
+def test_a_disk_that_is_full_during_a_save(
+    command: Callable[..., Command], forks: Forks, policy: str
+) -> None:
     """A limit on the size of files stands for it: writes fail half-way, as on a full disk."""
     run = command("run", "trainer.max_steps=2", "trainer.save_every=2", "trainer.validate_every=100")
-    assert run.run().returncode == 0
+    assert forks.run(run.write()) == [0], run.result()
     sound = run.weights()
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

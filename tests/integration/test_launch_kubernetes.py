@@ -16,7 +16,7 @@ from speechtrain.launch import Job
 from . import cluster as kubernetes
 from .cluster import Cluster
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
+from .engines import SIZES, STEPS, assert_same, processes_of, skip_twice, skip_without
 
 skip_without("kubectl")
 
@@ -97,6 +97,7 @@ def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
 def test_kubeflows_pods_continue_too(
     cluster: tuple[Cluster, dict[str, str]], tmp_path: Path, alone: Command
 ) -> None:
+    skip_twice("pytorchjob", first="job")
     run = two_pods("pytorchjob", tmp_path, cluster[1])
     process = run.start(f"trainer.max_steps={STEPS}")
     wait_for(lambda: run.events("train"), process)

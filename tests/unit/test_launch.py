@@ -91,7 +91,8 @@ children = [subprocess.Popen([*line, str(i)], start_new_session=True) for i in r
 print("W1121 03:40:12.123000 4711 torch/distributed/run.py:1] a warning of the agent", file=sys.stderr)
 print("[rank0]:[W1121 03:40:12.671648576 reducer.cpp:1] Warning: of torch in a rank", file=sys.stderr)
 print("[W1121 03:40:12.1 TCPStore.cpp:1] [c10d] recvValue failed", file=sys.stderr)
-print("Exception raised from recvBytes\\nframe #0: c10::Error::Error(\\nframe #1: clone\\n", file=sys.stderr)
+print("Exception raised from recvBytes\\nframe #0: c10::Error::Error(", file=sys.stderr)
+print("<omitting python frames>\\nframe #1: clone\\n", file=sys.stderr)
 print("speechtrain: warning: of a rank", file=sys.stderr, flush=True)
 codes = [child.wait() for child in children]
 if codes != [7, 7]:

@@ -1,4 +1,4 @@
-"""150 ($FUZZ) random command lines: each composes and passes the check, or is refused in one line."""
+"""100 ($FUZZ) random command lines: each composes and passes the check, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _outcome(argv: list[str]) -> DictConfig:
 
 
 @settings(
-    max_examples=int(os.environ.get("FUZZ", "150")),
+    max_examples=int(os.environ.get("FUZZ", "100")),
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
