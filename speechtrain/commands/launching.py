@@ -104,7 +104,7 @@ def _launched(
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)
     if ended.cause and (result is None or result["status"] == "failed"):
-        raise SpeechtrainError(ended.cause)
+        raise MachineError(ended.cause)
     if result is None:
         raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
     if result["status"] == "failed":
