@@ -23,6 +23,11 @@ SIZES = [
 ]
 
 
+def is_everything() -> bool:
+    """Whether this is ``make test-cluster``."""
+    return os.environ.get("SPEECHTRAIN_ENGINES") == "must"
+
+
 def skip_without(*programs: str, is_root: bool = False) -> None:
     """Skip the module where the engine is not there, and say what is missing.
 
@@ -32,7 +37,7 @@ def skip_without(*programs: str, is_root: bool = False) -> None:
     reason = f"not installed here: {', '.join(missing)}" if missing else ""
     if not reason and is_root and os.geteuid():
         reason = "only root may start it"
-    if reason and os.environ.get("SPEECHTRAIN_ENGINES") == "must":
+    if reason and is_everything():
         pytest.fail(reason)
     if reason:
         pytest.skip(reason, allow_module_level=True)
@@ -40,7 +45,7 @@ def skip_without(*programs: str, is_root: bool = False) -> None:
 
 def skip_twice(engine: str, first: str = "openmpi") -> None:
     """Skip what the test of the ``first`` engine has shown, unless `make test-cluster` wants all of each."""
-    if engine != first and os.environ.get("SPEECHTRAIN_ENGINES") != "must":
+    if engine != first and not is_everything():
         pytest.skip(f"{engine}: {first} has to do here in `make test`; `make test-cluster` tries both")
 
 

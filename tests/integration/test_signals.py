@@ -69,7 +69,7 @@ def test_signals_in_training_then_a_continued_run(command: Callable[..., Command
 
 
 def test_a_signal_in_a_validation_is_obeyed_and_made_up_for(command: Callable[..., Command]) -> None:
-    slow = ["data.valid.unheard.utterances=300", "data.valid_batch.count=1", "trainer.validate_every=4"]
+    slow = ["data.valid.unheard.utterances=120", "data.valid_batch.count=1", "trainer.validate_every=4"]
     run = command("run", *slow, "trainer.max_steps=4", "trainer.save_every=100", "model.max_symbols=300")
     process = run.start()
     wait_for(lambda: len(run.events("train")) == 4, process)
@@ -78,7 +78,7 @@ def test_a_signal_in_a_validation_is_obeyed_and_made_up_for(command: Callable[..
     assert ended.returncode == 75, ended.stderr
     assert run.result()["steps"] == 4
     assert not run.events("valid")
-    done = run.run("data.valid.unheard.utterances=300")
+    done = run.run("data.valid.unheard.utterances=120")
     assert done.returncode == 0, done.stderr
     assert [e["step"] for e in run.events("valid")] == [4]
     assert len(run.losses()) == 4
