@@ -194,6 +194,8 @@ class _Supervised:
     def receive(self) -> None:
         """The first signal is passed on, the second kills."""
         self.received += 1
+        if not self.pid:  # it could not be started; 0 would mean this process's own group
+            return
         if self.received == 1:
             self.pass_on()
             return

@@ -50,6 +50,7 @@ def test_one_checkpoint_one_score(
 ) -> None:
     run = command("run", f"trainer.ema={decay}", "trainer.max_steps=12", "trainer.validate_every=6")
     assert forks.run(run.write()) == [0], run.result()
+    assert (run.run_dir / "stderr.log").read_text() == ""
     scored = run.tool("evaluate", str(run.run_dir), "--checkpoint", "last", "--json")
     assert scored.returncode == 0, scored.stderr
     metrics = json.loads(scored.stdout)["metrics"]["unheard"]

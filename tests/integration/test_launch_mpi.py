@@ -47,7 +47,7 @@ def test_two_ranks_train_what_one_process_does_after_an_early_signal(
 
     done = run.run(f"trainer.max_steps={STEPS}")
     assert (done.returncode, done.stderr) == (0, "")
-    assert_same(run, alone)
+    assert_same(run, alone, is_continued=True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -144,6 +144,23 @@ def signalled_agent(folder: Path, *numbers: int, ready: int) -> int:
         thread.join()
 
 
+def test_a_signal_for_what_could_not_be_started_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 would be this one's own group."""
+
+    def unable(*arguments: object, **named: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise FileNotFoundError("no such program")
+
+    sent: list[int] = []
+    monkeypatch.setattr("speechtrain.launch._start", unable)
+    monkeypatch.setattr("speechtrain.launch.os.killpg", lambda pid, number: sent.append(pid))
+    monkeypatch.setattr("speechtrain.launch._kill", lambda pid, number: sent.append(pid))
+    with pytest.raises(FileNotFoundError):
+        supervise(["nothing"], os.environ)
+    assert sent == []
+
+
 @pytest.mark.parametrize("ready", [0, 1, 2])
 def test_the_first_signal_is_for_an_agents_ranks(
     tmp_path: Path, ready: int, capfd: pytest.CaptureFixture[str]
