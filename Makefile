@@ -8,8 +8,9 @@ TORCH ?= 2.13.0
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-cluster check bench wheel test-ipex clean
+.PHONY: setup setup-dev demo test test-fast test-cluster check bench wheel test-ipex clean
 
+# What a user needs: the package and what it imports.
 setup: .setup-stamp
 
 # Torch first and alone: from the configured index where that gives a build without CUDA packages,
@@ -18,28 +19,39 @@ setup: .setup-stamp
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py $(TORCH) $(CPU_INDEX)
 	$(BIN)/python -m pip freeze --exclude-editable | grep -i '^torch==' > constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
 	touch .setup-stamp
+
+# What a developer needs besides: test tools, linters, and the systems that conversions are compared with.
+setup-dev: .setup-dev-stamp
+
+.setup-dev-stamp: .setup-stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip freeze --exclude-editable > constraints.txt
+	touch .setup-dev-stamp
 
 demo: setup
 	$(BIN)/python tools/demo.py
 
-test: setup
+test: setup-dev
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
+# The inner loop: without the tests marked slow.
+test-fast: setup-dev
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow'
+
 # Every launcher with its real engine; one that is missing is a failure here, where `make test` skips it.
-test-cluster: setup
+test-cluster: setup-dev
 	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
 
-check: setup
+check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
-bench: setup
+bench: setup-dev
 	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
 
 wheel: setup
@@ -60,4 +72,4 @@ $(IPEX_VENV)/.stamp: setup.py tools/install_torch.py
 	touch $(IPEX_VENV)/.stamp
 
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) .setup-stamp constraints.txt build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) .setup-stamp .setup-dev-stamp constraints.txt build dist *.egg-info

@@ -42,9 +42,9 @@ setup(
         "scipy",  # lhotse 1.33 resamples with it without declaring it
         "soundfile",
         "sentencepiece",
-        "jiwer",
-        "rapidfuzz",  # also jiwer's own engine; metrics.py calls it for speed
+        "rapidfuzz",
         "safetensors",
+        "psutil",
         "rich",
         "tensorboard",
     ],
@@ -55,6 +55,7 @@ setup(
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
         "dev": [
             "transformers>=4.57",
+            "jiwer",  # the oracle of error rates
             "hydra-joblib-launcher",
             "hydra-submitit-launcher",
             "kubernetes",  # its models, and Kubeflow's, check the manifests
@@ -65,6 +66,7 @@ setup(
             "hypothesis",
             "ruff",
             "mypy",
+            "types-psutil",
             "kaldi-native-fbank",
             "build",
             "setuptools",

@@ -178,7 +178,7 @@ def _room(what: str, wanted: Path, variable: str) -> Finding:
 
 def packages() -> Iterator[Finding]:
     """Versions of what is needed, and of what could be used."""
-    for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "jiwer", "safetensors"):
+    for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "safetensors"):
         try:
             yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:

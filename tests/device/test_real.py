@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from functools import cache
@@ -40,7 +41,9 @@ RECIPES = {
         "encoder.conv_layers=[[16,10,5],[16,3,2],[32,3,2],[32,3,2],[32,3,2],[64,2,2],[64,2,2]]",
     ],
 }
-FP32, BF16 = 1e-4, 1e-2  # relative bands, of a step's loss against the CPU's in fp32
+FP32 = 1e-4  # relative band of a step's loss against the CPU's in fp32
+# of most steps and of each one: a chip's bf16 may choose another code for a frame, which moves that step
+BF16_MEDIAN, BF16_WORST = 5e-3, 3e-2
 IN_BF16 = {"cpu": ["device.bf16=software"]}  # whatever the chip
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"  # written by make.py beside them
 
@@ -136,5 +139,6 @@ def test_bf16_stays_within_its_band(folder: Path, device: str, recipe: str) -> N
     if device not in IN_BF16 and (why := device_of(device).why_fp32(torch.bfloat16)):
         pytest.skip(f"device={device}: {why}")
     expected, got = golden(recipe)["train"], losses(folder, recipe, device, "bf16")["train"]
-    assert got == pytest.approx(expected, rel=BF16)
+    assert got == pytest.approx(expected, rel=BF16_WORST)
+    assert statistics.median(abs(got[step] / loss - 1) for step, loss in expected.items()) < BF16_MEDIAN
     assert got != pytest.approx(expected, rel=1e-7)  # bf16 it was

@@ -1,4 +1,4 @@
-"""Make the runs of ``old_runs/`` in a checkout of the release: ``python tests/golden/make_old_runs.py FOLDER``.
+"""Make the runs of ``old_runs/``, in a checkout of the release: ``make_old_runs.py FOLDER``.
 
 Each run is made twice, once to its end and once stopped by SIGTERM near its end. Beside them stands what
 the release itself says of them: the losses of the undisturbed run, its evaluation and a transcript.

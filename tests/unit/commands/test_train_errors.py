@@ -264,6 +264,7 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in base.iterdir()] == ["multirun.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["joblib", "submitit_local"])
 def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
     scheduler: str, tmp_path: Path
