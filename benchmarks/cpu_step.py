@@ -28,13 +28,13 @@ import transducer_loss as lattice
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import Forms, adapt
 from speechtrain.devices.cpu import CPU, chip, probe_matmul
-from speechtrain.forms import Forms, adapt
+from speechtrain.encoders.lstm import LSTMEncoder
+from speechtrain.features.augment import Augment
+from speechtrain.features.logmel import LogMel
 from speechtrain.models import rnnt
 from speechtrain.models.rnnt import RNNT
-from speechtrain.nn.augment import Augment
-from speechtrain.nn.encoder import LSTMEncoder
-from speechtrain.nn.features import LogMel
 from speechtrain.text.vocabulary import Tokenizer
 
 BASELINE = "torch's LSTM, full lattice, fp32"

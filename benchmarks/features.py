@@ -18,7 +18,7 @@ import kaldi_native_fbank
 import torch
 from lhotse.features.kaldi.layers import Wav2LogFilterBank
 
-from speechtrain.nn.features import LogMel
+from speechtrain.features.logmel import LogMel
 
 
 def stft_form(audio: torch.Tensor, model: LogMel) -> torch.Tensor:

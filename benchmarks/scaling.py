@@ -39,19 +39,20 @@ from cpu_step import model as rnnt_base
 from cpu_step import noise
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint import Checkpointer
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
 from speechtrain.devices.cpu import CPU, chip
-from speechtrain.distributed import Group, Solo, World, open_group
-from speechtrain.limits import Limits
+from speechtrain.distributed.group import Group, Solo, open_group
+from speechtrain.launcher import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.precision import Precision
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
-from speechtrain.trainer import Interval, Trainer
-from speechtrain.worker import build_task
+from speechtrain.train_rank import build_task
+from speechtrain.trainer_config import Limits
+from speechtrain.training.trainer import Interval, Trainer
 
 BUCKET = 25 * 2**20  # bytes that DDP reduces at once
 LOG_EVERY = 10

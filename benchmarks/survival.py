@@ -32,10 +32,10 @@ from typing import Any
 from recipes import TRAIN
 
 from speechtrain.batch import Batch
-from speechtrain.checkpoint import Checkpointer
+from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.data.module import SpeechData
 from speechtrain.errors import RunError
-from speechtrain.processes import children_of
+from speechtrain.supervision.process_tree import children_of
 
 SMALL = [
     *("recipe=demo", "schedule=constant", "device.threads=1", "device.matmul=highest", "tracking=jsonl"),

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.nn.transducer_loss import _posteriors_by_rows, transducer_loss, transducer_loss_bytes
+from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss, transducer_loss_bytes
 
 MiB = 2**20
 BASELINE = "full lattice, fp32"

@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.interop import huggingface
 from speechtrain.interop.wav2vec2 import describe
+from speechtrain.losses.contrastive import contrastive_loss
 from speechtrain.models.wav2vec2 import Wav2Vec2
-from speechtrain.nn.contrastive import contrastive_loss
 from speechtrain.nn.conv_extractor import FORMS, ConvExtractor
 from speechtrain.nn.masking import SpanMask
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 PARTS = ("step", "objective", "extractor")
 BASELINE = "conv1d"

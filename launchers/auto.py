@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speechtrain.launch import Job, Launcher, Result
+from speechtrain.launcher import Job, Launcher, Result
 
 
 class Auto(Launcher):

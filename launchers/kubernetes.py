@@ -19,16 +19,10 @@ from typing import Any
 import yaml
 
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
-from speechtrain.launch import (
-    AGENT,
-    Job,
-    Launcher,
-    Result,
-    rendezvous_port,
-    stop_signals,
-    travelling,
-    unexpanded,
-)
+from speechtrain.launcher import AGENT, Job, Launcher, Result, travelling, unexpanded
+from speechtrain.supervision.node_agent import MODULE
+from speechtrain.supervision.rendezvous import rendezvous_port
+from speechtrain.supervision.supervise import stop_signals
 
 MANIFEST = "kubernetes.yaml"
 """In the run directory: what was submitted."""
@@ -250,7 +244,14 @@ class Kubernetes(Launcher):
         python, run_dir = _literal(self.python), _literal(str(job.run_dir))
         retry = [f"--retry-from={retry_from}"] if retry_from else []
         return [
-            *(python, "-m", "speechtrain.node", "run", "--address=$(POD_IP)", f"--node={node}"),
+            *(
+                python,
+                "-m",
+                MODULE,
+                "run",
+                "--address=$(POD_IP)",
+                f"--node={node}",
+            ),
             *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--"),
             *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
             *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),

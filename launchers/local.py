@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 
 from speechtrain.errors import ConfigError
-from speechtrain.launch import WORKER, Job, Launcher, Result, shell_line, supervise
+from speechtrain.launcher import WORKER, Job, Launcher, Result, shell_line
+from speechtrain.supervision.supervise import supervise
 
 
 class Local(Launcher):

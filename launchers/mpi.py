@@ -12,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import AGENT, Job, Launcher, Result, rendezvous_port, supervise, travelling
-from speechtrain.processes import PARENT
+from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, travelling
+from speechtrain.supervision.rendezvous import rendezvous_port
+from speechtrain.supervision.supervise import supervise
 
 # what each says of itself; Intel's is built on Hydra, and says so too
 _SAYS = {"openmpi": r"Open ?MPI|OpenRTE|open-mpi", "intel": r"Intel\(R\) MPI", "mpich": r"HYDRA|MPICH"}

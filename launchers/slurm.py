@@ -14,7 +14,10 @@ from pathlib import Path
 from string import Template
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import Job, Launcher, Result, is_secret, rendezvous_port, stop_signals
+from speechtrain.launcher import Job, Launcher, Result, is_secret
+from speechtrain.supervision.node_agent import MODULE
+from speechtrain.supervision.rendezvous import rendezvous_port
+from speechtrain.supervision.supervise import stop_signals
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
@@ -138,7 +141,7 @@ class Slurm(Launcher):
             folder=shlex.quote(str(Path.cwd())),
             port=rendezvous_port(job.run_dir),
             command=shlex.join(job.command),
-            outcome=shlex.join([sys.executable, "-m", "speechtrain.node", "outcome", str(job.run_dir)]),
+            outcome=shlex.join([sys.executable, "-m", MODULE, "outcome", str(job.run_dir)]),
         )
 
     def _ranks_per_node(self, job: Job) -> int:

@@ -16,18 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import (
-    AGENT,
-    RESTARTABLE,
-    Job,
-    Launcher,
-    Result,
-    rendezvous_port,
-    stop_signals,
-    travelling,
-    unexpanded,
-)
-from speechtrain.node import ALIVE, KILL, STOP, versions
+from speechtrain.launcher import AGENT, Job, Launcher, Result, travelling, unexpanded
+from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
+from speechtrain.supervision.rendezvous import RESTARTABLE, rendezvous_port
+from speechtrain.supervision.supervise import stop_signals
 
 _ALIVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
@@ -163,7 +155,13 @@ class Ssh(Launcher):
                 *(f"--nproc-per-node={ranks}", *self._meeting(job, hosts, index)),
                 *("--no-python", self.python, *unexpanded(job.command[1:])),
             ]
-            node = [self.python, "-m", "speechtrain.node", "run", f"--attached={self.shutdown_seconds}"]
+            node = [
+                self.python,
+                "-m",
+                MODULE,
+                "run",
+                f"--attached={self.shutdown_seconds}",
+            ]
             node += [f"--address={host}", str(log), "--", *agent]
             line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *assignments, *node])}"
             commands.append(self._remote(host, line))
@@ -213,7 +211,7 @@ class Ssh(Launcher):
     def _lacks(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
         """What ``host`` lacks, with the way out; empty where nothing is missing. Port 0 is always free."""
         look = ["look", str(path), str(port), host if port else ""]
-        probe = [self.python, "-m", "speechtrain.node", *look]
+        probe = [self.python, "-m", MODULE, *look]
         kept = travelling(Job(job.config, job.run_dir), self.forward)  # PYTHONPATH, where it is forwarded
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
         folder = shlex.quote(str(Path.cwd()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 
 from speechtrain.errors import ConfigError
-from speechtrain.launch import AGENT, RESTARTABLE, Job, Launcher, Result, shell_line, supervise, unexpanded
+from speechtrain.launcher import AGENT, Job, Launcher, Result, shell_line, unexpanded
+from speechtrain.supervision.rendezvous import RESTARTABLE
+from speechtrain.supervision.supervise import supervise
 
 
 class Torchrun(Launcher):

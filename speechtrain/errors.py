@@ -59,3 +59,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'hidden'?"`` for a near miss of one of ``known``, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.shards import all_finite, local
+from speechtrain.dtensor import all_finite, local
 
 
 class Precision(ABC):

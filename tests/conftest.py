@@ -59,9 +59,10 @@ settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")
 
 
-KEPT_PROCESSES = ("starting.py", "pretraining.py", "multiprocessing", "torch/_inductor")
+KEPT_PROCESSES = ("starting.py", "pretraining.py", "multiprocessing", "torch/_inductor", "/usr/sbin/sshd")
 """In the command lines of processes that serve all tests: what runs are forked from, Python's own helpers."""
-KEPT_FILES = ("cache", "started-", "pymp-", "torchinductor_", "torchelastic_")  # the last is torchrun's own
+KEPT_FILES = ("cache", "started-", "pymp-", "torchinductor_", "torchelastic_", "ompi.")
+"""The last two are those of torchrun and Open MPI, which leave them there."""
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PATH")
 """Environment variables that libraries set once; PATH by audioread, which lhotse tries last."""
 PATIENCE_SECONDS = 10.0

@@ -39,8 +39,8 @@ import soundfile
 from numpy.typing import NDArray
 from scipy.signal import firwin, resample_poly
 
+from speechtrain.counter_rng import key_of, uniform_at
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError
-from speechtrain.randomness import key_of, uniform_at
 
 Samples = NDArray[np.int16]
 

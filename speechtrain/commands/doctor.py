@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechtrain import __version__
-from speechtrain.commands.common import guarded, one_line
+from speechtrain.commands._cli import guarded, one_line
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def machine() -> Iterator[Finding]:
 
 def _threads() -> Finding:
     """Physical cores, memory nodes, and what a rank would get of them."""
-    from speechtrain.devices import binding
+    from speechtrain.devices import affinity as binding
     from speechtrain.devices.cpu import CPU, usable_cpus
 
     cores = binding.usable(binding.topology(), usable_cpus())
@@ -221,8 +221,8 @@ def devices() -> Finding:
     """Which devices are here, in which precisions they train, and what the others miss."""
     import torch
 
-    from speechtrain.commands.composition import compose
-    from speechtrain.config import build
+    from speechtrain.commands._hydra_app import compose
+    from speechtrain.config.build import build
 
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     here, missing = [], []
@@ -277,9 +277,9 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from speechtrain.commands.composition import compose, explain
+    from speechtrain.commands._hydra_app import compose, explain
     from speechtrain.commands.train import rewrite
-    from speechtrain.config import check
+    from speechtrain.config.check import check
 
     try:
         found = compose(rewrite(overrides), config_dir)
@@ -293,8 +293,8 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
 
 def recipe(config: DictConfig) -> Iterator[Finding]:
     """The device, the model, the data, the transcripts and one training step of a recipe."""
-    from speechtrain.config import build
-    from speechtrain.worker import build_task, open_device
+    from speechtrain.config.build import build
+    from speechtrain.train_rank import build_task, open_device
 
     try:
         device: Device = build(config, "device")
@@ -345,8 +345,8 @@ def fitness(device: Device, data: DataModule, task: Task) -> str:
     """
     import torch
 
-    from speechtrain.forms import adapt
-    from speechtrain.guard import Guard
+    from speechtrain.compute_policy import adapt
+    from speechtrain.devices.static_check import Guard
 
     device.expect(data.shapes())
     adapt(task, device.forms(torch.float32))
@@ -498,8 +498,8 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     """Forward, backward and update on the largest batch. Raises ValueError where it is not finite."""
     import torch
 
-    from speechtrain.config import build
-    from speechtrain.forms import adapt
+    from speechtrain.compute_policy import adapt
+    from speechtrain.config.build import build
 
     adapt(task, device.forms(precision.dtype))
     batch = task.prepare(largest_batch(data), seed=0)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands.common import Parser, guarded
+from speechtrain.commands._cli import Parser, guarded
 from speechtrain.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from speechtrain.evaluation import Outcome
+    from speechtrain.training.evaluation import Outcome
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,11 +60,11 @@ def run(argv: list[str]) -> int:
     named = _named_sets(arguments.set)
     if arguments.out:
         _check_writable(arguments.out)
-    from speechtrain.commands.opening import open_run
-    from speechtrain.config import build
+    from speechtrain.commands._load_run import open_run
+    from speechtrain.config.build import build
     from speechtrain.data.base import DataModule
-    from speechtrain.distributed import Solo
-    from speechtrain.evaluation import evaluate
+    from speechtrain.distributed.group import Solo
+    from speechtrain.training.evaluation import evaluate
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
     _choose_sets(opened.config, named, arguments.run)

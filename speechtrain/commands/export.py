@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands.common import Parser, guarded
+from speechtrain.commands._cli import Parser, guarded
 from speechtrain.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _read(source: Path, form: str, checkpoint: str) -> tuple[Pretrained, int, li
     if form == "fairseq":
         pretrained, checked = read_fairseq(source)
         return pretrained, 0, [checked]
-    from speechtrain.commands.opening import open_run
+    from speechtrain.commands._load_run import open_run
 
     # where the run was trained need not be where it is exported
     opened = open_run(source, checkpoint, ["device=cpu", "precision=fp32"])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-from speechtrain.commands.common import Parser, guarded
+from speechtrain.commands._cli import Parser, guarded
 from speechtrain.errors import ConfigError, DataError, MachineError
 
 if TYPE_CHECKING:
@@ -191,9 +191,9 @@ def text_of(cut: Record) -> str:
 
 def cuts_of(source: Source) -> Iterator[Record]:
     """Every cut in lhotse's JSON form. Raises DataError for an id that is there twice."""
+    from speechtrain.counter_rng import key_of
     from speechtrain.data.manifests import Manifest
     from speechtrain.data.sources import parts_of
-    from speechtrain.randomness import key_of
 
     seen: set[int] = set()  # keys, not ids: 60 MB for a million
     for part in parts_of(source):
@@ -431,7 +431,7 @@ class Converter:
 
     def path(self, cut: Record) -> Path:
         """Where a cut's audio goes: its id, with a hash where a file name cannot hold the id as it is."""
-        from speechtrain.randomness import key_of
+        from speechtrain.counter_rng import key_of
 
         name = str(cut["id"])
         safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]

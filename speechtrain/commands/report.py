@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.commands.common import guarded
+from speechtrain.commands._cli import guarded
 from speechtrain.errors import RunError
 
 

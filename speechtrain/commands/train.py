@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain import __version__
-from speechtrain.commands.common import guarded
+from speechtrain.commands._cli import guarded
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,9 +66,9 @@ def run(argv: list[str]) -> int:
     if "--version" in argv:
         print(f"speechtrain {__version__}")
         return 0
-    from speechtrain.commands.composition import run_composed
-    from speechtrain.commands.joining import join, world_of
-    from speechtrain.commands.launching import launch
+    from speechtrain.commands._external_launch import join, world_of
+    from speechtrain.commands._hydra_app import run_composed
+    from speechtrain.commands._start_run import launch
 
     world = world_of(argv)
     if world.rank:
@@ -104,7 +104,7 @@ def rewrite(argv: list[str]) -> list[str]:
     ``data.valid.NAME=…`` may add a name. ``allow_targets=`` moves to the environment, so that no
     file can set it.
     """
-    from speechtrain.config import ALLOW_TARGETS
+    from speechtrain.config.targets import ALLOW_TARGETS
 
     rewritten = []
     for argument in argv:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands.common import Parser, guarded, one_line
+from speechtrain.commands._cli import Parser, guarded, one_line
 from speechtrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     import torch
     from omegaconf import OmegaConf
 
-    from speechtrain.commands.opening import open_run
+    from speechtrain.commands._load_run import open_run
     from speechtrain.task import Task
 
     opened = open_run(arguments.run, arguments.checkpoint, overrides)

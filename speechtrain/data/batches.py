@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
+from speechtrain.counter_rng import key_of, uniform_at
 from speechtrain.data.audio import (
     Samples,
     Unusable,
@@ -26,7 +27,6 @@ from speechtrain.data.index import Index
 from speechtrain.data.manifests import Record, seconds_of, text_of
 from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
 from speechtrain.errors import DataError
-from speechtrain.randomness import key_of, uniform_at
 from speechtrain.text.vocabulary import Tokenizer
 
 REASONS = {

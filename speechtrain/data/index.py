@@ -22,12 +22,12 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.connected import cache_folder
 from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import DataError, MachineError
-from speechtrain.randomness import key_of
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 1  # of the folder: an older one is built again

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.counter_rng import uniform_at
 from speechtrain.data.audio import files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import Decoder, filler_batch
@@ -27,7 +28,6 @@ from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
-from speechtrain.randomness import uniform_at
 from speechtrain.text.vocabulary import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.batch import Footprint
-from speechtrain.randomness import addressed, uniform_at
+from speechtrain.counter_rng import addressed, uniform_at
 
 # streams in the addresses drawn here; 1 and 2 are the trainer's and the worker's
 _ORDER, _SPEED, _BATCHES = 3, 4, 5

@@ -206,7 +206,7 @@ class Processes(Workers):
                 # multiprocessing makes each worker import that again
                 program = getattr(sys.modules["__main__"], "__spec__", None)
                 own = [program.name] if program is not None and not program.name.endswith("__main__") else []
-                context.set_forkserver_preload(["speechtrain.data.server", *own])
+                context.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
             for _ in range(self.count):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs,), daemon=True)  # type: ignore[attr-defined]

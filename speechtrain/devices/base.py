@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.compute_policy import Forms
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
-from speechtrain.forms import Forms
 
 # of allocators that raise plain RuntimeErrors: torch's on the CPU, and vendors' bridges
 _NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|cannot allocate memory", re.I)

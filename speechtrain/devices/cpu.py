@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.devices import binding, preload
+from speechtrain.compute_policy import Forms
+from speechtrain.devices import affinity as binding
+from speechtrain.devices import preload
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError
-from speechtrain.forms import Forms
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import Forms
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError
-from speechtrain.forms import Forms
 
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain-doctor device=hpu judges the recipe"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import Forms
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError
-from speechtrain.forms import Forms
 
 ALLOWED = {
     "aten::copy": "a tensor copied over another (an average swapped in for an evaluation): not within a step",

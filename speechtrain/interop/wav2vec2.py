@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.conv_extractor import ConvBlock
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import TransformerLayer
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 Shapes = dict[str, tuple[int, ...]]
 Rule = tuple[str, str]

@@ -17,15 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from speechtrain.checkpoint import Checkpointer
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.interop import fairseq, huggingface
 from speechtrain.interop.wav2vec2 import Pretrained
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 _LOG = logging.getLogger(__name__)
 _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
-_ENCODER = "speechtrain.nn.wav2vec2.Wav2Vec2Encoder"
+_ENCODER = "speechtrain.encoders.wav2vec2.Wav2Vec2Encoder"
 _MODEL = "speechtrain.models.wav2vec2.Wav2Vec2"
 NAME = "imported"
 """The choice of ``encoder=`` and ``model=`` that an imported model's directory offers."""

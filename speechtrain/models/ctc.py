@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.compute_policy import Adaptive, Forms
 from speechtrain.decoding.greedy import best_path
+from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms
+from speechtrain.losses.ctc import ctc_loss
 from speechtrain.metrics import error_rates
-from speechtrain.nn.ctc_loss import ctc_loss
-from speechtrain.nn.encoder import Encoder
 from speechtrain.task import Evaluation, Loss, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
 

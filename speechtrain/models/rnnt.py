@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.compute_policy import Adaptive, Forms, adapt
 from speechtrain.decoding.greedy import greedy
+from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms, adapt
+from speechtrain.losses.ctc import ctc_loss
+from speechtrain.losses.transducer import transducer_loss
 from speechtrain.metrics import error_rates
 from speechtrain.nn.autocast import autocast_dtype
-from speechtrain.nn.ctc_loss import ctc_loss
-from speechtrain.nn.encoder import Encoder
 from speechtrain.nn.lstm import LSTM, State
-from speechtrain.nn.transducer_loss import transducer_loss
 from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.compute_policy import Adaptive, Forms, times
+from speechtrain.counter_rng import seed_at
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms, times
-from speechtrain.nn.contrastive import bits, contrastive_loss
+from speechtrain.losses.contrastive import bits, contrastive_loss
 from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.randomness import seed_at
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
 _NEAR_CHANCE = 0.01  # bits: a run that learns nothing is 0.001 from it

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from speechtrain.compute_policy import Adaptive, Forms
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms
 from speechtrain.nn.autocast import autocast_dtype
 
 

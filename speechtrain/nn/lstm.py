@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speechtrain.forms import Adaptive, Forms
+from speechtrain.compute_policy import Adaptive, Forms
 from speechtrain.nn.autocast import at_least_fp32, autocast_dtype, full_precision
 
 State = tuple[Tensor, Tensor]

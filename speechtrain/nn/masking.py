@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.errors import ConfigError
-from speechtrain.randomness import key_of, seed_at
 
 _NEGATIVES = key_of("negatives")
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speechtrain.compute_policy import Adaptive, Forms
 from speechtrain.errors import ConfigError
-from speechtrain.forms import Adaptive, Forms
 
 FORBIDDEN = -(2.0**30)  # a score that softmax turns into exactly 0, and finite where a row has no key
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain.dtensor import local
 from speechtrain.optim.common import dense_gradients
-from speechtrain.shards import local
 
 
 class AdamW(torch.optim.AdamW):

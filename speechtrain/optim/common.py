@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speechtrain.shards import is_sharded, sum_shares
+from speechtrain.dtensor import is_sharded, sum_shares
 
 Step = Generator[Sequence[Tensor], list[Tensor], None]
 """A parameter's update: it yields tensors once, and is sent the squared norms () of the whole ones."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain.dtensor import local
 from speechtrain.errors import RunError
-from speechtrain.shards import local
 
 
 class Average(ABC):

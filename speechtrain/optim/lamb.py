@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain.dtensor import local
 from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
-from speechtrain.shards import local
 
 
 class LAMB(TensorwiseOptimizer):

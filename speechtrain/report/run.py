@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from speechtrain.errors import RunError
-from speechtrain.run import ABOUT, CONFIG, RESULT, read_result
+from speechtrain.run_directory import ABOUT, CONFIG, RESULT, read_result
 from speechtrain.tracking.base import PROGRESS, metrics_of
 from speechtrain.tracking.jsonl import NAME as METRICS
 from speechtrain.tracking.jsonl import read_metrics

@@ -23,23 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.checkpoint import Checkpointer
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.distributed import Solo
+from speechtrain.distributed.group import Solo
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.limits import Limits
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer import Trainer
+from speechtrain.trainer_config import Limits
+from speechtrain.training.trainer import Trainer
 
 CONF = Path(__file__).parents[2] / "conf"
 CHOICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
@@ -67,8 +67,8 @@ def test_the_environment_is_pure(choice: str) -> None:
 
 _OPEN = """
 import sys
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], None), "device")
 try:

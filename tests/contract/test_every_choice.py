@@ -25,9 +25,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
-from speechtrain.commands.composition import compose
-from speechtrain.config import INTERFACES, OFFERED, build, check, rehearse, target_class
-from speechtrain.launch import Job
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build, rehearse
+from speechtrain.config.check import check
+from speechtrain.config.schema import INTERFACES, OFFERED
+from speechtrain.config.targets import target_class
+from speechtrain.launcher import Job
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import train_sentencepiece
 
@@ -141,7 +144,7 @@ def test_every_group_has_its_interface_and_its_default() -> None:
 _PURE = """
 import os, sys
 before = dict(os.environ)
-from speechtrain.config import _construct
+from speechtrain.config.build import _construct
 import json
 device = _construct("device", json.loads(sys.argv[1]), {})
 one, eight = device.environment(1), device.environment(8)
@@ -201,7 +204,7 @@ def test_launcher_renders_what_a_shell_runs(
     run_dir = tmp_path / AWKWARD
     job = Job(run_dir / "config.yaml", run_dir, 1, {"AWKWARD": AWKWARD, "PLAIN": "1", "A_SECRET": "hush"})
     text = launcher.render(job)
-    assert "speechtrain.worker" in text
+    assert "speechtrain.train_rank" in text
     assert "hush" not in text
     # the worker line replaced by a program that writes down what reached it
     told = tmp_path / "told"
@@ -220,8 +223,8 @@ def test_launcher_renders_what_a_shell_runs(
 
 
 def _with_program(text: str, program: str) -> str:
-    """``-m speechtrain.worker`` replaced, be it part of a line or two items of a YAML list."""
-    replaced, count = re.subn(r"-m\s+(- )?speechtrain\.worker", program, text)
+    """``-m speechtrain.train_rank`` replaced, be it part of a line or two items of a YAML list."""
+    replaced, count = re.subn(r"-m\s+(- )?speechtrain\.train_rank", program, text)
     assert count == 1, "the worker line stands there in another way: extend this test"
     return replaced
 

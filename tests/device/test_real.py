@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
 from speechtrain.devices.base import Device
 
 STEPS = 50
@@ -49,8 +49,8 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"  # written by make.py be
 
 _OPEN = """
 import sys
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], None), "device")
 try:

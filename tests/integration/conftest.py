@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from speechtrain.commands.composition import compose
-from speechtrain.config import dump
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.resolved import dump
 
 from .starting import Started, Starter
 
@@ -54,7 +54,7 @@ class Command:
         """Only the rank, on the config that the command has written: what a launcher runs."""
         allowed = {"SPEECHTRAIN_ALLOW_TARGETS": "recording", "OMP_NUM_THREADS": "1"}
         return self._popen(
-            [sys.executable, "-m", "speechtrain.worker", str(self.run_dir / "config.yaml")], allowed
+            [sys.executable, "-m", "speechtrain.train_rank", str(self.run_dir / "config.yaml")], allowed
         )
 
     def write(self) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.data.module import SpeechData
-from speechtrain.distributed import TorchGroup
+from speechtrain.distributed.group import TorchGroup
 from speechtrain.models.rnnt import RNNT
 from speechtrain.task import Loss
 

@@ -14,7 +14,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from speechtrain import worker
+from speechtrain import train_rank as worker
 from speechtrain.batch import Batch
 from speechtrain.models.wav2vec2 import Wav2Vec2
 
@@ -36,7 +36,7 @@ class RecordedWav2Vec2(Wav2Vec2):
 
 
 def fork(config: str, rank: int, ranks: int, port: int) -> int:
-    """A rank of a run, as ``python -m speechtrain.worker`` would be; its process id."""
+    """A rank of a run, as ``python -m speechtrain.train_rank`` would be; its process id."""
     child = os.fork()
     if child:
         return child

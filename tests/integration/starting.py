@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHARED = (
-    *("torch", "hydra._internal.hydra", "speechtrain.commands.composition", "speechtrain.commands.joining"),
-    *("speechtrain.commands.launching", "speechtrain.commands.train", "speechtrain.optim.adamw"),
-    *("speechtrain.data.module", "speechtrain.models.rnnt", "speechtrain.nn.features", "torch._dynamo"),
+    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.commands._hydra_app"),
+    *("speechtrain.commands._external_launch", "speechtrain.commands._start_run"),
+    *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
+    *("speechtrain.models.rnnt", "speechtrain.features.logmel"),
 )
 _POLL_SECONDS = 0.005
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from speechtrain.launchers.kubernetes import Kubernetes
 
-from speechtrain.launch import Job
+from speechtrain.launcher import Job
 
 from . import cluster as kubernetes
 from .cluster import Cluster
@@ -120,7 +120,7 @@ def assert_same_but_for_the_break(run: Command, alone: Command) -> None:
 DEAF = "#!/bin/sh\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
 LAUNCH = """
 import pathlib, sys
-from speechtrain.launch import Job
+from speechtrain.launcher import Job
 from speechtrain.launchers.kubernetes import Kubernetes
 python, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 launcher = Kubernetes("image", python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.processes import descendants_running
+from speechtrain.supervision.process_tree import descendants_running
 
 from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import (
@@ -38,7 +38,7 @@ def test_two_ranks_train_what_one_process_does_after_an_early_signal(
     run = with_mpi(engine, tmp_path, environment)
     if engine == "intel" or is_everything():  # its mpirun is a script, which the others' are not
         process = run.start(f"trainer.max_steps={STEPS}")
-        wait_for(lambda: descendants_running(process.pid, "speechtrain.worker"), process)
+        wait_for(lambda: descendants_running(process.pid, "speechtrain.train_rank"), process)
         process.send_signal(signal.SIGTERM)  # while the ranks import their libraries
         ended = finish(process)
         assert ended.returncode == 75, ended.stderr
@@ -66,7 +66,7 @@ def test_a_signal_saves_a_rank_that_dies_ends_all_and_nothing_outlives_the_comma
     before = len(run.events("train"))
     process = run.start("trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) > before, process)
-    os.kill(max(descendants_running(process.pid, "speechtrain.worker")), signal.SIGKILL)
+    os.kill(max(descendants_running(process.pid, "speechtrain.train_rank")), signal.SIGKILL)
     assert finish(process).returncode not in (0, 75)
     wait_for(lambda: not processes_of(run))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.processes import children_of
+from speechtrain.supervision.process_tree import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import ENGINES, SIZES, STEPS, assert_same, prepared, processes_of, skip_twice, skip_without

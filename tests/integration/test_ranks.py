@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speechtrain.processes import children_of
+from speechtrain.supervision.process_tree import children_of
 
 from .conftest import RECORDED, Command, finish, wait_for
 
@@ -116,7 +116,8 @@ def test_the_rank_that_failed_is_the_one_that_is_heard(command: Callable[..., Co
 
 ONE_UPDATE = """
 import os, torch
-from speechtrain.distributed import World, open_group
+from speechtrain.distributed.group import open_group
+from speechtrain.launcher import World
 torch.set_num_threads(1)
 group = open_group(World.from_environment(os.environ), timeout_seconds=120)
 net = torch.nn.Linear(4, 4)

@@ -7,8 +7,8 @@ import re
 import signal
 from collections.abc import Callable
 
-from speechtrain.checkpoint import Checkpointer
-from speechtrain.processes import children_of
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.supervision.process_tree import children_of
 
 from .conftest import RECORDED, Command, finish, wait_for
 from .test_signals import _state

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
-from speechtrain.forms import Forms, adapt
+from speechtrain.commands._hydra_app import compose
+from speechtrain.compute_policy import Forms, adapt
+from speechtrain.config.build import build
 
 SMALL = [
     *("model=wav2vec2_small", "data=digits", "augment=small", "data.train.utterances=90", "data.workers=0"),

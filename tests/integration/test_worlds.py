@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speechtrain.commands.composition import compose
-from speechtrain.config import dump
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.resolved import dump
 
 from .conftest import RECORDED, Command
 from .forked import Forks

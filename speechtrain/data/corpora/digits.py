@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from speechtrain.counter_rng import key_of, uniform_at
 from speechtrain.data.corpora.connected import (
     GAP_SECONDS,
     SAMPLE_RATE,
@@ -30,7 +31,6 @@ from speechtrain.data.corpora.connected import (
 )
 from speechtrain.data.source import Source
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.randomness import key_of, uniform_at
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from speechtrain.counter_rng import addressed, key_of, uniform_at
 from speechtrain.data.corpora.connected import (
     GAP_SECONDS,
     SAMPLE_RATE,
@@ -33,7 +34,6 @@ from speechtrain.data.corpora.connected import (
 )
 from speechtrain.data.source import Source
 from speechtrain.errors import ConfigError, DataError, nearest
-from speechtrain.randomness import addressed, key_of, uniform_at
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut

@@ -11,7 +11,7 @@ import soundfile
 
 from speechtrain.batch import Batch
 from speechtrain.commands import doctor
-from speechtrain.commands.common import guarded
+from speechtrain.commands._cli import guarded
 from speechtrain.models.rnnt import RNNT
 from speechtrain.task import Loss
 

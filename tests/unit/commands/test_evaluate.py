@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from speechtrain.commands import evaluate, prepare
-from speechtrain.commands.common import guarded
+from speechtrain.commands._cli import guarded
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
-from speechtrain.run import RunLock
+from speechtrain.run_directory import RunLock
 
 ONE = "device.threads=1"
 

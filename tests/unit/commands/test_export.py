@@ -10,13 +10,13 @@ import yaml
 from safetensors.torch import load_file
 
 from speechtrain.commands import export
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import fairseq, huggingface
 from speechtrain.interop.wav2vec2 import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare
-from speechtrain.commands.common import guarded
+from speechtrain.commands._cli import guarded
 from speechtrain.errors import ConfigError, DataError, MachineError
 
 Command = Callable[..., int]

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from speechtrain.commands import launching, train
-from speechtrain.commands.common import guarded
-from speechtrain.config import ALLOW_TARGETS
-from speechtrain.run import RunLock
+from speechtrain.commands import _start_run as launching
+from speechtrain.commands import train
+from speechtrain.commands._cli import guarded
+from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.run_directory import RunLock
 
 CONFIG, DATA, MACHINE, RUN = 2, 3, 4, 5
 DRY = "dry_run=true"
@@ -279,7 +280,7 @@ def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
     logs = [
         path.read_text() for path in (tmp_path / "runs").rglob("*_log.out")
     ]  # submitit's jobs write there
-    lines = [line for line in (done.stdout + "".join(logs)).splitlines() if "speechtrain.worker" in line]
+    lines = [line for line in (done.stdout + "".join(logs)).splitlines() if "speechtrain.train_rank" in line]
     assert len({line.split()[-1] for line in lines}) == 2
     assert all("--nproc-per-node=2" in line for line in lines)
 
@@ -287,7 +288,7 @@ def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
 def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("-m", "optimizer.lr=-1,1e-3", DRY) == CONFIG
     captured = capsys.readouterr()
-    assert captured.out.count("speechtrain.worker") == 1
+    assert captured.out.count("speechtrain.train_rank") == 1
     assert "job 1 (optimizer.lr=-1" in captured.err
     assert "1 of 2 jobs failed" in captured.err
 

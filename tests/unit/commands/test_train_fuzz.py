@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
-from speechtrain.commands import composition, train
-from speechtrain.commands.common import one_line
-from speechtrain.config import ALLOW_TARGETS, check
+from speechtrain.commands import _hydra_app as composition
+from speechtrain.commands import train
+from speechtrain.commands._cli import one_line
+from speechtrain.config.check import check
+from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, SpeechtrainError
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -130,7 +132,7 @@ def test_a_fault_of_ours_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: DictConfig) -> None:
         raise KeyError("seed")
 
-    monkeypatch.setattr("speechtrain.config.resolved", broken)
+    monkeypatch.setattr("speechtrain.config.resolved.resolved", broken)
     with pytest.raises(KeyError):
         _outcome(["seed=1"])
     with pytest.raises(ConfigError):

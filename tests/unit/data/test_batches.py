@@ -11,6 +11,7 @@ import soundfile
 import torch
 
 from speechtrain.batch import Batch
+from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import Unusable, change_rate, change_speed, read_cut, read_file
 from speechtrain.data.batches import Decoder, audio_batch, filler_batch
 from speechtrain.data.index import open_index
@@ -18,7 +19,6 @@ from speechtrain.data.sampler import MicroBatch, Shape
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
-from speechtrain.randomness import key_of
 from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speechtrain.batch import Batch
+from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import read_file, standardise
 from speechtrain.data.batches import Decoder, audio_batch
 from speechtrain.data.index import open_index
@@ -21,7 +22,6 @@ from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import Packing, Sampler, planned_samples
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
-from speechtrain.randomness import key_of
 from speechtrain.text.vocabulary import Characters, NoText
 
 RATE = 16_000

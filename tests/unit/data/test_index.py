@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speechtrain.counter_rng import key_of
 from speechtrain.data import index as module
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError, MachineError
-from speechtrain.randomness import key_of
 from speechtrain.text.vocabulary import Characters
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speechtrain.batch import Footprint
+from speechtrain.counter_rng import key_of
 from speechtrain.data.sampler import (
     MicroBatch,
     Packing,
@@ -18,7 +19,6 @@ from speechtrain.data.sampler import (
     planned_samples,
     speed_grid,
 )
-from speechtrain.randomness import key_of
 
 FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)
 PACKINGS = [

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.devices import binding, cpu, preload
-from speechtrain.devices.binding import Core
+from speechtrain.compute_policy import Forms
+from speechtrain.devices import affinity as binding
+from speechtrain.devices import cpu, preload
+from speechtrain.devices.affinity import Core
 from speechtrain.devices.cpu import CPU, chip, probe_matmul
 from speechtrain.errors import MachineError
-from speechtrain.forms import Forms
 
 X86 = "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 {flags}\n\nprocessor\t: 1\nflags\t\t: none\n\n"
 ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n\n"

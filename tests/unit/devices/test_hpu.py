@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from speechtrain.compute_policy import Forms
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
-from speechtrain.forms import Forms
 
 
 @pytest.fixture

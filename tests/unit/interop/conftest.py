@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.interop.wav2vec2 import Pretrained, describe
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 THIN = [[32, 10, 5], *[[32, 3, 2]] * 4, *[[32, 2, 2]] * 2]
 KINDS: dict[str, dict[str, Any]] = {

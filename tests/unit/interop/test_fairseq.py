@@ -17,13 +17,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import fairseq, huggingface
 from speechtrain.interop.pickles import read_pickle
 from speechtrain.interop.wav2vec2 import Pretrained, describe
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 LARGE: dict[str, Any] = {
     "conv_bias": True,

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.interop import huggingface
 from speechtrain.interop.wav2vec2 import Pretrained, describe, outward
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.quantizer import gumbel
-from speechtrain.nn.wav2vec2 import Wav2Vec2Encoder
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speechtrain.checkpoint import Checkpointer
+from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands import export
 from speechtrain.errors import DataError, MachineError, RunError, SpeechtrainError
 from speechtrain.interop import fairseq, huggingface

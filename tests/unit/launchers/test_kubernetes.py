@@ -15,7 +15,7 @@ from speechtrain.launchers.kubernetes import Kubernetes
 from torch.distributed.elastic.utils import macros
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import Job
+from speechtrain.launcher import Job
 
 AWKWARD = "a b'c\"d $(HOME) $$(HOME) $ $$ $( `id` $(id) \\ ; # {x}: [1]\n\tend é"
 NUMBERS = ("1", "1e3", "0x1f", "0o7", "1_000", "1:30", "on", "y", "null", "~", "true", "-", "--", ".inf", "")
@@ -117,7 +117,7 @@ def test_values_arrive_as_they_are_and_secrets_do_not(kind: str, monkeypatch: py
         assert {"AWKWARD": AWKWARD, "HF_HOME": AWKWARD, **numbers}.items() <= reached.items()
         command = [expanded(word, plenty) for word in container["command"]]
         worker = macros.substitute(command[-3:], "0")  # what torchrun does to its arguments
-        assert worker == ["-m", "speechtrain.worker", str(run_dir / "config.yaml")]
+        assert worker == ["-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
         assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
         assert command.count(AWKWARD) == 3  # the interpreter
         assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)

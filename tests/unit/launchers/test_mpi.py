@@ -9,7 +9,7 @@ import pytest
 from speechtrain.launchers.mpi import Mpi
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launch import Job
+from speechtrain.launcher import Job
 
 SAID = {
     "openmpi": "mpirun (Open MPI) 4.1.4",

@@ -9,7 +9,7 @@ import pytest
 from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.errors import ConfigError
-from speechtrain.launch import Job
+from speechtrain.launcher import Job
 
 
 def launcher(folder: Path, text: str, **keys: object) -> Ssh:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.decoding.greedy import best_path
+from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
 from speechtrain.models.ctc import CTC
-from speechtrain.nn.encoder import Encoder
 from speechtrain.text.vocabulary import Characters, NoText
 
 SAMPLES_A_FRAME = 160

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.commands.composition import compose
-from speechtrain.config import build
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
 from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
 from speechtrain.text.vocabulary import Characters, NoText, Tokenizer

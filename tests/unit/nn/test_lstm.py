@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.forms import Forms, adapt
+from speechtrain.compute_policy import Forms, adapt
 from speechtrain.nn import lstm as module
 from speechtrain.nn.lstm import LSTM
 
@@ -153,7 +153,7 @@ import torch
 import torch._lazy.metrics as metrics
 import torch._lazy.ts_backend
 torch._lazy.ts_backend.init()
-from speechtrain.forms import Forms
+from speechtrain.compute_policy import Forms
 from speechtrain.nn.lstm import LSTM
 torch.manual_seed(0)
 one, other = LSTM(5, 7, 2), LSTM(5, 7, 2)

@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from speechtrain.config import build
+from speechtrain.config.build import build
 from speechtrain.tracking.base import Tracker
 
 CONF = Path(__file__).parents[3] / "conf" / "tracking"

@@ -1,0 +1,82 @@
+"""Checkpoints of ranks that share out the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speechtrain.checkpoint.whole import SHARDED, SHARDS, Checkpointer, Stateful, mapped
+from speechtrain.distributed.group import Group
+from speechtrain.dtensor import is_sharded, save_shares, whole
+
+
+class ShardedCheckpointer(Checkpointer):
+    """A Checkpointer whose ``save`` every rank calls, each writing its own shares.
+
+    Sharded tensors stand in ``state.pt`` as tensors without content, and in ``shards/`` as files of
+    safetensors, one a rank. What one rank cannot write, all leave unwritten.
+    """
+
+    needs_all = True
+
+    def __init__(self, run_dir: str | Path, keep: int, group: Group) -> None:
+        super().__init__(run_dir, keep)
+        self.group = group
+
+    def save(
+        self,
+        step: int,
+        states: Mapping[str, Stateful],
+        weights: Mapping[str, Tensor],
+        metric: float | None = None,
+    ) -> Path:
+        is_first = self.group.world.rank == 0
+        shares: dict[str, Tensor] = {}
+
+        def stand_in(path: str, tensor: Tensor) -> Tensor:
+            if not is_sharded(tensor):
+                return tensor.detach().cpu()
+            shares[path] = tensor.detach()
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+        held = mapped({name: part.state_dict() for name, part in states.items()}, stand_in)
+        evaluated: dict[str, Tensor] = {}
+        for name, tensor in weights.items():  # one at a time: only rank 0 has memory for all
+            gathered = whole(tensor)
+            if is_first:
+                evaluated[name] = gathered.cpu()
+        folder, temporary = self._folders(step)
+        with self._together(step, temporary):
+            if is_first:
+                self._begin(temporary)
+                (temporary / SHARDS).mkdir()
+        with self._together(step, temporary):
+            save_shares(temporary / SHARDS, shares)
+        with self._together(step, temporary):
+            if is_first:
+                self._write(temporary, held, evaluated)
+                self._end(folder, temporary, SHARDED, step, metric)
+        with self._together(step, None):
+            if is_first:
+                self._choose(folder, metric)
+        return folder
+
+    @contextmanager
+    def _together(self, step: int, temporary: Path | None) -> Iterator[None]:
+        """A part of a save: where a rank raises OSError in it, all do, and ``temporary`` is removed."""
+        failure: OSError | None = None
+        try:
+            yield
+        except OSError as error:
+            failure = error
+        if self.group.any(failure is not None):
+            if temporary is not None and self.group.world.rank == 0:
+                self._drop(temporary)
+            cause = failure or "another rank could not write its part"
+            raise OSError(
+                f"checkpoint of step {step} could not be written to {self.root}: {cause}"
+            ) from failure

@@ -1,0 +1,309 @@
+"""Checkpoints: named states, written whole or not at all, verified before they are believed.
+
+A checkpoint is a folder ``checkpoints/step-00001200`` that holds ``state.pt`` (tensors and plain
+values only, always read with ``weights_only=True``), ``model.safetensors`` (the weights that were
+evaluated) and ``checkpoint.json`` (format, step, sha256 of each file). It is written under another
+name, flushed to the disk and renamed, so a reader finds all of it or none.
+
+A run whose ranks share out the parameters leaves a folder ``shards`` beside them, one file of each
+rank. Either kind continues either kind of run, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from speechtrain.dtensor import empty, is_sharded, like, load_shares
+from speechtrain.errors import RunError
+from speechtrain.files import flush, sha256, write_json
+
+WHOLE, SHARDED = 1, 2
+FORMAT = SHARDED  # the newest that is read; earlier versions know WHOLE alone, and set nothing aside
+SHARDS = "shards"
+_FILES = {"state.pt", "model.safetensors"}
+_SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
+
+
+class OtherFormat(RunError):
+    """A checkpoint of another version: not damaged, so never set aside."""
+
+
+class Stateful(Protocol):
+    """Two methods make a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> object: ...
+
+
+def mapped(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """The same with every tensor changed; ``change`` is told its path: ``optimizer/state/0/exp_avg``."""
+    if isinstance(state, Tensor):
+        return change(path, state)
+    prefix = path and f"{path}/"
+    if isinstance(state, Mapping):
+        return {key: mapped(value, change, f"{prefix}{key}") for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(mapped(value, change, f"{prefix}{index}") for index, value in enumerate(state))
+    return state
+
+
+def on_host(state: Any) -> Any:
+    """The same with every tensor in the host's memory: a checkpoint belongs to no device."""
+    return mapped(state, lambda path, tensor: tensor.detach().cpu())
+
+
+def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor | None]:
+    """What says of a saved tensor, by its path, which tensor of the run it is to be spread like, if any.
+
+    An optimizer that has taken no step has no state yet: what has a parameter's shape goes where it is.
+    """
+    models: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
+
+    def note(path: str, tensor: Tensor) -> Tensor:
+        if is_sharded(tensor):
+            models[path] = tensor.detach()
+        return tensor
+
+    for name, part in states.items():
+        mapped(part.state_dict(), note, name)
+        if isinstance(part, torch.optim.Optimizer):
+            trained = [p for group in part.param_groups for p in group["params"]]
+            parameters |= {f"{name}/state/{index}": p.detach() for index, p in enumerate(trained)}
+
+    def find(path: str, value: Tensor) -> Tensor | None:
+        model = models.get(path)
+        if model is None:
+            model = parameters.get(path.rpartition("/")[0])
+        return model if model is not None and is_sharded(model) and model.shape == value.shape else None
+
+    return find
+
+
+def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
+    """``saved`` with each tensor spread as the run has it, its content from ``shards`` where it has none."""
+    model_of, missing = _models_of(states), {}
+
+    def place(path: str, value: Tensor) -> Tensor:
+        model = model_of(path, value)
+        if not value.is_meta:
+            return value if model is None else like(value, model)
+        missing[path] = empty(value, model)
+        return missing[path]
+
+    placed = mapped(saved, place)
+    if missing:
+        load_shares(shards, missing)
+    return placed
+
+
+class Checkpointer:
+    """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
+
+    Keeps the newest ``keep`` and the best. What it finds damaged it names through ``warn``, sets
+    aside as ``<name>.damaged`` and never loads.
+    """
+
+    needs_all = False
+    """Whether every rank must call ``save``, and not rank 0 alone."""
+
+    def __init__(self, run_dir: str | Path, keep: int = 2, warn: Callable[[str], None] = print) -> None:
+        self.root = Path(run_dir) / "checkpoints"
+        self.keep = max(1, keep)
+        self.warn = warn
+
+    def save(
+        self,
+        step: int,
+        states: Mapping[str, Stateful],
+        weights: Mapping[str, Tensor],
+        metric: float | None = None,
+    ) -> Path:
+        """Write the checkpoint of ``step``; ``metric`` (lower is better) competes for the best.
+
+        Raises OSError where the disk refuses, with every earlier checkpoint intact.
+        """
+        folder, temporary = self._folders(step)
+        self._begin(temporary)
+        try:
+            held = {name: on_host(part.state_dict()) for name, part in states.items()}
+            self._write(temporary, held, weights)
+            self._end(folder, temporary, WHOLE, step, metric)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            self._drop(temporary)
+            raise OSError(
+                f"checkpoint of step {step} could not be written to {self.root}: {error}"
+            ) from error
+        self._choose(folder, metric)
+        return folder
+
+    def _folders(self, step: int) -> tuple[Path, Path]:
+        """Where the checkpoint of ``step`` is to be, and where it is written."""
+        folder = self.root / f"step-{step:08d}"
+        return folder, self.root / f".writing-{folder.name}"
+
+    def _begin(self, temporary: Path) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        for left_over in self.root.glob(".writing-*"):
+            self._drop(left_over)
+        temporary.mkdir()
+
+    @staticmethod
+    def _drop(temporary: Path) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    @staticmethod
+    def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        torch.save(held, temporary / "state.pt")
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in weights.items()},
+            temporary / "model.safetensors",
+        )
+
+    def _end(self, folder: Path, temporary: Path, form: int, step: int, metric: float | None) -> None:
+        """Flush and hash what has been written, and give it its name."""
+        files = {}
+        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            flush(path)
+            files[path.relative_to(temporary).as_posix()] = sha256(path)
+        write_json(
+            temporary / "checkpoint.json",
+            {"format": form, "step": step, "metric": metric, "files": files},
+        )
+        for written in (p for p in temporary.iterdir() if p.is_dir()):
+            flush(written)
+        flush(temporary)
+        aside = self.root / f".replaced-{folder.name}"
+        if folder.exists():  # the same step again, for example evaluated this time
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+        temporary.rename(folder)
+        flush(self.root)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _choose(self, folder: Path, metric: float | None) -> None:
+        """Note the best, and remove what is neither that nor among the newest."""
+        if metric is not None and metric < self.best()[1]:
+            try:
+                write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
+            except OSError as error:
+                raise OSError(f"{folder} is written, but not {self.root / 'best.json'}: {error}") from error
+        self._retire()
+
+    def best(self) -> tuple[Path | None, float]:
+        """The best checkpoint's folder and metric; (None, inf) while there is none."""
+        try:
+            content = json.loads((self.root / "best.json").read_text())
+            folder = self.root / content["name"]
+        except (OSError, ValueError, KeyError):
+            return None, float("inf")
+        return (folder, float(content["metric"])) if folder.is_dir() else (None, float("inf"))
+
+    def folders(self) -> list[Path]:
+        """Checkpoint folders, oldest first."""
+        return sorted(p for p in self.root.glob("step-*") if p.is_dir() and not p.suffix)
+
+    def verify(self, folder: Path) -> dict[str, Any]:
+        """The manifest of a checkpoint whose files are all there and whole.
+
+        Raises RunError that names what is wrong: a missing or changed file, or another format.
+        """
+        try:
+            manifest: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+            files: dict[str, str] = dict(manifest["files"])
+            form = manifest.get("format")
+            shards = {name for name in files if form == SHARDED and _SHARD.fullmatch(name)}
+            is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest['step']:08d}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{folder} has no readable checkpoint.json ({type(error).__name__})") from None
+        if form not in (WHOLE, SHARDED):
+            raise OtherFormat(
+                f"{folder} has checkpoint format {form}; this version reads formats {WHOLE} to {FORMAT}"
+            )
+        if not is_whole:
+            raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
+        for name, digest in files.items():
+            if not (folder / name).is_file():
+                raise RunError(f"{folder / name} is missing")
+            if sha256(folder / name) != digest:
+                raise RunError(f"{folder / name} does not match its sha256")
+        return manifest
+
+    def restore(self, states: Mapping[str, Stateful], before: int | None = None) -> int | None:
+        """Load the newest sound checkpoint into ``states``; its step, or None where there is none.
+
+        With ``before``, checkpoints of that step and later ones are set aside as ``<name>.left``
+        first: the run goes another way from here.
+
+        Raises RunError where a sound checkpoint does not fit the run, or is of another format.
+        """
+        for aside in self.root.glob(".replaced-step-*"):  # killed while this step's was being exchanged
+            folder = self.root / aside.name.removeprefix(".replaced-")
+            if not folder.exists():
+                aside.rename(folder)
+        folders = self.folders()
+        if before is not None:
+            name = f"step-{before:08d}"
+            for left in (folder for folder in folders if folder.name >= name):
+                aside = left.with_name(left.name + ".left")
+                shutil.rmtree(aside, ignore_errors=True)
+                left.rename(aside)
+            folders = [folder for folder in folders if folder.name < name]
+        for folder in reversed(folders):
+            try:
+                manifest = self.verify(folder)
+            except OtherFormat:
+                raise
+            except RunError as error:
+                aside = folder.with_name(folder.name + ".damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                before = folders.index(folder)
+                then = (
+                    f"trying {folders[before - 1].name}"
+                    if before
+                    else "no checkpoint is left, beginning again"
+                )
+                self.warn(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
+                continue
+            saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            if set(saved) != set(states):
+                raise RunError(f"{folder} holds {sorted(saved)}, this run needs {sorted(states)}")
+            saved = _placed(saved, states, folder / SHARDS)
+            for name, part in states.items():
+                part.load_state_dict(saved[name])
+            return int(manifest["step"])
+        return None
+
+    def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
+        """The evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.
+
+        ``best`` falls back to the newest where no evaluation chose one. Raises RunError.
+        """
+        folders = self.folders()
+        if not folders:
+            raise RunError(f"{self.root} holds no checkpoint; train first")
+        folder: Path | None = folders[-1]
+        if which == "best":
+            folder = self.best()[0] or folder
+        elif which != "last":
+            folder = self.root / which
+        assert folder is not None
+        self.verify(folder)
+        return folder, load_file(folder / "model.safetensors")
+
+    def _retire(self) -> None:
+        best = self.best()[0]
+        for folder in self.folders()[: -self.keep]:
+            if folder != best:
+                shutil.rmtree(folder, ignore_errors=True)

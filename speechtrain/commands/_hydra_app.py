@@ -1,0 +1,364 @@
+"""Hydra, once, in the parent: overrides in, one config a job out, and its complaints in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from speechtrain.commands._cli import one_line
+from speechtrain.config.resume_fields import fingerprint
+from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, first_line, nearest
+
+CONFIG_PATH = "pkg://speechtrain.conf"
+RunJob = Callable[[DictConfig, Path, list[str]], float | None]
+
+# each with whether a value follows it
+_FLAGS = {
+    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc"), False),
+    **dict.fromkeys(("--cfg", "-c", "--config-dir", "-cd", "--package", "-p", "--info", "-i"), True),
+}
+_CFG = ("job", "hydra", "all")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO}
+
+
+def _run_name(*, _root_: DictConfig) -> str:
+    choices = _root_.hydra.runtime.choices
+    # a group deleted by ~GROUP is complained of later, by check()
+    return f"{choices.get('model')}-{choices.get('data')}-{fingerprint(_plain(_root_))}"
+
+
+def _plain(root: DictConfig) -> dict[str, object]:
+    """The job's config while Hydra's node is still in it; what is not set yet stays as it is written."""
+    job = {key: value for key, value in root.items_ex(resolve=False) if key != "hydra"}
+    copy = OmegaConf.create(job)
+    try:
+        plain = OmegaConf.to_container(copy, resolve=True)
+    except OmegaConfBaseException:  # the command says so in its own words later
+        plain = OmegaConf.to_container(copy, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _base() -> str:
+    return os.environ.get("OUTPUT_DIR", "runs")
+
+
+class _Folders:
+    """The folders that Hydra will make: those that stay empty are removed when the command ends."""
+
+    def __init__(self) -> None:
+        self.missing: set[Path] = set()
+
+    def expect(self, folder: str) -> str:
+        path = Path(folder).absolute()
+        self.missing |= {p for p in (path, *path.parents) if not p.exists()}
+        return folder
+
+    def remove_empty(self) -> None:
+        for path in sorted(self.missing, key=lambda p: len(p.parts), reverse=True):
+            with contextlib.suppress(OSError):  # not empty, or never made
+                path.rmdir()
+
+
+def _run_dir(*, _root_: DictConfig) -> str:
+    given = _root_.run_dir
+    return str(given) if given else f"{_base()}/{_run_name(_root_=_root_)}"
+
+
+def _sweep_dir(*, _root_: DictConfig) -> str:
+    return str(_root_.run_dir or _base())
+
+
+class _Stop(BaseException):
+    """Leaves Hydra without a word: it prints lines of its own about any Exception of a job."""
+
+
+class _Jobs:
+    """The jobs of one command, and what went wrong in them."""
+
+    def __init__(self, job: RunJob) -> None:
+        self.job = job
+        self.process = os.getpid()
+        self.count = 0
+        self.errors: list[Exception] = []
+
+    def __call__(self, config: DictConfig) -> float | None:
+        settings = HydraConfig.get()
+        # as typed: an interpolation in a value would be looked up from here, in Hydra's own node
+        overrides = [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
+        self.count += 1
+        try:
+            # absolute: ranks on other hosts and a resumed command must mean the same folder
+            return self.job(config, Path(settings.runtime.output_dir), overrides)
+        except Exception as error:
+            if (
+                os.getpid() != self.process
+            ):  # a sweep's launcher runs jobs elsewhere: only Hydra tells the parent
+                raise
+            self.errors.append(error)
+            is_sweep = settings.mode == RunMode.MULTIRUN
+            if not is_sweep or isinstance(error, Preempted) or not isinstance(error, SpeechtrainError):
+                raise _Stop from error
+            named = " ".join(overrides)
+            print(f"speechtrain: error: job {self.count} ({named}): {one_line(str(error))}", file=sys.stderr)
+            return math.nan  # an optimizing sweeper goes on to its next job
+        finally:
+            with contextlib.suppress(OSError):  # a job of a sweep that began nothing leaves no folder
+                Path(settings.runtime.output_dir).rmdir()
+
+    def conclude(self) -> None:
+        """Raise what the jobs raised; of several failures the first, with their number."""
+        if not self.errors:
+            return
+        last, first = self.errors[-1], self.errors[0]
+        if self.count == 1 or not isinstance(last, SpeechtrainError) or isinstance(last, Preempted):
+            raise last
+        raise type(first)(f"{len(self.errors)} of {self.count} jobs failed; the first: {first}")
+
+
+def run_composed(argv: list[str], job: RunJob) -> None:
+    """Compose and call ``job`` with each job's config, run directory and overrides.
+
+    One job, or with ``-m`` all of a sweep through Hydra's sweeper and launcher; a failed job of a
+    sweep is reported and the others run. Folders that stay empty are removed. Raises ConfigError
+    for what Hydra refuses, MachineError where a folder cannot be made, and whatever ``job`` raises.
+    """
+    _check_flags(argv)
+    folders, jobs = _Folders(), _Jobs(job)
+    resolvers: dict[str, Callable[..., str]] = {
+        "run_dir": lambda *, _root_: folders.expect(_run_dir(_root_=_root_)),
+        "run_name": _run_name,
+        "sweep_dir": lambda *, _root_: folders.expect(_sweep_dir(_root_=_root_)),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
+
+    def task(config: DictConfig) -> float | None:
+        return jobs(config)
+
+    previous = sys.argv
+    sys.argv = [previous[0], *_options_first(argv)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
+    try:
+        _refuse_callbacks(argv)
+        hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")(task)()
+    except _Stop:
+        pass
+    except SpeechtrainError:
+        raise
+    except HydraException as error:  # before OSError: a missing choice is both
+        raise explain(error, argv) from error
+    except OSError as error:
+        where = error.filename or "the run directory"
+        raise MachineError(
+            f"{where}: {error.strerror}; set run_dir or OUTPUT_DIR to a folder that can be written"
+        ) from error
+    except Exception as error:  # all that is left comes from composing: jobs keep theirs
+        raise explain(error, argv) from error
+    finally:
+        sys.argv = previous
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        folders.remove_empty()
+    jobs.conclude()
+
+
+def _config_dir(argv: list[str]) -> str | None:
+    folder = None
+    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
+        name, equals, attached = flag.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folder = attached if equals else value
+    return folder
+
+
+def _refuse_callbacks(argv: list[str]) -> None:
+    """Hydra builds ``hydra.callbacks`` from any class: a stranger's config folder may not name one."""
+    folder = _config_dir(argv)
+    if folder is None or not Path(folder).is_dir():  # Hydra itself says that it is missing
+        return
+    overrides = [a for a in argv if "=" in a and not a.startswith("-")]
+    if "-m" in argv or "--multirun" in argv:
+        overrides = [a for a in overrides if "," not in a]
+    composed = compose(overrides, folder, return_hydra_config=True)
+    if OmegaConf.select(composed, "hydra.callbacks"):
+        raise ConfigError(f"hydra.callbacks: {folder} may not set it, a callback runs code; remove it there")
+
+
+def _check_flags(argv: list[str]) -> None:
+    """Refuse options that Hydra would answer with a page of usage, or that replace the config."""
+    waiting = ""
+    for argument in argv:
+        if waiting:
+            _check_flag_value(waiting, argument)
+            waiting = ""
+            continue
+        if not argument.startswith("-"):
+            continue
+        name, equals, value = argument.partition("=")
+        if name not in _FLAGS:
+            raise ConfigError(
+                f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain-train --help lists them"
+            )
+        if _FLAGS[name] and not equals:
+            waiting = name
+        elif _FLAGS[name]:
+            _check_flag_value(name, value)
+        elif equals:
+            raise ConfigError(f"{argument}: {name} takes no value; write {name}")
+    if waiting:
+        raise ConfigError(f"{waiting} needs a value{_listed(waiting)}")
+
+
+def _options_first(argv: list[str]) -> list[str]:
+    """Hydra's parser refuses overrides on both sides of an option; the order among each kind stays."""
+    options: list[str] = []
+    overrides: list[str] = []
+    takes_next = False
+    for argument in argv:
+        is_option = takes_next or argument.startswith("-")
+        (options if is_option else overrides).append(argument)
+        takes_next = not takes_next and _FLAGS.get(argument, False)
+    return [*options, *overrides]
+
+
+def _check_flag_value(name: str, value: str) -> None:
+    if name in _FLAG_VALUES and value not in _FLAG_VALUES[name]:
+        raise ConfigError(f"{name} {value}: there is no such choice{_listed(name)}")
+    if not value:
+        raise ConfigError(f"{name} needs a value")
+
+
+def _listed(name: str) -> str:
+    return f"; it takes {', '.join(_FLAG_VALUES[name])}" if name in _FLAG_VALUES else ""
+
+
+def explain(error: Exception, argv: list[str]) -> ConfigError:
+    """What Hydra or OmegaConf refused, as one line that names the key and the nearest valid one."""
+    message = str(error).strip()
+    if isinstance(error, OverrideParseException):
+        return _explain_syntax(error)
+    if found := re.search(r"Could not find '([^']*)/([^'/]*)'", message):
+        group, choice = found.groups()
+        options = re.findall(r"^\t(\S+)$", message, flags=re.MULTILINE)
+        close = nearest(choice, options)
+        listed = f" ({group} is one of {', '.join(options)})" if options else ""
+        return ConfigError(f"{group}={choice}: there is no such choice{close}{listed}")
+    for pattern in (r"Could not override '([^']+)'", r"Could not delete.* '([^']+)'"):
+        if found := re.search(pattern, message):
+            return _explain_key(found.group(1), message, argv)
+    if found := re.search(r"Ambiguous value for argument '([^']+)'", message):
+        key, _, value = found.group(1).partition("=")
+        return ConfigError(f"{found.group(1)}: several values are a sweep, add -m; a list is {key}=[{value}]")
+    if found := re.search(r"Could not append to config. An item is already at '([^']+)'", message):
+        return ConfigError(f"+{found.group(1)}: the key exists already; write it without the +")
+    if found := re.search(r"Multiple values for ([^\s.]+)", message):
+        return ConfigError(f"{found.group(1)}: chosen twice; write {found.group(1)}=NAME, without a +")
+    if "Config group override must be a string or a list" in message:
+        wrong = [a for a in argv if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", a, flags=re.IGNORECASE)]
+        return ConfigError(f"{(wrong or ['the command line'])[0]}: a group takes a name, as in model=rnnt")
+    cause = error.__cause__ or error
+    if isinstance(cause, OmegaConfBaseException):
+        key = cause.full_key or _key_of(message)
+        return ConfigError(f"{key + ': ' if key else ''}{first_line(cause)}")
+    line = one_line(message)[:300] or type(error).__name__  # of a YAML file that cannot be read, its place
+    return ConfigError(
+        line if isinstance(error, HydraException) else f"the command line or a config file: {line}"
+    )
+
+
+def _explain_syntax(error: OverrideParseException) -> ConfigError:
+    text = error.override
+    if re.fullmatch(r"[\w./@]+", text):
+        return ConfigError(f"{text!r} is no KEY=VALUE; write {text}=VALUE")
+    if not text or text.startswith("="):
+        return ConfigError(f"{text!r} names no key; write KEY=VALUE")
+    line = first_line(error)
+    cause = "" if line.startswith("Lexer") else f" ({line})"
+    return ConfigError(
+        f"{text!r} cannot be read{cause}; close what is opened, or quote the value for Hydra: "
+        "KEY='\"VALUE\"' in a shell"
+    )
+
+
+def _explain_key(key: str, message: str, argv: list[str]) -> ConfigError:
+    known = _known_keys(argv)
+    groups = sorted({k.split(".")[0] for k in known})
+    if key in known and key in groups:
+        return ConfigError(f"{key} is a group; choose with {key}=NAME, and set its values as {key}.KEY=VALUE")
+    if "No match in the defaults list" in message:
+        return ConfigError(f"{key}: there is no such group{nearest(key, groups)}")
+    return ConfigError(f"{key}: there is no such key{_near_key(key, known)}")
+
+
+def _key_of(message: str) -> str:
+    found = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
+    return found.group(1) if found else ""
+
+
+def _near_key(key: str, known: set[str]) -> str:
+    """The nearest full key; else the nearest among the keys of the same parent."""
+    full = nearest(key, known)
+    if full:
+        return full
+    parent, _, leaf = key.rpartition(".")
+    siblings = {k[len(parent) + 1 :].split(".")[0] for k in known if parent and k.startswith(parent + ".")}
+    if siblings:
+        return nearest(leaf, siblings) or f"; {parent} has {', '.join(sorted(siblings))}"
+    homes = sorted(k for k in known if k.rpartition(".")[2] == leaf)
+    return f"; did you mean {homes[0]!r}?" if homes else "; --cfg job lists every key"
+
+
+@lru_cache(maxsize=64)
+def _composed_keys(choices: tuple[str, ...], folder: str | None) -> set[str]:
+    return _flat_keys(compose(list(choices), folder))
+
+
+def _known_keys(argv: list[str]) -> set[str]:
+    """Every key of the config that the command line's group choices compose."""
+    choices = []
+    folder = _config_dir(argv)
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if equals and "." not in key and value and not key.startswith(("-", "+", "~")) and "," not in value:
+            choices.append(argument)
+    for attempt in (tuple(choices), ()):
+        try:
+            return _composed_keys(attempt, folder)
+        except Exception:  # this line is to explain another error, not to add one
+            continue
+    return set()
+
+
+def compose(
+    overrides: list[str], config_dir: str | None = None, return_hydra_config: bool = False
+) -> DictConfig:
+    """One job's config from the package's groups and those of ``config_dir``. Raises what Hydra raises."""
+    GlobalHydra.instance().clear()
+    search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
+        return hydra.compose("config", [*search, *overrides], return_hydra_config)
+
+
+def _flat_keys(node: object, prefix: str = "") -> set[str]:
+    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
+        return {prefix} if prefix else set()
+    keys = {prefix} if prefix else set()
+    for key in map(str, node):
+        if key != "_target_":
+            keys |= _flat_keys(node._get_node(key), f"{prefix}.{key}" if prefix else str(key))
+    return keys

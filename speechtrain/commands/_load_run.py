@@ -1,0 +1,183 @@
+"""A finished or running run, opened to be used: its config, its weights, its tokenizer.
+
+Nothing is written and no lock is taken, so a run in progress may be opened at any time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.compute_policy import adapt
+from speechtrain.config.check import mismatch
+from speechtrain.config.resolved import load
+from speechtrain.config.targets import ALLOW_TARGETS, target_class
+from speechtrain.devices.base import Device
+from speechtrain.errors import ConfigError, RunError, first_line, nearest
+from speechtrain.precision import Precision
+from speechtrain.run_directory import CONFIG, read_device
+from speechtrain.task import Task
+from speechtrain.text.vocabulary import Tokenizer
+from speechtrain.train_rank import build_task, open_device
+
+_CHOICES = ("device", "precision")
+"""Groups that a trained run may be opened with another choice of."""
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run's parts, ready for evaluation, and the checkpoint that its weights are from."""
+
+    config: DictConfig
+    checkpoint: Path
+    device: Device
+    precision: Precision
+    task: Task
+    tokenizer: Tokenizer
+
+
+def open_config(run_dir: Path, overrides: Sequence[str]) -> DictConfig:
+    """A run's config with KEY=VALUE pairs set, its paths those of where the run lies now.
+
+    Raises RunError where there is no run, ConfigError for a key that its config does not have.
+    """
+    if not (run_dir / CONFIG).is_file():
+        raise RunError(f"{run_dir} holds no {CONFIG}; give the run directory that speechtrain-train printed")
+    config = load(run_dir / CONFIG)
+    config.run_dir = str(run_dir.resolve())
+    apply_overrides(config, overrides)
+    tokenizer_class = target_class(str(config.tokenizer._target_), "tokenizer")
+    if issubclass(tokenizer_class, Tokenizer):
+        config.tokenizer.update(tokenizer_class.saved(str(run_dir.resolve())))
+    return config
+
+
+def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> OpenedRun:
+    """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
+
+    ``overrides`` are KEY=VALUE pairs on its config, such as ``device.threads=1``; the choice of the
+    device and the precision may change as well. Raises RunError where there is no run or no sound
+    checkpoint, ConfigError for a key that the run's config does not have.
+    """
+    config = open_config(run_dir, overrides)
+    folder, weights = read_weights(run_dir, checkpoint)
+    device, precision = open_device(config, 0)
+    device.settle(read_device(run_dir))
+    task, tokenizer = build_task(config)
+    adapt(task, device.forms(precision.dtype))
+    try:
+        task.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())[:200]
+        raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {problem}") from None
+    task.to(device.tensor(torch.zeros(())).device)
+    return OpenedRun(config, folder, device, precision, task.eval(), tokenizer)
+
+
+def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:
+    """Folder and verified weights of a checkpoint. Raises RunError naming what there is instead."""
+    checkpointer = Checkpointer(run_dir)
+    names = [folder.name for folder in checkpointer.folders()]
+    if checkpoint not in ("best", "last", *names) and names:
+        near = nearest(checkpoint, ["best", "last", *names])
+        raise RunError(
+            f"{checkpointer.root} has no {checkpoint!r}{near}; there are best, last, {', '.join(names)}"
+        )
+    for _ in range(2):  # a run in progress may retire a checkpoint while it is being read
+        try:
+            return checkpointer.weights(checkpoint)
+        except OSError:
+            continue
+        except RunError:
+            if names == (names := [folder.name for folder in checkpointer.folders()]):
+                raise
+    return checkpointer.weights(checkpoint)
+
+
+# --- overrides ----------------------------------------------------------------------------------
+
+
+def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Set KEY=VALUE pairs; ``allow_targets=`` goes to the environment. Raises ConfigError."""
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{override!r} is no KEY=VALUE")
+        if key == "allow_targets":
+            os.environ[ALLOW_TARGETS] = text.strip("[]")
+        elif key in _CHOICES:
+            config[key] = _choice(key, text)
+        else:
+            _set(config, key, override)
+
+
+def _choice(group: str, choice: str) -> Any:
+    """The node of another choice of a group, its interpolations left to the run's config."""
+    from speechtrain.commands._hydra_app import compose, explain
+
+    try:
+        node = compose([f"{group}={choice}"])[group]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, []) from None
+    return OmegaConf.create(OmegaConf.to_container(node, resolve=False))
+
+
+def _set(config: DictConfig, key: str, override: str) -> None:
+    parent_key, _, leaf = key.rpartition(".")
+    try:
+        parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
+        if not isinstance(parent, DictConfig) or leaf not in parent:
+            raise ConfigError(f"{key}: the run's config has no such key{_near(config, key)}")
+        given = OmegaConf.from_dotlist([override])
+        if isinstance(parent._get_node(leaf), DictConfig) and not OmegaConf.is_dict(
+            OmegaConf.select(given, key)
+        ):
+            raise ConfigError(f"{key}: a trained run keeps its {key}; set keys below it, as {key}.KEY=VALUE")
+        config.merge_with(given)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key}: {first_line(error)}") from None
+    except ValueError as error:  # OmegaConf's own, of a value that is no YAML
+        raise ConfigError(f"{override!r} cannot be read: {first_line(error)}") from None
+    _check_type(parent, key, leaf)
+
+
+def _near(config: DictConfig, key: str) -> str:
+    keys: list[str] = []
+
+    def walk(prefix: str, node: Any) -> None:
+        if isinstance(node, dict):
+            for name, inner in node.items():
+                if name != "_target_":
+                    walk(f"{prefix}.{name}" if prefix else str(name), inner)
+        else:
+            keys.append(prefix)
+
+    walk("", OmegaConf.to_container(config, resolve=False))
+    return nearest(key, keys)
+
+
+def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
+    """Raise ConfigError where the value just set does not fit the constructor that will take it."""
+    if "_target_" not in parent:
+        return
+    found = target_class(str(parent["_target_"]), key.rpartition(".")[0])
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(found.__init__))  # type: ignore[misc]
+    except (NameError, TypeError):  # names imported for type checkers only
+        return
+    value = OmegaConf.to_container(parent, resolve=True)[leaf]  # type: ignore[call-overload,index]
+    problem = mismatch(value, hints.get(leaf, Any))
+    if problem:
+        raise ConfigError(f"{key}: {problem}")

@@ -1,0 +1,240 @@
+"""From a composed config to a finished run: check, run directory, ranks, outcome."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from speechtrain import errors
+from speechtrain.commands._external_launch import MEETING, Together, world_of
+from speechtrain.config.build import build, rehearse
+from speechtrain.config.check import check
+from speechtrain.config.resolved import dump, load, resolved
+from speechtrain.config.resume_fields import identity
+from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.devices.base import Device
+from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
+from speechtrain.files import write_json
+from speechtrain.launcher import AGENT, Job, Launcher
+from speechtrain.precision import Precision
+from speechtrain.run_directory import (
+    ABOUT,
+    CONFIG,
+    DEVICE,
+    ERROR,
+    RANKS,
+    RESULT,
+    RunLock,
+    about,
+    rank_folder,
+    read_failure,
+    read_result,
+)
+
+_USERS = (ConfigError, DataError, MachineError)
+_MIN_FREE = 256 * 2**20  # bytes below which no run is begun
+
+
+def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[str]) -> dict[str, Any]:
+    """Start the run in ``run_dir``, or continue it, and return its result.
+
+    A finished run returns its result at once. Raises the SpeechtrainError that stopped it, be it
+    found here or in a rank.
+    """
+    run_dir = run_dir.resolve()
+    config.run_dir = str(run_dir)
+    world = world_of(argv)
+    if world.size == 1:
+        return _launched(config, run_dir, argv, overrides, None)
+    together = Together(world)
+    if config.world_size == 1:
+        config.world_size = world.size
+    with together.telling(run_dir):
+        return _launched(config, run_dir, argv, overrides, together)
+
+
+def _launched(
+    config: DictConfig, run_dir: Path, argv: list[str], overrides: list[str], together: Launcher | None
+) -> dict[str, Any]:
+    plain = check(config)
+    rehearse(config)
+    device, launcher = _parts(config)
+    launcher = together or launcher
+    job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
+    launcher.check(job)
+    _check_disk(run_dir)
+    _check_same_run(run_dir, config)
+    plain = resolved(config)
+    if config.dry_run:
+        print(launcher.render(job))
+        return {"status": "dry run", "metric": None}
+    if launcher.is_here(job):
+        device.check(job.world_size)
+    done = read_result(run_dir)
+    if (
+        done
+        and done.get("limits") == plain["trainer"]
+        and done.get("status") in ("finished", "target", "time")
+    ):
+        print(f"{run_dir} is done: {_describe(done)}")
+        return done
+    is_new = not (run_dir / CONFIG).exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(run_dir).acquire()
+    (run_dir / CONFIG).write_text(dump(config))
+    write_json(run_dir / ABOUT, {**about(argv, overrides), "seed": config.seed, "device": device.name})
+    for rank in range(max(job.world_size, _ranks_before(run_dir))):
+        (rank_folder(run_dir, rank) / RESULT).unlink(missing_ok=True)
+    lock.release()  # rank 0 takes it over
+    simulated = config.trainer.simulate_world
+    if simulated is not None:
+        share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
+        print(f"trainer.simulate_world={simulated}: {share}", flush=True)
+    try:
+        ended = launcher.launch(job)
+    except SpeechtrainError:  # nothing has been started
+        if is_new:
+            _discard(run_dir)
+        raise
+    if ended.submitted:
+        print(ended.submitted)
+        return {"status": "submitted", "metric": None}
+    result = read_result(run_dir)
+    if result is None or result["status"] == "failed":
+        result = read_failure(run_dir)
+    if ended.cause and (result is None or result["status"] == "failed"):
+        raise MachineError(ended.cause)
+    if result is None:
+        raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
+    if result["status"] == "failed":
+        error = _error_of(result, run_dir)
+        if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
+            _discard(run_dir)
+        raise error
+    result["limits"] = plain["trainer"]
+    write_json(run_dir / RESULT, result)
+    if result["status"] == "preempted":
+        raise Preempted(f"saved at step {result['steps']} in {run_dir}; the same command continues")
+    print(f"{run_dir}: {_describe(result)}")
+    return result
+
+
+def _parts(config: DictConfig) -> tuple[Device, Launcher]:
+    device: Device = build(config, "device")
+    with warnings.catch_warnings():  # the fp16 scaler warns where there is no GPU; the line below says it
+        warnings.simplefilter("ignore")
+        precision: Precision = build(config, "precision")
+    if not device.supports(precision.dtype):
+        raise MachineError(
+            f"precision={precision.name}: device={device.name} does not train in it; "
+            "use precision=bf16 or precision=fp32"
+        )
+    return device, build(config, "launcher")
+
+
+def _environment(device: Device, world_size: int) -> dict[str, str]:
+    environment = device.environment(world_size)
+    if ALLOW_TARGETS in os.environ:
+        environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
+    return environment
+
+
+def _check_disk(run_dir: Path) -> None:
+    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    if not os.access(folder, os.W_OK):
+        raise MachineError(f"{folder} is not writable; set run_dir or OUTPUT_DIR to a folder that is")
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    if free < _MIN_FREE:
+        raise MachineError(
+            f"{folder} has {free >> 20} MiB free, a run needs {_MIN_FREE >> 20}; free some or set run_dir"
+        )
+
+
+def _ranks_before(run_dir: Path) -> int:
+    """One more than the highest rank that has left a folder in this run."""
+    return 1 + max((int(p.name) for p in (run_dir / RANKS).glob("*") if p.name.isdigit()), default=0)
+
+
+def _check_same_run(run_dir: Path, config: DictConfig) -> None:
+    """Refuse a run directory that belongs to another config, naming the keys that differ.
+
+    Another world size trains the same global batch: ``accumulate`` is derived from it again.
+    """
+    path = run_dir / CONFIG
+    if not path.exists():
+        return
+    then = load(path)
+    before, now = identity(resolved(then)), identity(resolved(config))
+    if _has_same_batch(then, config, run_dir):
+        for key in ("trainer.accumulate", "trainer.simulate_world"):
+            before.pop(key, None)
+            now.pop(key, None)
+    differ = [
+        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise RunError(
+            f"{run_dir} belongs to another config ({'; '.join(differ[:3])}{more}); set another run_dir"
+        )
+
+
+def _has_same_batch(then: DictConfig, config: DictConfig, run_dir: Path) -> bool:
+    """Whether an update takes as many micro-batches as before; it is made to where the world has changed.
+
+    Raises ConfigError for a world that cannot share them evenly.
+    """
+    total, wanted = _micro_batches(then), _micro_batches(config)
+    is_derived = then.trainer.simulate_world is not None
+    is_open = then.world_size != config.world_size and then.trainer.accumulate == config.trainer.accumulate
+    if total == wanted or config.trainer.simulate_world is not None or not (is_derived or is_open):
+        return total == wanted
+    if total % config.world_size:
+        raise ConfigError(
+            f"{run_dir} has {total} micro-batches an update, which world_size={config.world_size} does not "
+            "divide; set another world_size or run_dir"
+        )
+    config.trainer.simulate_world = total
+    config.trainer.accumulate = total // config.world_size
+    return True
+
+
+def _micro_batches(config: DictConfig) -> int:
+    """Micro-batches of one update, over all ranks."""
+    return int(config.trainer.simulate_world or config.world_size * config.trainer.accumulate)
+
+
+def _discard(run_dir: Path) -> None:
+    """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
+    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, MEETING}
+    if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
+        shutil.rmtree(run_dir / RANKS, ignore_errors=True)
+        for name in begun:
+            (run_dir / name).unlink(missing_ok=True)
+
+
+def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
+    by_code = {
+        c.exit_code: c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, SpeechtrainError)
+    }
+    found = by_code.get(result["exit_code"], SpeechtrainError)
+    folder = rank_folder(run_dir, int(result.get("rank", 0)))
+    trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""
+    if not result.get("is_cause", True):  # killed, or its host is gone: it had no time to say so
+        trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
+    return found(result["error"] + trace)
+
+
+def _describe(result: dict[str, Any]) -> str:
+    metrics = result.get("metrics", {})
+    named = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k and isinstance(v, float))
+    return f"{result['status']} at step {result.get('steps')}{', ' + named if named else ''}"

@@ -1,0 +1,203 @@
+"""The config: its typed root, how its parts are checked against their constructors, and built.
+
+``check`` runs once, in the parent, before any process starts: every key of every part against the
+constructor it is meant for, every value against that parameter's annotation. ``build`` calls the
+constructors. Loading a config never runs strangers' code: a ``_target_`` must resolve to a class
+that is *defined* in an allowed module and implements its group's interface.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from omegaconf import DictConfig
+
+from speechtrain.config.resolved import resolved
+from speechtrain.config.schema import INTERFACES, OFFERED, Config
+from speechtrain.config.targets import import_class, target_class
+from speechtrain.errors import ConfigError, nearest
+from speechtrain.trainer_config import Limits
+
+# --- checking -----------------------------------------------------------------------------------
+
+
+def check(config: DictConfig) -> dict[str, Any]:
+    """Check every part against its constructor; return the resolved config as plain containers.
+
+    Raises ConfigError, one line that names the key and the nearest valid name.
+    """
+    plain = resolved(config)
+    _check_root(plain)
+    if plain["resume"] not in ("auto", "never", "must"):
+        raise ConfigError(f"resume={plain['resume']}: it is auto, never or must")
+    _check_limits(plain)
+    for group, interface in INTERFACES.items():
+        node = plain[group]
+        if not isinstance(node, dict) or "_target_" not in node:
+            raise ConfigError(f"{group} names no class; choose one with {group}=NAME")
+        found, wanted = target_class(str(node["_target_"]), group), import_class(interface, group)
+        if not issubclass(found, wanted) or inspect.isabstract(found):
+            fault = "is abstract" if inspect.isabstract(found) else f"is no {wanted.__name__}"
+            raise ConfigError(f"{group}._target_: {node['_target_']} {fault}; choose one with {group}=NAME")
+        _check_node(group, node, OFFERED.get(group, set()))
+    return plain
+
+
+def _check_root(plain: Mapping[str, Any]) -> None:
+    """Keys that a + or a file added to the typed root, or a ~ took from it."""
+    for prefix, typed in (("", fields(Config)), ("trainer.", fields(Limits))):
+        node = plain["trainer"] if prefix else plain
+        if not isinstance(node, dict):
+            raise ConfigError(f"{prefix[:-1]} is {node!r}; set its keys, as in trainer.max_steps=100")
+        known = [entry.name for entry in typed]
+        for key in known:
+            if key not in node:
+                raise ConfigError(f"{prefix}{key} is missing; leave ~{prefix}{key} out")
+        for key in node:
+            if key not in known:
+                names = [prefix + name for name in known]
+                near = nearest(f"{prefix}{key}", names) or "; --cfg job lists every key"
+                raise ConfigError(f"{prefix}{key}: there is no such key{near}")
+
+
+def _check_limits(plain: Mapping[str, Any]) -> None:
+    limits = plain["trainer"]
+    positive = ("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every")
+    for key in (*positive, "validate_every", "save_every", "keep", "max_bad_updates", "timeout_seconds"):
+        if limits[key] is not None and not limits[key] > 0:
+            raise ConfigError(f"trainer.{key}={limits[key]}: it must be above 0")
+    if not 0 <= limits["ema"] < 1:
+        raise ConfigError(f"trainer.ema={limits['ema']}: it must be at least 0 (off) and below 1")
+    for key in ("clip", "target"):
+        if limits[key] is not None and not limits[key] >= 0:
+            raise ConfigError(f"trainer.{key}={limits[key]}: it must be at least 0")
+    if not 0 <= plain["seed"] < 2**63:
+        raise ConfigError(f"seed={plain['seed']}: it must be at least 0 and below 2**63")
+    steps = re.fullmatch(r"(\d+):(\d+)", limits["profile"])
+    if limits["profile"] and not (steps and 0 < int(steps[1]) <= int(steps[2])):
+        raise ConfigError(
+            f"trainer.profile={limits['profile']}: it is A:B, the first and the last step to profile"
+        )
+    if limits["on_save_error"] not in ("continue", "stop"):
+        raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: it is continue or stop")
+    if limits["on_collapse"] not in ("stop", "rollback", "warn"):
+        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: it is stop, rollback or warn")
+    if limits["shard"] not in ("none", "parameters"):
+        raise ConfigError(f"trainer.shard={limits['shard']}: it is none or parameters")
+    if plain["world_size"] < 1:
+        raise ConfigError(f"world_size={plain['world_size']}: it must be at least 1")
+    if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):
+        raise ConfigError("nothing ends this run; set trainer.max_steps, max_epochs, max_hours or target")
+    world = plain["world_size"] * limits["accumulate"]
+    simulated = limits["simulate_world"]
+    if simulated is not None and simulated % plain["world_size"]:
+        raise ConfigError(
+            f"trainer.simulate_world={simulated}: world_size={plain['world_size']} does not divide it"
+        )
+    if simulated is not None and limits["accumulate"] != 1 and world != simulated:
+        raise ConfigError(
+            f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree"
+        )
+
+
+def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
+    """Check one ``_target_`` node and those nested in it; return its class."""
+    found = target_class(str(node["_target_"]), path)
+    signature = inspect.signature(found)
+    parameters = {
+        n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    known = [name for name in parameters if name not in offered]
+    try:
+        hints = typing.get_type_hints(found.__init__)  # type: ignore[misc]
+    except (NameError, TypeError):  # names imported for type checkers only: keys are still checked
+        hints = {}
+    for key, value in node.items():
+        if key == "_target_":
+            continue
+        if key not in known:
+            takes = nearest(str(key), known) or f"; it takes {', '.join(known) or 'nothing'}"
+            raise ConfigError(f"{path}.{key}: {found.__name__} takes no {str(key)!r}{takes}")
+        problem = mismatch(value, hints.get(str(key), Any))
+        if problem:
+            raise ConfigError(f"{path}.{key}: {problem}")
+        for inner, child in _nested(f"{path}.{key}", value):
+            _check_node(inner, child, set())
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in node and name not in offered:
+            raise ConfigError(f"{path}: {found.__name__} needs {name!r}; set {path}.{name}")
+    return found
+
+
+def _nested(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The outermost ``_target_`` nodes at or below ``value``."""
+    if isinstance(value, dict):
+        if "_target_" in value:
+            yield path, value
+            return
+        for key, inner in value.items():
+            yield from _nested(f"{path}.{key}", inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _nested(f"{path}[{index}]", inner)
+
+
+def mismatch(value: Any, annotation: Any) -> str:
+    """Why a config value does not fit a parameter's annotation; empty where it does.
+
+    Understands int, float, bool, str, None, unions, list[…] and dict[str, …]; a class accepts a
+    nested node, and anything else passes.
+    """
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        problems = [mismatch(value, option) for option in typing.get_args(annotation)]
+        return "" if "" in problems else f"{value!r} is not {_describe(annotation)}"
+    fits = True
+    if annotation is bool:
+        fits = isinstance(value, bool)
+    elif annotation is int:
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    elif annotation is float:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    elif annotation is str:
+        fits = isinstance(value, str)
+    elif annotation in (None, types.NoneType):
+        fits = value is None
+    elif origin in (list, tuple) or annotation in (list, tuple):
+        fits = isinstance(value, list)
+        items = [a for a in typing.get_args(annotation) if a is not Ellipsis]
+        for index, inner in enumerate(value if fits and items else []):
+            problem = mismatch(inner, items[min(index, len(items) - 1)])
+            if problem:
+                return f"item {index + 1}: {problem}"
+    elif dict in (origin, annotation):
+        fits = isinstance(value, dict)
+    elif inspect.isclass(annotation) and annotation not in (object, Any):
+        fits = isinstance(value, dict) and "_target_" in value
+    return "" if fits else f"{value!r} is not {_describe(annotation)}"
+
+
+def _describe(annotation: Any) -> str:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(a) for a in typing.get_args(annotation))
+    names = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a finite number",
+        str: "a text",
+        types.NoneType: "null",
+    }
+    if annotation in names:
+        return names[annotation]
+    if (typing.get_origin(annotation) or annotation) in (list, tuple):
+        return "a list"
+    if (typing.get_origin(annotation) or annotation) is dict:
+        return "a mapping"
+    return f"a {getattr(annotation, '__name__', annotation)}"

@@ -1,0 +1,69 @@
+"""A config as a file, and as plain containers."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from speechtrain.config.schema import Config
+from speechtrain.errors import ConfigError, first_line
+
+
+def load(path: Path) -> DictConfig:
+    """A resolved config file as the typed root. Raises ConfigError naming the file."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
+    except (OmegaConfBaseException, OSError, ValueError, YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(merged, DictConfig):
+        raise ConfigError(f"{path} holds no mapping of keys; it is no config")
+    return merged
+
+
+def dump(config: DictConfig) -> str:
+    """The config as YAML, resolved, but for values that come from the environment (secrets among them)."""
+    raw = OmegaConf.to_container(config, resolve=False)
+    # resolved a second time with a mark for such values: what refers to one has the mark as well
+    marked = OmegaConf.to_container(OmegaConf.create(_mark(raw)), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_keep_environment(raw, marked, resolved(config))))
+
+
+def resolved(config: DictConfig) -> dict[str, Any]:
+    """The config as plain containers. Raises ConfigError naming a key that is missing or does not resolve."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise ConfigError(f"{missing[0]} is not set; give it on the command line as {missing[0]}=VALUE")
+        plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from None
+    assert isinstance(plain, dict)
+    return typing.cast("dict[str, Any]", plain)
+
+
+_FROM_ENVIRONMENT = "<from the environment>"
+
+
+def _mark(raw: Any) -> Any:
+    if isinstance(raw, str) and "${oc.env:" in raw:
+        return _FROM_ENVIRONMENT
+    if isinstance(raw, dict):
+        return {key: _mark(value) for key, value in raw.items()}
+    return [_mark(value) for value in raw] if isinstance(raw, list) else raw
+
+
+def _keep_environment(raw: Any, marked: Any, plain: Any) -> Any:
+    if isinstance(raw, str):
+        return raw if _FROM_ENVIRONMENT in repr(marked) else plain
+    if isinstance(raw, dict) and isinstance(plain, dict):
+        return {key: _keep_environment(raw[key], marked[key], plain[key]) for key in plain}
+    if isinstance(raw, list) and isinstance(plain, list):
+        return [_keep_environment(*three) for three in zip(raw, marked, plain, strict=True)]
+    return plain

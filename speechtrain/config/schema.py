@@ -1,0 +1,62 @@
+"""The typed root of the config, and what each group of it must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from speechtrain.trainer_config import Limits
+
+
+@dataclass
+class Config:
+    """The root: typed here, and open nodes whose keys are their classes' constructor parameters."""
+
+    world_size: int = 1
+    seed: int = 1
+    run_dir: str | None = None
+    resume: str = "auto"  # auto | never | must
+    dry_run: bool = False
+    init_from: str | None = None
+    trainer: Limits = field(default_factory=Limits)
+    model: Any = MISSING
+    encoder: Any = MISSING
+    tokenizer: Any = MISSING
+    data: Any = MISSING
+    augment: Any = MISSING
+    device: Any = MISSING
+    precision: Any = MISSING
+    launcher: Any = MISSING
+    optimizer: Any = MISSING
+    schedule: Any = MISSING
+    tracking: Any = MISSING
+
+
+INTERFACES = {
+    "model": "speechtrain.task.Task",
+    "encoder": "speechtrain.encoders.base.Encoder",
+    "tokenizer": "speechtrain.text.vocabulary.Tokenizer",
+    "data": "speechtrain.data.base.DataModule",
+    "augment": "speechtrain.features.augment.Augment",
+    "device": "speechtrain.devices.base.Device",
+    "precision": "speechtrain.precision.Precision",
+    "launcher": "speechtrain.launcher.Launcher",
+    "optimizer": "torch.optim.Optimizer",
+    "schedule": "speechtrain.optim.schedules.Schedule",
+    "tracking": "speechtrain.tracking.base.Tracker",
+}
+"""What a group's class must implement. A string: naming an interface imports nothing."""
+
+OFFERED = {
+    "model": {"tokenizer", "encoder"},
+    "encoder": {"augment"},
+    "data": {"tokenizer", "footprint", "normalise"},
+    "optimizer": {"params"},
+    "schedule": {"steps_per_epoch", "planned_steps"},
+}
+"""Constructor parameters that the worker fills in; a YAML does not list them."""
+
+ConfigStore.instance().store(name="schema", node=Config)

@@ -1,0 +1,65 @@
+"""``_target_``: which classes a config may name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from typing import Any
+
+from speechtrain.errors import ConfigError, nearest
+
+ALLOW_TARGETS = "SPEECHTRAIN_ALLOW_TARGETS"
+"""Environment variable: module prefixes, separated by commas, that ``_target_`` may name as well."""
+
+
+def target_class(target: str, path: str) -> type:
+    """The class that ``target`` names, if it is defined where classes may come from.
+
+    Judged by the class's own ``__module__``, not by the spelling of the path: a dotted path walks
+    through any module that another one has imported. Raises ConfigError.
+    """
+    found = import_class(target, path)
+    module = found.__module__
+    allowed = ("speechtrain", *filter(None, os.environ.get(ALLOW_TARGETS, "").split(",")))
+    if any(module == prefix or module.startswith(prefix + ".") for prefix in allowed):
+        return found
+    if module.startswith("torch.optim.") and issubclass(found, import_class("torch.optim.Optimizer", path)):
+        return found
+    raise ConfigError(
+        f"{path}._target_: {target} is defined in {module}, which is not allowed; "
+        f"allow_targets={module} on the command line allows it"
+    )
+
+
+def import_class(target: str, path: str) -> type:
+    """Import a class by its dotted path without running anything but module imports."""
+    parts = target.split(".")
+    if not all(part.isidentifier() for part in parts) or len(parts) < 2:
+        raise ConfigError(f"{path}._target_: {target!r} is not the dotted path of a class")
+    allowed = ("speechtrain", "torch", *filter(None, os.environ.get(ALLOW_TARGETS, "").split(",")))
+    if not any(target.startswith(prefix + ".") for prefix in allowed):
+        # refused before anything is imported: importing a module runs it
+        raise ConfigError(
+            f"{path}._target_: {target} is outside speechtrain and torch.optim; "
+            f"allow_targets={parts[0]} on the command line allows it"
+        )
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name and (name == error.name or name.startswith(error.name + ".")):
+                continue
+            raise ConfigError(
+                f"{path}._target_: {target} needs the package {error.name!r}; install it"
+            ) from None
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                where = getattr(found, "__name__", name)
+                raise ConfigError(f"{path}._target_: {where} has no {part!r}{nearest(part, vars(found))}")
+            found = getattr(found, part)
+        if not inspect.isclass(found):
+            raise ConfigError(f"{path}._target_: {target} is not a class")
+        return found
+    raise ConfigError(f"{path}._target_: there is no module {'.'.join(parts[:-1])}")

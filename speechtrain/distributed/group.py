@@ -1,0 +1,286 @@
+"""World and Group: how many processes there are, and how they speak to each other.
+
+Nothing above asks whether a run is distributed: one process is ``Solo``, a full group of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from speechtrain.distributed.watchdog import Place, collective
+from speechtrain.errors import MachineError
+from speechtrain.launcher import World
+
+_BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
+
+
+class PeerLost(MachineError):
+    """Another rank has ended, or does not answer: what follows here is not the cause."""
+
+
+class Group(ABC):
+    """The processes of a run, as one object."""
+
+    world: World
+
+    @cached_property
+    def place(self) -> Place:
+        """Where this rank stands; waiting for peers is noted there."""
+        return Place()
+
+    def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Spread parameters and optimizer over the group, where it does so; before anything is loaded."""
+
+    @abstractmethod
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module whose forward synchronises gradients as sums over the group."""
+
+    @abstractmethod
+    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
+        """A context in which backward does not synchronise (all micro-batches but the last)."""
+
+    @abstractmethod
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The elementwise sum over the group."""
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    def first(self) -> AbstractContextManager[None]:
+        """A context that rank 0 goes through before the others: what it leaves there, they find."""
+        return nullcontext()
+
+    def agree(
+        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
+    ) -> tuple[Tensor, bool, bool, Tensor]:
+        """After backward: the global weight, whether anyone must stop, is out of time, or skips.
+
+        ``weight`` () fp32; ``skip`` () bool. Returns the summed weight, ``stop`` and ``late`` on the
+        host and ``skip`` on the device. Clocks and signals differ between ranks: no rank may end
+        on its own word.
+        """
+        total = self.sum(weight.double().reshape(1))[0].float()
+        return total, self.any(stop), self.any(late), self.sum(skip.float().reshape(1))[0] > 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag of any process is set; every process must ask."""
+        return bool(self.sum(torch.tensor([float(flag)]))[0] > 0)
+
+    def explained(self, error: Exception) -> Exception:
+        """``error``, or a PeerLost where that is what it comes from."""
+        return error
+
+    def close(self) -> None:  # noqa: B027 - nothing is a sensible default
+        """Leave the group. Call after the wrapped module has been dropped."""
+
+
+class Solo(Group):
+    """A group of one."""
+
+    def __init__(self) -> None:
+        self.world = World()
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def barrier(self) -> None:
+        return None
+
+    def agree(
+        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
+    ) -> tuple[Tensor, bool, bool, Tensor]:
+        return weight, stop, late, skip
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+class TorchGroup(Group):
+    """Processes that meet through ``torch.distributed``, found by torchrun's variables.
+
+    ``backends`` names one for each torch device type, as in ``cpu:gloo,hpu:hccl``: flags, counts and
+    metrics always travel between hosts' memories, gradients and weights from where they are. A peer
+    that does not answer for ``timeout_seconds`` raises RuntimeError in whatever waits for it, one that
+    has died does at once. Raises MachineError where the processes do not find each other.
+    """
+
+    def __init__(self, world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> None:
+        self.world = world
+        self._statistics: list[Tensor] = []
+        try:
+            dist.init_process_group(
+                backends,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_seconds),
+            )
+        except (RuntimeError, ValueError) as error:  # refused connections, an unknown backend, no MASTER_ADDR
+            cause = str(error).strip().partition("\n")[0]
+            raise MachineError(
+                f"rank {world.rank} of {world.size} did not find its peers ({backends}): {cause}"
+            ) from error
+
+    @collective
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """DDP around ``module``, which begins with rank 0's parameters and buffers everywhere.
+
+        What has ``requires_grad`` may change between updates, on all ranks alike. Buffers called
+        ``running_*`` (BatchNorm's) are averaged over the group in every ``agree``.
+        """
+        self._share_buffers(module)
+        return _Summed(module, self.place)
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's buffers, and note those that ``agree`` averages."""
+        with torch.no_grad():
+            for buffer in module.buffers():
+                self._broadcast(buffer)
+        self._statistics = [
+            buffer
+            for name, buffer in module.named_buffers()
+            if name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
+        ]
+
+    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
+        assert isinstance(module, _Summed)
+        return module.hold()
+
+    @collective
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def barrier(self) -> None:
+        self.any(False)  # a host reduction: nccl's own barrier takes memory on a device of its choice
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        if self.world.rank:
+            self.barrier()
+        yield
+        if not self.world.rank:
+            self.barrier()
+
+    @collective
+    def agree(
+        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
+    ) -> tuple[Tensor, bool, bool, Tensor]:
+        dtype = torch.float64 if weight.is_cpu else torch.float32  # accelerators may lack float64
+        flags = torch.tensor([stop, late], dtype=dtype, device=weight.device)
+        numbers = [weight.reshape(1), skip.reshape(1), flags, *(s.reshape(-1) for s in self._statistics)]
+        joined = torch.cat([part.detach().to(dtype) for part in numbers])
+        dist.all_reduce(joined)
+        means = torch.split(joined[4:] / self.world.size, [s.numel() for s in self._statistics])
+        for statistic, mean in zip(self._statistics, means, strict=True):
+            statistic.copy_(mean.view_as(statistic))
+        stop, late = (count > 0 for count in joined[2:4].tolist())  # the update's one read of the device
+        return joined[0].float(), stop, late, joined[1] > 0
+
+    def explained(self, error: Exception) -> Exception:
+        if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
+            cause = " ".join(str(error).split())[:200]
+            lost = f"rank {self.world.rank} ({self.place}) has lost a peer, or waited for it in vain"
+            return PeerLost(f"{lost}: {cause}")
+        return error
+
+    def close(self) -> None:
+        """Leave the group. Call after the wrapped module has been dropped.
+
+        Whatever still refers to the group's communicator must go before it: a two-process run
+        otherwise sometimes died at interpreter exit ("terminate called without an active exception").
+        """
+        self._statistics = []
+        gc.collect()
+        dist.destroy_process_group()
+
+    @staticmethod
+    def _broadcast(tensor: Tensor) -> None:
+        """Rank 0's content for every rank, whatever the dtype: as bytes."""
+        content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+        dist.broadcast(content, 0)
+        tensor.copy_(content.view(tensor.dtype).view_as(tensor))
+
+
+class _Summed(nn.Module):
+    """A module whose backward leaves the sums of all ranks' gradients.
+
+    DDP overlaps the reductions with the backward pass, but takes the parameters that require a
+    gradient once and for all: after a change (an encoder thawed, say) it is built again. A module
+    that says ``skips_parameters`` has its graph searched for parameters that an update leaves out.
+    """
+
+    def __init__(self, module: nn.Module, place: Place) -> None:
+        super().__init__()
+        self.module = module
+        self.place = place
+        self.ddp: DistributedDataParallel | None = None
+        self._trainable: list[bool] = []
+        self._renew()
+
+    def _renew(self) -> None:
+        trainable = [parameter.requires_grad for parameter in self.module.parameters()]
+        if trainable == self._trainable:
+            return
+        is_first = not self._trainable
+        self._trainable = trainable
+        self.ddp = None
+        gc.collect()  # its hooks on the parameters go with it, and it is part of a cycle
+        if not any(trainable):
+            return
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; earlier ones know no other
+            warnings.simplefilter("ignore", FutureWarning)
+            self.ddp = DistributedDataParallel(
+                self.module,
+                broadcast_buffers=False,
+                init_sync=is_first,
+                find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
+            )
+        self.ddp.register_comm_hook(self.place, lambda place, bucket: _sum_bucket(place, bucket))
+
+    def hold(self) -> AbstractContextManager[object]:
+        self._renew()
+        held: AbstractContextManager[object] = nullcontext() if self.ddp is None else self.ddp.no_sync()
+        return held
+
+    def forward(self, *inputs: Any) -> Any:
+        self._renew()
+        return self.module(*inputs) if self.ddp is None else self.ddp(*inputs)
+
+
+def _sum_bucket(place: Place, bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's reduction without its average, which fp16 would round and the trainer would have to undo."""
+
+    def summed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        content = done.value()[0]  # raises where the reduction failed: it has not come to its end
+        place.leave()
+        return content
+
+    place.enter()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(summed)
+    return reduced
+
+
+def open_group(world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> Group:
+    """The group of ``world``'s processes. Raises MachineError where they do not find each other."""
+    return Solo() if world.size == 1 else TorchGroup(world, backends, timeout_seconds)

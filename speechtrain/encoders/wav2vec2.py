@@ -1,0 +1,201 @@
+"""wav2vec 2.0's encoder (Baevski et al., 2020): convolutions on raw audio, then a Transformer.
+
+Legend: B rows, S samples, T frames, C extractor channels, D model width, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from speechtrain.batch import Batch
+from speechtrain.counter_rng import seed_at, uniform_at
+from speechtrain.encoders.base import Encoder
+from speechtrain.errors import ConfigError
+from speechtrain.features.augment import Augment
+from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
+from speechtrain.nn.masking import SpanMask
+from speechtrain.nn.transformer import Transformer, TransformerLayer
+
+# what a seed's draws are for, so that none repeats another's numbers
+_FRAMES, _CHANNELS, _LAYERS = 1, 2, 3
+
+
+class Wav2Vec2Encoder(Encoder):
+    """Raw audio (B, S) to frames (B, T, ``width``), by convolutions and a Transformer.
+
+    The defaults are the published base model; large is ``conv_bias``, ``conv_norm`` layer,
+    ``pre_norm``, 24 layers of 1024 units, no dropout. See ``ConvExtractor`` and ``Transformer`` for
+    what each part means; ``conv_layers`` left out is the published extractor.
+
+    A recogniser calls the encoder with a batch: in training, ``prepare`` has drawn on the host the
+    frames and channels to mask (``mask``, ``channel_mask``; each row on its own) and the layers to
+    drop (each with probability ``layer_drop``). Pretraining calls ``extract`` and ``contextualise`` with its
+    own masks in between. ``augment`` adds its noise to the waveform in training; its other parts
+    belong to spectrograms and do nothing here. ``normalise_audio`` is an attribute for the data
+    layer: whole recordings are to come with zero mean and unit variance (eps 1e-5), before any crop.
+
+    Raises ConfigError for values out of range.
+    """
+
+    def __init__(
+        self,
+        conv_layers: list[list[int]] | None = None,
+        conv_bias: bool = False,
+        conv_norm: str = "group",
+        conv_form: str = "matmul",
+        gradient_scale: float = 0.1,
+        width: int = 768,
+        layers: int = 12,
+        feed_forward: int = 3072,
+        heads: int = 12,
+        pre_norm: bool = False,
+        position_kernel: int = 128,
+        position_groups: int = 16,
+        dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.0,
+        input_dropout: float = 0.1,
+        layer_drop: float = 0.05,
+        attention: str = "sdpa",
+        length_multiple: int = 1,
+        normalise_audio: bool = False,
+        sample_rate: int = 16000,
+        mask: SpanMask | None = None,
+        channel_mask: SpanMask | None = None,
+        augment: Augment | None = None,
+    ) -> None:
+        super().__init__()
+        shares = {"dropout": dropout, "attention_dropout": attention_dropout, "layer_drop": layer_drop}
+        shares |= {"activation_dropout": activation_dropout, "input_dropout": input_dropout}
+        for name, share in shares.items():
+            if not 0.0 <= share < 1.0:
+                raise ConfigError(f"encoder.{name} is {share}; it must be at least 0 and below 1")
+        published = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
+        self.extractor = ConvExtractor(
+            published if conv_layers is None else conv_layers, conv_bias, conv_norm, gradient_scale, conv_form
+        )
+        channels = self.extractor.channels
+        self.norm = LayerNorm(channels)
+        self.projection = nn.Linear(channels, width) if channels != width else nn.Identity()
+        self.input_dropout = nn.Dropout(input_dropout)
+        self.mask_embedding = nn.Parameter(torch.rand(width))
+        self.transformer = Transformer(
+            width,
+            layers,
+            feed_forward,
+            heads,
+            pre_norm,
+            dropout,
+            attention_dropout,
+            activation_dropout,
+            position_kernel,
+            position_groups,
+            attention,
+            length_multiple,
+        )
+        self.width = width
+        self.layer_drop = layer_drop
+        self.normalise_audio = normalise_audio
+        self.sample_rate = sample_rate
+        self.mask, self.channel_mask = mask, channel_mask
+        self._update_seed = 0
+        self.augment = Augment() if augment is None else augment
+
+    def advance(self, step: int, seed: int) -> None:
+        self._update_seed = seed
+
+    def extract(self, audio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
+
+        Features come behind their LayerNorm, not yet projected. The penalty is the mean square of
+        the features before it, in fp32, over every value of the batch, padding included (upstream's
+        definition); its gradient passes through ``gradient_scale`` like the rest.
+        """
+        x = self.extractor(audio)
+        penalty = x.float().square().mean()
+        return self.norm(x), self.extractor.lengths(lengths), penalty
+
+    def contextualise(
+        self,
+        features: Tensor,
+        lengths: Tensor,
+        mask: Tensor | None = None,
+        channel_mask: Tensor | None = None,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """Features (B, T, C) and frames (B,) to contextual frames (B, T, D).
+
+        Frames where ``mask`` (B, T) holds become the mask embedding after projection; channels where
+        ``channel_mask`` (B, D) holds become 0; ``keep`` (L,) of zeros and ones drops layers. The
+        masks may be boolean or 0/1 numbers.
+        """
+        x = self.input_dropout(self.projection(features))
+        embedding = self.mask_embedding.to(x.dtype)
+        if mask is None:
+            # the embedding still gets a gradient, of zeros: data-parallel training waits for it
+            x = x + 0.0 * embedding
+        else:
+            hidden = mask.to(x.dtype)[:, :, None]
+            x = x * (1 - hidden) + embedding * hidden
+        if channel_mask is not None:
+            x = x * (1 - channel_mask.to(x.dtype))[:, None, :]
+        y: Tensor = self.transformer(x, lengths, keep)
+        return y
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        audio = self.augment.waveform(batch.audio, batch.audio_lengths)
+        features, lengths, _ = self.extract(audio, batch.audio_lengths)
+        drawn = batch.extra if self.training else {}
+        masks = (drawn.get(name) for name in ("mask", "channel_mask", "keep"))
+        return self.contextualise(features, lengths, *masks), lengths
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        """In training, ``extra`` gains mask (B, T) and channel_mask (B, D), boolean, and keep (L,)."""
+        if not self.training:
+            return batch
+        extra: dict[str, Tensor] = {}
+        rows, samples = batch.audio.shape
+        if self.mask is not None:
+            frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
+            # a row too short to be masked in part may be masked whole: it still has a transcript
+            uncounted = [False] * rows
+            drawn = self.mask.draw(frames, self.frames(samples), seed_at(seed, _FRAMES), counted=uncounted)
+            extra["mask"] = torch.from_numpy(drawn)
+        if self.channel_mask is not None:
+            drawn = self.channel_mask.draw([self.width] * rows, self.width, seed_at(seed, _CHANNELS))
+            extra["channel_mask"] = torch.from_numpy(drawn)
+        if self.layer_drop:
+            extra["keep"] = self.draw_keep()
+        return replace(batch, extra=batch.extra | extra)
+
+    def draw_keep(self) -> Tensor:
+        """Factors (L,) of the layers for this update: 0 with probability ``layer_drop``, else 1."""
+        layers = np.arange(len(self.transformer.layers), dtype=np.int64)
+        draws = uniform_at(self._update_seed, _LAYERS, layers)
+        return torch.from_numpy((draws >= self.layer_drop).astype(np.float32))
+
+    def frames(self, samples: int) -> int:
+        return self.extractor.frames(samples)
+
+    def activation_bytes(self) -> float:
+        # what autograd keeps, counted with saved-tensor hooks: of a convolution its output, GELU's and
+        # its norm's; of a Transformer layer's frame 13 widths, 2 hidden and, where attention weights are
+        # dropped, 9 bytes for each head and key, here for rows of 15 s. Within a factor of 2 of the
+        # count for the sizes in conf/encoder
+        rate, values = float(self.sample_rate), 0.0
+        for layer, channels, (_, stride) in zip(
+            self.extractor.layers, self.extractor.widths, self.extractor.spans, strict=True
+        ):
+            assert isinstance(layer, ConvBlock)
+            rate /= stride
+            values += rate * channels * (2 if isinstance(layer.norm, nn.Identity) else 3)
+        block = self.transformer.layers[0]
+        assert isinstance(block, TransformerLayer)
+        unit = 13.0 * self.width + 2 * block.feed_forward_in.out_features
+        if block.attention.dropout:
+            unit += 9 / 4 * block.attention.heads * 15 * rate
+        return 4 * (values + rate * (4 * self.width + len(self.transformer.layers) * unit))

@@ -1,0 +1,161 @@
+"""Job, Result and the Launcher interface: how one command becomes processes. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from speechtrain.errors import MachineError
+
+WORKER = "speechtrain.train_rank"
+AGENT = "agent.log"
+"""In the run directory: what an agent that starts the ranks says of them."""
+
+_SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
+
+
+PARENT = "SPEECHTRAIN_PARENT"
+"""Environment variable: the process that started this one here; without it there is no reason to go on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a launcher starts: the same worker line, ``world_size`` times."""
+
+    config: Path
+    run_dir: Path
+    world_size: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def command(self) -> list[str]:
+        """The worker line of one process."""
+        return [sys.executable, "-m", WORKER, str(self.config)]
+
+    def environ(self) -> dict[str, str]:
+        """This process's environment plus the job's; what the user has set wins."""
+        return {**self.environment, **os.environ}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the processes ended; the run's own outcome is in its ``result.json``."""
+
+    returncode: int
+    submitted: str = ""
+    """Where the processes run without this command: what has been handed over, in a line."""
+    cause: str = ""
+    """What ended them from outside, such as a lost host, in a line."""
+
+
+class Launcher(ABC):
+    """A way to start a job's processes."""
+
+    @abstractmethod
+    def check(self, job: Job) -> None:
+        """Raise ConfigError or MachineError where this launcher cannot start ``job``."""
+
+    def is_here(self, job: Job) -> bool:
+        """Whether the processes run on this host, whose devices can then be looked at beforehand."""
+        return False
+
+    @abstractmethod
+    def launch(self, job: Job) -> Result:
+        """Start the processes, pass signals on, wait."""
+
+    @abstractmethod
+    def render(self, job: Job) -> str:
+        """Exactly what ``launch`` would run, as text."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value must not stand in a command line or a log."""
+    return _SECRET.search(name) is not None
+
+
+def travelling(job: Job, patterns: Iterable[str]) -> dict[str, str]:
+    """The environment that a job's processes get on machines other than this one.
+
+    That is the job's own, as the user has overridden it, and this process's variables whose names
+    match one of ``patterns`` (``HF_*``); secrets stay here.
+    """
+    wanted = tuple(patterns)
+    mine = {n: v for n, v in os.environ.items() if any(fnmatchcase(n, pattern) for pattern in wanted)}
+    joined = {**{n: os.environ.get(n, v) for n, v in job.environment.items()}, **mine}
+    return {n: v for n, v in sorted(joined.items()) if n != PARENT and not is_secret(n)}
+
+
+def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
+    """A line that a POSIX shell runs as given: ``NAME=value … command``, quoted, without secrets."""
+    assignments = [
+        f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items()) if not is_secret(name)
+    ]
+    return " ".join([*assignments, shlex.join(command)])
+
+
+def unexpanded(words: Iterable[str]) -> list[str]:
+    """Arguments that torchrun, which fills in macros and takes ``$$`` for ``$``, hands on as they are."""
+    return [word.replace("$", "$$") for word in words]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among its peers, read once from the environment."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> World:
+        """Read the variables of whoever started this process; absent ones mean a single process.
+
+        Torchrun's come first (an agent may itself run under Slurm or MPI), then those of Open MPI, of
+        Slurm's steps, and of MPICH and Intel MPI. Raises MachineError naming the variable where only
+        some are set or one is no number.
+        """
+        for names in _STARTERS:
+            known = [name in environ for name in names[:2]]
+            if all(known) or (any(known) and names is _STARTERS[0]):
+                fallbacks = (None, None, "0", "1")
+                values = [_number(environ, n, f) for n, f in zip(names, fallbacks, strict=True)]
+                return cls(*values)
+        return cls()
+
+    def variables(self) -> dict[str, str]:
+        """This place in torchrun's words, which torch and vendors' libraries read."""
+        values = (self.rank, self.size, self.local_rank, self.local_size)
+        return {name: str(value) for name, value in zip(_STARTERS[0], values, strict=True)}
+
+
+# Rank, number of ranks, rank on this host, ranks on this host. A job of Slurm's has SLURM_PROCID as well:
+# only in a step, which srun starts, does it count processes.
+_STARTERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_TASKS_OF_NODES = re.compile(
+    r"(\d+)(\(x\d+\))?(,|$)"
+)  # Slurm's "2(x3),1": two on three nodes, one on another
+
+
+def _number(environ: Mapping[str, str], name: str, fallback: str | None) -> int:
+    text = environ.get(name, fallback)
+    if name.endswith("TASKS_PER_NODE") and (counted := _TASKS_OF_NODES.match(text or "")):
+        text = counted.group(1)
+    if text is None or not text.isdigit():
+        raise MachineError(f"environment variable {name} is {text!r}; the launcher must set it to a number")
+    return int(text)

@@ -1,0 +1,205 @@
+"""One host's part of a run that spans several: what a launcher starts there. Imports no torch.
+
+``python -m MODULE look FILE PORT ADDRESS`` says, in one line of JSON, what this host sees and has.
+``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` is an agent's parent: it
+stops the ranks when it is told to. With ``--outcome RUN_DIR`` it leaves with the run's exit code, not with
+the agent's. ``python -m MODULE outcome RUN_DIR`` leaves with the exit code of the run in that directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
+from speechtrain.run_directory import read_failure, read_result
+from speechtrain.supervision.process_tree import ancestors_of, children_of, processes_with
+from speechtrain.supervision.supervise import supervise
+
+STOP, KILL, ALIVE = b"s", b"k", b"."
+"""What an attached node reads on its standard input; its end means that nobody is there any more."""
+SILENCE_SECONDS = 60.0
+"""Without a sign of life for so long, the connection counts as lost."""
+CLOSING_SECONDS = 10.0
+"""What ranks may take to end on their own once another has failed."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+
+MODULE = "speechtrain.supervision.node_agent"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_LOOK_TWICE_SECONDS = 0.1
+_LOOKS = 50  # a network file system may show a new file late
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all hosts of a run."""
+    found = {"python": platform.python_version()}
+    for name in ("speechtrain", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def look(file: Path, port: int, address: str) -> dict[str, Any]:
+    """What this host sees: the content of ``file``, its versions, whether ``port`` is free at ``address``."""
+    content = None
+    for _ in range(_LOOKS):
+        try:
+            content = file.read_text()
+            break
+        except OSError:
+            time.sleep(_LOOK_TWICE_SECONDS)
+    try:
+        with socket.create_server((address, port)):
+            taken = ""
+    except OSError as error:
+        taken = error.strerror or str(error)
+    return {"token": content, "versions": versions(), "taken": taken}
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has ``address`` (a name or IPv4); empty where none has, or not on Linux."""
+    try:
+        import fcntl
+
+        wanted = socket.inet_aton(socket.gethostbyname(address))
+        names = [name for _, name in socket.if_nameindex()]
+    except (ImportError, OSError):
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for name in names:
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # one without an IPv4 address
+                continue
+            if answer[20:24] == wanted:
+                return name
+    return ""
+
+
+def run(command: list[str], log: Path, address: str, attached: float | None) -> int:
+    """Supervise ``command``, an agent with ranks; ``attached`` obeys the standard input as well.
+
+    Its end, or silence, is a request to stop; ``attached`` seconds later what is left is killed.
+    """
+    if attached is not None:
+        _end_leftovers(log)
+    environment = dict(os.environ)
+    if address and (interface := interface_of(address)):
+        for name in INTERFACES:  # a host's own name may resolve to its loopback
+            environment.setdefault(name, interface)
+    if attached is not None:
+        threading.Thread(target=_obey, args=(attached,), daemon=True).start()
+    try:
+        return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)
+    except KeyboardInterrupt:
+        return EXIT_KILLED
+
+
+def _end_leftovers(log: Path) -> None:
+    """Kill what an earlier connection has left of this node's part, which would train beside the new one."""
+    mine = {os.getpid(), *ancestors_of(os.getpid())}
+    for old in processes_with(MODULE, "run", str(log)) - mine:
+        for pid in (*children_of(old, all_generations=True), old):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _obey(grace: float) -> None:
+    """Turn what comes on the standard input into signals for this process."""
+    asked = False
+
+    def ask() -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    while True:
+        ready, _, _ = select.select([0], [], [], SILENCE_SECONDS)
+        said = os.read(0, 1) if ready else b""
+        if said == STOP:
+            ask()
+        elif said == KILL:
+            break
+        elif said != ALIVE:  # the end, or silence
+            ask()
+            time.sleep(grace)
+            break
+    ask()
+    time.sleep(_LOOK_TWICE_SECONDS)  # two signals at once would be one
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def outcome(run_dir: Path) -> int:
+    """The exit code that the command would have for the run in ``run_dir``; 1 where it has no result."""
+    result = read_result(run_dir)
+    if result is None or result.get("status") == "failed":
+        failure = read_failure(run_dir) or {}
+        return int(failure.get("exit_code", 1))
+    return EXIT_PREEMPTED if result.get("status") == "preempted" else 0
+
+
+def leave(run_dir: Path, retry_from: int) -> int:
+    """The run's exit code on one of several nodes whose agent has just ended.
+
+    The word of rank 0, or of the rank that failed, may come from another node and late. Codes after which
+    a new start continues (saved after a signal; a rank was killed, or its node lost) are raised by
+    ``retry_from``.
+    """
+    for _ in range(_LOOKS):
+        if read_result(run_dir) or read_failure(run_dir):
+            break
+        time.sleep(_LOOK_TWICE_SECONDS)
+    code, failure = outcome(run_dir), read_failure(run_dir) or {"is_cause": False}
+    is_again = code == EXIT_PREEMPTED or (code != 0 and not failure.get("is_cause", True))
+    return code + retry_from if is_again else code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m speechtrain.supervision.node_agent", description=__doc__)
+    parts = parser.add_subparsers(dest="part", required=True)
+    looking = parts.add_parser("look")
+    looking.add_argument("file", type=Path)
+    looking.add_argument("port", type=int)
+    looking.add_argument("address")
+    running = parts.add_parser("run")
+    running.add_argument("--attached", type=float, metavar="SECONDS")
+    running.add_argument("--address", default="")
+    running.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="leave with the run's exit code")
+    running.add_argument("--retry-from", type=int, default=0, metavar="CODE", help="raises codes to retry")
+    running.add_argument("--node", type=int, default=0, help="its number: the further ones' logs have it")
+    running.add_argument("log", type=Path)
+    running.add_argument("command", nargs=argparse.REMAINDER)
+    ending = parts.add_parser("outcome")
+    ending.add_argument("run_dir", type=Path)
+    given = parser.parse_args(argv)
+    if given.part == "look":
+        print(json.dumps(look(given.file, given.port, given.address)))
+        return 0
+    if given.part == "outcome":
+        return outcome(given.run_dir)
+    if given.outcome is not None and outcome(given.outcome) == 0:
+        return 0  # the run ended while this node was lost
+    log = given.log.with_stem(f"{given.log.stem}-{given.node}") if given.node else given.log
+    code = run(given.command[given.command[:1] == ["--"] :], log, given.address, given.attached)
+    return code if given.outcome is None else leave(given.outcome, given.retry_from)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

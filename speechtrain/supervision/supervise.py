@@ -1,0 +1,201 @@
+"""Job, Result and the Launcher interface: how one command becomes processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from speechtrain.launcher import PARENT, WORKER
+from speechtrain.supervision.process_tree import acts_on, children_of, descendants_running
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 5.0
+_TRACE = "Traceback (most recent call last):"
+_OURS = ("speechtrain: ", "warning  ")
+# torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
+_AGENTS_LINE = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
+# what follows such a record where torch's C++ has written it; the last line of it is empty
+_AGENTS_STACK = re.compile(r"Exception raised from |frame #\d+: |<omitting python frames>|$")
+# of torchrun, when another rank has failed
+_CLOSING = re.compile(r"Sending process (\d+) closing signal")
+
+
+@contextmanager
+def stop_signals(receive: Callable[[], None]) -> Iterator[None]:
+    """Within it, each SIGINT and SIGTERM calls ``receive`` and does nothing else."""
+    previous = {number: signal.signal(number, lambda *_: receive()) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def supervise(
+    command: list[str],
+    environment: Mapping[str, str],
+    agent_log: Path | None = None,
+    is_deep: bool = False,
+    grace: float | None = None,
+) -> int:
+    """Run ``command`` in a session of its own and return its exit code.
+
+    The first SIGINT or SIGTERM reaches it as SIGTERM (save and leave), the second as SIGKILL to
+    all its descendants: a terminal's Ctrl-C would otherwise hit parent and child at once. Raises
+    KeyboardInterrupt after the second.
+
+    Both signals are blocked in the child from its first instruction, and wait for it: a worker
+    unblocks them once it can act on them. One that came while it imports its libraries would
+    otherwise kill it.
+
+    With ``agent_log``, the command is an agent that starts the ranks as its children. The first
+    signal is for them: an agent that gets one ends them. What it says on stderr goes to that file,
+    and its ranks' lines to stderr as well. It ends with this process (Linux), however that ends.
+    With ``is_deep`` the agent has processes of its own between itself and the ranks. A rank that
+    torchrun tells to end, since another has failed, is killed ``grace`` seconds later: one that waits
+    for a dead peer within a library does not get to see the signal.
+    """
+    environment = {**environment, PARENT: str(os.getpid())}
+    supervised = _Supervised(is_agent=agent_log is not None, is_deep=is_deep)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    with stop_signals(supervised.receive):
+        try:
+            process = _start(command, environment, is_agent=agent_log is not None)
+            supervised.pid = process.pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        with nullcontext() if agent_log is None else _separated(process, agent_log, grace):
+            while (code := _wait(process, None if agent_log is None else _POLL_SECONDS)) is None:
+                if supervised.received == 1:
+                    supervised.pass_on()
+    if supervised.received > 1:
+        raise KeyboardInterrupt
+    return code
+
+
+class _Supervised:
+    """A child process and the stop signals for it, or, where it is an agent, for its ranks."""
+
+    def __init__(self, is_agent: bool, is_deep: bool) -> None:
+        self.pid = 0
+        self.received = 0
+        self._is_agent = is_agent
+        self._is_deep = is_deep
+        self._told: set[int] = set()
+
+    def receive(self) -> None:
+        """The first signal is passed on, the second kills."""
+        self.received += 1
+        if not self.pid:  # it could not be started; 0 would mean this process's own group
+            return
+        if self.received == 1:
+            self.pass_on()
+            return
+        descendants = children_of(self.pid, all_generations=True)  # before any of them is orphaned
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for pid in descendants:
+            _kill(pid, signal.SIGKILL)
+
+    def pass_on(self) -> None:
+        """SIGTERM to whom it concerns, once each; ranks may still be starting when the signal comes."""
+        if not self._is_agent:
+            addressees = {self.pid}
+        elif self._is_deep:
+            found = descendants_running(self.pid, WORKER)
+            addressees = {pid for pid in found if acts_on(pid, signal.SIGTERM)}  # engines unblock signals
+        else:
+            addressees = children_of(self.pid)
+        for pid in addressees - self._told:
+            self._told.add(pid)
+            _kill(pid, signal.SIGTERM)
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _start(command: list[str], environment: Mapping[str, str], is_agent: bool) -> subprocess.Popen[str]:
+    if not is_agent:
+        return subprocess.Popen(command, env=dict(environment), start_new_session=True, text=True)
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",
+        preexec_fn=_dying_with_parent(),
+    )
+
+
+def _dying_with_parent() -> Callable[[], None] | None:
+    """What a child calls first so that it is killed when this process ends; None but on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:  # looked up before the fork: the child must not take a lock that another thread had
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return None
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    return ask
+
+
+def _wait(process: subprocess.Popen[str], seconds: float | None) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _kill_child(agent: int, pid: int) -> None:
+    if pid in children_of(agent):
+        _kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -> Iterator[None]:
+    """An agent's stderr: all of it to ``log``, and to this process's own what a rank has said.
+
+    Ranks that it says it ends are killed ``grace`` seconds later.
+    """
+
+    def copy() -> None:
+        assert process.stderr is not None
+        is_trace = is_agents = False
+        with process.stderr:
+            for line in process.stderr:
+                with contextlib.suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
+                    file.write(line)
+                if grace is not None and (closing := _CLOSING.search(line)) and _AGENTS_LINE.match(line):
+                    timer = threading.Timer(grace, _kill_child, (process.pid, int(closing[1])))
+                    timer.daemon = True
+                    timer.start()
+                is_trace = _TRACE in line or (is_trace and not line.startswith(_OURS))
+                pattern = _AGENTS_STACK if is_agents else _AGENTS_LINE
+                is_agents = bool(pattern.match(line) or _AGENTS_LINE.match(line))
+                if not is_trace and not is_agents:
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(_LAST_WORDS_SECONDS)  # a process that outlives the agent may hold its end open

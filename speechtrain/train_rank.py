@@ -1,0 +1,446 @@
+"""The composition root: a resolved config becomes objects, and the objects train.
+
+Every rank runs ``python -m speechtrain.train_rank <run>/config.yaml``. No Hydra composition happens
+here: the file is the whole truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from logging.handlers import MemoryHandler
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.compute_policy import adapt
+from speechtrain.config.build import build
+from speechtrain.config.resolved import load
+from speechtrain.counter_rng import seed_at
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.distributed.group import Group, PeerLost, Solo, open_group
+from speechtrain.distributed.watchdog import MARGIN_SECONDS, Note, Stuck, Verdict, Watch
+from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
+from speechtrain.files import write_json
+from speechtrain.launcher import PARENT, World
+from speechtrain.optim.ema import EMA, Average, NoEMA
+from speechtrain.precision import FP32, Precision
+from speechtrain.run_directory import DEVICE, ERROR, RESULT, STUCK, RunLock, rank_folder, read_device
+from speechtrain.supervision.process_tree import ancestors_of, is_running, siblings_of
+from speechtrain.task import Task
+from speechtrain.text.vocabulary import Tokenizer
+from speechtrain.tracking.base import Tracker
+from speechtrain.tracking.group import Trackers
+from speechtrain.trainer_config import Limits
+from speechtrain.training.trainer import Progress, Trainer, planned_steps
+
+_LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
+_INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
+_FIRST_WORD_SECONDS = 1.0  # in which rank 0, which prints, ends before those that its end would tear down
+_MOST_EARLY = 1000  # warnings from before the trackers are there
+
+
+class _Warnings(logging.Handler):
+    """What the parts log (a skipped recording, a lost worker) becomes a warning of the run."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(logging.WARNING)
+        self.tracker = tracker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tracker.log("warning", {"message": record.getMessage()})
+
+
+class StopRequest:
+    """Becomes true at the first SIGTERM or SIGINT; the loop acts on it at the next step boundary.
+
+    The launcher started this process with both blocked; they are let through from here on. The end of
+    ``command``, a process of this host, counts as one.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self.command: int | None = None
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def __call__(self) -> bool:
+        if self.command is not None and not is_running(self.command):
+            self.received = True
+        return self.received
+
+
+def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
+    """The device, claimed, and the precision: fp32 where the chip has no instructions for another.
+
+    Raises MachineError where they do not go together.
+    """
+    device: Device = build(config, "device")
+    precision: Precision = build(config, "precision")
+    if not device.supports(precision.dtype):
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        others = " or ".join(f"precision={name}" for dtype, name in names.items() if device.supports(dtype))
+        raise MachineError(
+            f"precision={precision.name}: device={device.name} does not train in it; use {others}"
+        )
+    device.open(local_rank)
+    if reason := device.why_fp32(precision.dtype):
+        _LOG.warning(f"precision={precision.name}: {reason}")
+        precision = FP32()
+    return device, precision
+
+
+def settle(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
+    """What the device chooses by measurement: rank 0's choice for all, for the whole life of the run."""
+    with group.first():
+        before = read_device(run_dir)
+        chosen = device.settle(before)
+        if not group.world.rank and chosen not in ({}, before):
+            write_json(run_dir / DEVICE, chosen)
+    return chosen
+
+
+def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
+    """The task, its weights drawn from the run's seed, and its tokenizer."""
+    tokenizer: Tokenizer = build(config, "tokenizer")
+    torch.manual_seed(seed_at(config.seed, _INITIAL_WEIGHTS))
+    encoder = build(config, "encoder", augment=build(config, "augment"))
+    return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
+
+
+def _begin_with(path: str | None, task: Task) -> dict[str, int]:
+    """Give a new run the weights at ``path``; how many tensors came from there and how many are fresh."""
+    if not path:
+        return {}
+    from speechtrain.interop.weights import initialise, read_weights
+
+    found = initialise(task, read_weights(path), path)
+    return {"tensors taken over": len(found.loaded), "fresh": len(found.fresh)}
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that libraries may use on their own; ours are addressed, not carried."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def average_of(task: Task, decay: float) -> Average:
+    """The weight average that ``trainer.ema`` asks for."""
+    return EMA(task, decay) if decay > 0 else NoEMA()
+
+
+@dataclass
+class Attempt:
+    """One process's part of a run: how far it came is known even where it failed."""
+
+    status: str = "failed"
+    progress: Progress = field(default_factory=Progress)
+    metric: str = "loss"
+    tracker: Tracker | None = None
+    group: Group = field(default_factory=Solo)
+    watch: Watch | None = None
+
+    def result(self) -> dict[str, Any]:
+        """What ``result.json`` says."""
+        return {
+            "status": self.status,
+            "metric": self.progress.metrics.get(self.metric),
+            "metrics": self.progress.metrics,
+            "steps": self.progress.step,
+            "wall_s": round(self.progress.wall_s, 3),
+            "skipped_updates": self.progress.skipped_updates,
+            "scale_skips": self.progress.scale_skips,
+        }
+
+    def unwatch(self) -> None:
+        """Stop watching, or let the watch end the process where it is about to."""
+        if self.watch is not None:
+            self.watch.close()
+
+    def end(self, result: dict[str, Any]) -> None:
+        """Tell the trackers, and close them."""
+        if self.tracker is not None:
+            self.tracker.log("end", result)
+            self.tracker.close()
+
+
+def limits_for(config: DictConfig, world: World) -> Limits:
+    """The trainer's settings in this world. Raises ConfigError or MachineError where they do not fit it."""
+    if world.size != config.world_size:
+        raise MachineError(
+            f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}; "
+            "unset RANK and WORLD_SIZE, or start as many processes"
+        )
+    limits = Limits(**{str(k): v for k, v in config.trainer.items()})
+    if limits.simulate_world is not None:
+        if limits.simulate_world % world.size:
+            raise ConfigError(
+                f"trainer.simulate_world={limits.simulate_world}: world_size={world.size} does not divide it"
+            )
+        limits.accumulate = limits.simulate_world // world.size
+    return limits
+
+
+def backends_of(device: Device) -> str:
+    """The collectives of the host's tensors and of the device's, as ``open_group`` takes them."""
+    backends = {"cpu": "gloo", device.name: device.collectives}
+    return ",".join(f"{name}:{backend}" for name, backend in backends.items())
+
+
+def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
+    """The watch over this rank, from here to its end; all ranks must call it.
+
+    The folder for what it has to say bears the time of rank 0's start, which tells attempts apart.
+    """
+    group, world = attempt.group, attempt.group.world
+    own = 0.0 if world.rank else float(int(time.time()))
+    begun = float(group.sum(torch.tensor([own], dtype=torch.float64))[0])
+    folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun))
+
+    def leave(verdict: Verdict, note: Note) -> None:
+        _leave_stuck(attempt, rank_folder(run_dir, world.rank), verdict, note)
+
+    return Watch(group.place, world.rank, world.size, folder, seconds, leave).start()
+
+
+def _leave_stuck(attempt: Attempt, folder: Path, verdict: Verdict, note: Note) -> NoReturn:
+    """End this rank, whatever its main thread hangs in; the outcome names the rank that is to blame."""
+    speaker = verdict.rank  # for one that cannot, the first of the others
+    while speaker in verdict.silent:
+        speaker += 1
+    is_cause = note.rank == speaker % attempt.group.world.size
+    message = verdict.message if is_cause else f"{note}: rank {verdict.rank} is stuck"
+    place = {"rank": note.rank, "failed_at": time.time(), "is_cause": is_cause}
+    result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **place}
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ERROR).write_text(f"{verdict.message}\n\n{note.others}{note.stack}")
+        write_json(folder / RESULT, result)
+    with contextlib.suppress(OSError, ValueError):
+        print(f"speechtrain: the stack of rank {verdict.rank}:\n{verdict.stack}", file=sys.stderr, flush=True)
+    if note.rank:
+        time.sleep(_FIRST_WORD_SECONDS)
+    for pid, environment in siblings_of(os.getpid()).items():
+        with contextlib.suppress(MachineError, ProcessLookupError, PermissionError):
+            if World.from_environment(environment).rank in verdict.silent:
+                os.kill(pid, signal.SIGKILL)
+    os._exit(Stuck.exit_code)
+
+
+def open_ranks(limits: Limits, world: World, device: Device, run_dir: Path) -> tuple[Group, Checkpointer]:
+    """The group of this run's ranks, and what saves their state: whole, or where they share it in shards.
+
+    Raises ConfigError where ``trainer.shard`` and the device do not go together.
+    """
+    backends, timeout = backends_of(device), limits.timeout_seconds + MARGIN_SECONDS
+    if limits.shard == "none" or world.size == 1:
+        return open_group(world, backends, timeout), Checkpointer(run_dir, limits.keep)
+    if not device.takes_shards:
+        raise ConfigError(
+            f"trainer.shard={limits.shard}: device={device.name} needs whole parameters; "
+            "use trainer.shard=none"
+        )
+    from speechtrain.checkpoint.sharded import ShardedCheckpointer  # a second of imports
+    from speechtrain.distributed.fsdp import ShardedGroup  # a second of imports
+
+    group = ShardedGroup(world, backends, timeout)
+    return group, ShardedCheckpointer(run_dir, limits.keep, group)
+
+
+def train(
+    config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
+) -> None:
+    """Build everything and train; ``attempt`` says how it went. Raises what stopped it."""
+    run_dir = Path(config.run_dir)
+    limits = limits_for(config, world)
+    seed_everything(config.seed)
+    early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there is somebody to tell
+    logging.getLogger("speechtrain").handlers[:] = [early]
+    device, precision = open_device(config, world.local_rank)
+    group, checkpointer = open_ranks(limits, world, device, run_dir)
+    attempt.group = group
+    if is_watched:
+        attempt.watch = watch(attempt, run_dir, limits.timeout_seconds)
+    task, tokenizer = build_task(config)
+    adapt(task, device.forms(precision.dtype))
+    data: DataModule = build(
+        config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
+    )
+    with group.first():  # what it reads of a large set, the others find in the cache
+        data.check()
+    device.expect(data.shapes())
+    begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
+    task.to(device.tensor(torch.zeros(())).device)
+
+    per_epoch = data.micro_batches_per_epoch / (world.size * limits.accumulate)
+    planned = planned_steps(limits, per_epoch)
+    offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
+    schedule = build(config, "schedule", **offers)
+    switches = {name: value for name, value in device.switches.items() if name in config.optimizer}
+    optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **switches)
+    module, optimizer = device.prepare(task, optimizer, precision.dtype)
+    assert isinstance(module, Task)
+    group.shard(module, optimizer)
+    attempt.metric = task.metric
+    # warnings of the other ranks go to their own logs
+    attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")
+    logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
+    early.setTarget(_Warnings(tracker))
+    early.close()
+    if not world.rank:
+        tokenizer.save(str(run_dir))
+    checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
+    if config.resume == "never" and checkpointer.folders():
+        raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
+    if chosen := settle(device, group, run_dir):
+        tracker.log("device", chosen)
+    parameters = sum(p.numel() for p in task.parameters())
+    counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": limits.accumulate}
+    tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
+    own = rank_folder(run_dir, world.rank)
+    trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, own, stop)
+    attempt.progress = trainer.progress
+    try:
+        average = average_of(task, limits.ema)
+        attempt.status = trainer.fit(module, data, optimizer, schedule, average, config.resume)
+    except (RuntimeError, MemoryError) as error:
+        if explained := device.explain(error, trainer.latest, task.footprint(), tokenizer.size):
+            raise explained from error
+        raise
+    finally:
+        data.close()
+
+
+def _leave_with_parent(stop: StopRequest) -> None:
+    """Stop as on a SIGTERM when the command that started this process here is gone (Linux).
+
+    The kernel tells of the end of this process's own parent. Between it and the command there may be
+    agents, not all of which end with the command (Intel's mpirun is a script around one), so that is
+    looked at in every step.
+    """
+    command = os.environ.pop(PARENT, "")
+    if not command:
+        return
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return
+    if not (
+        command.isdigit() and int(command) in ancestors_of(os.getpid())
+    ):  # gone before the kernel was asked
+        stop.received = True
+    else:
+        stop.command = int(command)
+
+
+def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
+    """Run one rank; its outcome, good or bad, is in ``result.json``. Returns the exit code.
+
+    A rank that is watched does not return when it hangs: the process ends.
+
+    Rank 0 holds the run's lock and speaks for the run; the others keep their outcome, and whatever
+    they print, in folders of their own.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if len(arguments) != 1:
+        print("usage: python -m speechtrain.train_rank RUN/config.yaml", file=sys.stderr)
+        return 2
+    path = Path(arguments[0])
+    stop = StopRequest()
+    _leave_with_parent(stop)
+    run_dir = path.parent
+    with contextlib.suppress(MachineError):  # one that cannot be read is complained of below
+        world = World.from_environment(os.environ)
+        if world.size > 1:
+            os.environ.update(world.variables())
+    rank = os.environ.get("RANK", "0")
+    if rank.isdigit() and int(rank):  # one that is no number is complained of where the world is read
+        _print_to(rank_folder(run_dir, int(rank)) / "output.log")
+        return _attempt(path, stop, int(rank), is_watched=is_watched)
+    lock = RunLock(run_dir)
+    try:
+        lock.acquire()
+    except (RunError, OSError) as error:  # the run is another's: so is its result
+        print(f"speechtrain: error: {error}", file=sys.stderr)
+        return RunError.exit_code
+    try:
+        return _attempt(path, stop, is_watched=is_watched)
+    finally:
+        lock.release()
+
+
+def _print_to(path: Path) -> None:
+    """Send what this process and its children print to the end of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+
+
+def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = False) -> int:
+    """Train by the config at ``path``, leave the outcome in the rank's folder and return the exit code."""
+    folder = rank_folder(path.parent, rank)
+    attempt, code, trace = Attempt(), 0, folder / ERROR
+    for before in (trace, folder / RESULT):
+        before.unlink(missing_ok=True)
+    try:
+        train(load(path), World.from_environment(os.environ), stop, attempt, is_watched)
+        result = attempt.result()
+        attempt.group.place.at(attempt.progress.step, "end")
+        attempt.group.close()
+        attempt.unwatch()
+    except Exception as raised:  # the boundary of the process: whatever it is, the parent must be told
+        attempt.unwatch()  # an error that comes of a peer's end must not hide what the watch has said
+        error = attempt.group.explained(raised)
+        code = error.exit_code if isinstance(error, SpeechtrainError) else 1
+        message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
+        attempt.status = "failed"
+        # of several failures the first is the cause
+        place = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
+        result = {**attempt.result(), "error": message.strip(), "exit_code": code, **place}
+        with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+            trace.write_text(traceback.format_exc())
+    attempt.end(result)
+    try:
+        write_json(folder / RESULT, result)
+    except OSError as error:
+        print(f"speechtrain: error: {folder / RESULT} cannot be written: {error}", file=sys.stderr)
+        return code or MachineError.exit_code
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process; a rank that has failed at once, since its collectives may never end."""
+    if code and "RANK" in os.environ:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    faulthandler.enable()  # a backend that aborts leaves its stack
+    _leave(main(is_watched=True))

@@ -1,0 +1,70 @@
+"""Evaluation: one code path for training, ``speechtrain-evaluate`` and the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from speechtrain.batch import Batch
+from speechtrain.counter_rng import key_of, seed_at
+from speechtrain.devices.base import Device
+from speechtrain.distributed.group import Group
+from speechtrain.metrics import MetricSums
+from speechtrain.precision import Precision
+from speechtrain.task import Example, Task
+
+
+class Interrupted(Exception):
+    """An evaluation that was asked to stop; it has no figures."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One evaluation set's metrics (corpus sums divided once) and some decoded utterances."""
+
+    metrics: dict[str, float]
+    examples: tuple[Example, ...]
+    seconds: float
+
+
+def evaluate(
+    task: Task,
+    sets: Mapping[str, Iterable[Batch]],
+    device: Device,
+    precision: Precision,
+    group: Group,
+    examples: int | None = 20,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> dict[str, Outcome]:
+    """Evaluate ``task`` on each named set; ``examples`` None keeps every decoded utterance.
+
+    Sums are reduced over the group before they are divided, so the figures depend neither on the
+    batch size nor on the number of ranks. The task's training mode is restored. ``stop_requested``
+    is asked before every batch, and must answer alike on all ranks; where it says yes, raises
+    Interrupted.
+    """
+    training = task.training
+    task.eval()
+    outcomes = {}
+    try:
+        for name, batches in sets.items():
+            begun = time.perf_counter()
+            sums = MetricSums()
+            kept: list[Example] = []
+            for batch in batches:
+                if stop_requested():
+                    raise Interrupted(name)
+                batch = task.prepare(batch, seed_at(*(key_of(utterance) for utterance in batch.ids)))
+                with torch.no_grad(), precision.autocast(device.name):
+                    result = task.evaluate(device.move(batch))
+                device.mark()
+                sums.add(result.metrics)
+                kept.extend(result.examples[: None if examples is None else max(0, examples - len(kept))])
+            sums.reduce(group.sum)
+            outcomes[name] = Outcome(sums.means(), tuple(kept), time.perf_counter() - begun)
+    finally:
+        task.train(training)
+    return outcomes

@@ -1,0 +1,158 @@
+"""One optimizer update from accumulated gradients: scaled, clipped, and left out where it is not finite."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.dtensor import local, total_norm
+from speechtrain.optim.common import squared_norm
+from speechtrain.optim.ema import Average
+from speechtrain.precision import Precision, gradients_of
+
+
+class Verdict(Enum):
+    """What became of an update."""
+
+    TAKEN = "taken"
+    SCALED = "left out, and fp16's loss scale lowered"
+    REFUSED = "left out: a loss or gradient was not finite"
+
+
+class Update(ABC):
+    """How a run updates its weights; an update that is left out changes neither them nor their average."""
+
+    def __init__(self, precision: Precision, clip: float) -> None:
+        self.precision = precision
+        self.clip = clip
+
+    @abstractmethod
+    def __call__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: Average,
+        rate: float,
+        scale: Tensor,
+        healthy: Tensor,
+    ) -> Tensor:
+        """Update ``module``; the norm () of its gradients times ``scale``, before clipping.
+
+        ``scale`` () makes the mean loss's gradients of what backward left, ``healthy`` () bool says
+        whether every loss was finite. Gradients are gone afterwards.
+        """
+
+    @abstractmethod
+    def verdicts(self, due: bool) -> list[Verdict]:
+        """Of the updates since the last answer; those that the device still holds come when ``due``."""
+
+    def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_scale", 1.0)
+
+
+class Decided(Update):
+    """The host reads whether the update is finite, and leaves it out where it is not."""
+
+    def __init__(self, precision: Precision, clip: float) -> None:
+        super().__init__(precision, clip)
+        self._verdicts: list[Verdict] = []
+
+    def __call__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: Average,
+        rate: float,
+        scale: Tensor,
+        healthy: Tensor,
+    ) -> Tensor:
+        self.precision.unscale(optimizer)
+        gradients = gradients_of(optimizer)
+        norm = total_norm(gradients) * scale
+        if self.clip > 0:
+            scale = scale * (self.clip / norm.clamp(min=self.clip))
+        if bool(healthy) and bool(torch.isfinite(norm)):  # a host read: every rank decides alike
+            torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+            self._set_rate(optimizer, rate)
+            self.precision.step(optimizer)
+            average.update(module)
+            verdict = Verdict.TAKEN
+        else:
+            verdict = Verdict.SCALED if self.precision.overflow(optimizer) else Verdict.REFUSED
+        self._verdicts.append(verdict)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def verdicts(self, due: bool) -> list[Verdict]:
+        found, self._verdicts = self._verdicts, []
+        return found
+
+
+class Selected(Update):
+    """Every update is computed, and within the graph either taken or undone: nothing is read back.
+
+    Costs a copy of the weights and of the optimizer's state in every step. The counter of updates that
+    some optimizers keep on the host counts one that was left out, too.
+    """
+
+    def __init__(self, precision: Precision, clip: float) -> None:
+        super().__init__(precision, clip)
+        self._taken: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: Average,
+        rate: float,
+        scale: Tensor,
+        healthy: Tensor,
+    ) -> Tensor:
+        gradients = gradients_of(optimizer)
+        norm = torch.stack([squared_norm(gradient) for gradient in gradients]).sum().sqrt() * scale
+        if self.clip > 0:
+            clip = torch.full_like(norm, self.clip)
+            scale = scale * clip / norm.clamp(min=self.clip)
+        taken = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
+        scale = scale.masked_fill(scale - scale != 0, 0.0)
+        for gradient in gradients:
+            # filled first: zero times what is not finite is not a number; only there x − x is not 0
+            gradient.masked_fill_(gradient - gradient != 0, 0.0).mul_(scale)
+        before = {id(tensor): tensor.clone() for tensor in self._changing(optimizer)}
+        self._set_rate(optimizer, rate)
+        self.precision.step(optimizer)
+        for tensor in self._changing(optimizer):
+            kept = before.get(id(tensor))  # none of a state that this update has begun, at zero
+            tensor.mul_(taken)
+            if kept is not None:
+                tensor.add_(kept * (1 - taken))
+        average.update(module, taken)
+        self._taken.append(taken)
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    @staticmethod
+    def _changing(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """The weights and those tensors of the optimizer's state that are where the weights are."""
+        changing: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                states = optimizer.state.get(parameter, {}).values()
+                tensors = [state for state in states if isinstance(state, Tensor)]
+                # the rest is counted on the host
+                changing += [parameter, *(t for t in tensors if t.is_cpu == parameter.is_cpu)]
+        return changing
+
+    def verdicts(self, due: bool) -> list[Verdict]:
+        if not due:
+            return []
+        found = [Verdict.TAKEN if float(taken.cpu()) else Verdict.REFUSED for taken in self._taken]
+        self._taken = []
+        return found

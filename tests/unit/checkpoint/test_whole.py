@@ -1,0 +1,217 @@
+"""Checkpoints are whole or absent: damage of any kind is named, never loaded, and the one before is used."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speechtrain.checkpoint.whole import FORMAT, Checkpointer
+from speechtrain.errors import RunError
+
+
+class Value:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["tensor"]
+
+
+def saved(
+    root: Path, steps: tuple[int, ...], keep: int = 10, metrics: tuple[float, ...] = ()
+) -> Checkpointer:
+    checkpointer = Checkpointer(root, keep=keep, warn=lambda message: None)
+    for index, step in enumerate(steps):
+        tensor = torch.full((100,), float(step))
+        metric = metrics[index] if metrics else None
+        checkpointer.save(step, {"value": Value(tensor)}, {"weight": tensor + 0.5}, metric)
+    return checkpointer
+
+
+def test_restores_the_newest(tmp_path: Path) -> None:
+    saved(tmp_path, (10, 20))
+    value = Value(torch.zeros(100))
+    assert Checkpointer(tmp_path).restore({"value": value}) == 20
+    assert torch.equal(value.tensor, torch.full((100,), 20.0))
+
+
+def test_an_empty_run_restores_nothing(tmp_path: Path) -> None:
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) is None
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "state.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "state.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def delete_the_state(folder: Path) -> None:
+    (folder / "state.pt").unlink()
+
+
+def delete_the_manifest(folder: Path) -> None:
+    (folder / "checkpoint.json").unlink()
+
+
+def halve_the_manifest(folder: Path) -> None:
+    path = folder / "checkpoint.json"
+    path.write_text(path.read_text()[:40])
+
+
+def flip_a_weight(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def empty_the_state(folder: Path) -> None:
+    (folder / "state.pt").write_bytes(b"")
+
+
+DAMAGES = [
+    truncate,
+    flip_a_bit,
+    delete_the_state,
+    delete_the_manifest,
+    halve_the_manifest,
+    flip_a_weight,
+    empty_the_state,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_one_before_is_loaded(tmp_path: Path, damage: Any) -> None:
+    saved(tmp_path, (10, 20))
+    damage(tmp_path / "checkpoints" / "step-00000020")
+    warnings: list[str] = []
+    value = Value(torch.zeros(100))
+    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": value}) == 10
+    assert torch.equal(value.tensor, torch.full((100,), 10.0))
+    assert len(warnings) == 1
+    assert "step-00000020" in warnings[0]
+    # a second start neither trips over it nor loads it
+    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": value}) == 10
+    assert len(warnings) == 1
+
+
+def test_all_damaged_means_none(tmp_path: Path) -> None:
+    saved(tmp_path, (10, 20))
+    for folder in (tmp_path / "checkpoints").glob("step-*"):
+        truncate(folder)
+    warnings: list[str] = []
+    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": Value(torch.zeros(1))}) is None
+    assert len(warnings) == 2
+
+
+def test_a_half_written_checkpoint_is_invisible_and_swept_up(tmp_path: Path) -> None:
+    saved(tmp_path, (10,))
+    left = tmp_path / "checkpoints" / ".writing-step-00000020"
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000010", left)
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) == 10
+    saved(tmp_path, (30,))
+    assert not left.exists()
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, (10,))
+    folder = tmp_path / "checkpoints" / "step-00000010"
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps({**manifest, "format": FORMAT + 1}))
+    with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
+        Checkpointer(tmp_path).verify(folder)
+
+
+def test_states_that_do_not_fit_are_an_error_and_not_skipped(tmp_path: Path) -> None:
+    saved(tmp_path, (10,))
+    with pytest.raises(RunError, match="other"):
+        Checkpointer(tmp_path).restore({"other": Value(torch.zeros(1))})
+
+
+def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (exec, ("raise SystemExit('executed')",))
+
+    checkpointer = Checkpointer(tmp_path)
+    value = Value(torch.zeros(1))
+    value.state_dict = lambda: {"tensor": Evil()}  # type: ignore[method-assign]
+    checkpointer.save(1, {"value": value}, {})
+    with pytest.raises(Exception, match="weights_only"):
+        checkpointer.restore({"value": Value(torch.zeros(1))})
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    saved(tmp_path, (1, 2, 3, 4, 5), keep=2, metrics=(0.5, 0.1, 0.3, 0.2, 0.4))
+    assert [p.name[-1] for p in Checkpointer(tmp_path).folders()] == ["2", "4", "5"]
+    folder, weights = Checkpointer(tmp_path).weights("best")
+    assert folder.name == "step-00000002"
+    assert torch.equal(weights["weight"], torch.full((100,), 2.5))
+    assert Checkpointer(tmp_path).weights("last")[0].name == "step-00000005"
+    with pytest.raises(RunError):
+        Checkpointer(tmp_path).weights("step-00000099")
+
+
+def test_best_survives_a_metric_that_is_no_number(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, (1, 2), metrics=(0.5, float("nan")))
+    assert checkpointer.best()[0] == tmp_path / "checkpoints" / "step-00000001"
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, (10,))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more fails, as on a full disk
+    try:
+        with pytest.raises(OSError, match="step 20"):
+            checkpointer.save(20, {"value": Value(torch.zeros(100_000))}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+    value = Value(torch.zeros(100))
+    assert Checkpointer(tmp_path).restore({"value": value}) == 10
+
+
+def test_another_format_is_never_set_aside(tmp_path: Path) -> None:
+    """A newer version's checkpoints must not be thrown away by an older one, nor trained over."""
+    saved(tmp_path, (10, 20))
+    path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
+        Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))})
+    assert path.exists()
+
+
+def test_a_kill_while_a_step_is_exchanged_loses_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, (10,))
+    root = tmp_path / "checkpoints"
+    (root / "step-00000010").rename(root / ".replaced-step-00000010")
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) == 10
+    saved(tmp_path, (10,))
+    assert [p.name for p in root.iterdir()] == ["step-00000010"]
+
+
+NO_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', '"\\ud800']
+
+
+@pytest.mark.parametrize("content", NO_MANIFESTS)
+def test_a_manifest_that_is_no_manifest_is_damage(tmp_path: Path, content: str) -> None:
+    saved(tmp_path, (10,))
+    (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
+    warnings: list[str] = []
+    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": Value(torch.zeros(100))}) is None
+    assert "beginning again" in warnings[0]

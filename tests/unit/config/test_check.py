@@ -1,0 +1,244 @@
+"""The config's own rules: identity, what is written, what fits an annotation, where classes may come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
+from speechtrain.config.check import check, mismatch
+from speechtrain.config.resolved import dump, load, resolved
+from speechtrain.config.resume_fields import fingerprint, identity
+from speechtrain.config.targets import ALLOW_TARGETS, target_class
+from speechtrain.devices.cpu import CPU
+from speechtrain.errors import ConfigError
+
+
+@pytest.fixture
+def config() -> DictConfig:
+    return compose(["model=rnnt_small", "run_dir=/tmp/somewhere"])
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "fits"),
+    [
+        (1, int, True),
+        (True, int, False),
+        (1.0, int, False),
+        ("1", int, False),
+        (1, float, True),
+        (1.5, float, True),
+        (True, float, False),
+        (float("nan"), float, False),
+        (float("inf"), float | None, False),
+        (False, bool, True),
+        (0, bool, False),
+        ("", str, True),
+        (None, str, False),
+        (None, str | None, True),
+        ("a", int | None, False),
+        ([1, 2.5], list[float], True),
+        ([1, "b"], list[float], False),
+        ("ab", list[str], False),
+        ([], list[int], True),
+        ([1, "a"], tuple[int, str], True),
+        (["a", 1], tuple[int, str], False),
+        ({"a": 1}, dict[str, int], True),
+        ([1], dict[str, int], False),
+        ({"_target_": "x.Y"}, CPU, True),
+        ({"a": 1}, CPU, False),
+        (3, CPU, False),
+        (3, CPU | None, False),
+        (None, CPU | None, True),
+        (object(), Any, True),
+        ("a", str | list[str], True),
+        (["a"], str | list[str], True),
+        ([1], str | list[str], False),
+    ],
+)
+def test_mismatch(value: Any, annotation: Any, fits: bool) -> None:
+    problem = mismatch(value, annotation)
+    assert (problem == "") == fits, problem
+
+
+def test_a_mismatch_says_what_is_wanted() -> None:
+    assert mismatch("abc", int | None) == "'abc' is not an integer or null"
+    assert mismatch([1, "b"], list[int]) == "item 2: 'b' is not an integer"
+
+
+# --- classes --------------------------------------------------------------------------------------
+
+
+def test_classes_of_the_project_and_optimizers_of_torch() -> None:
+    assert target_class("speechtrain.devices.cpu.CPU", "device") is CPU
+    assert target_class("torch.optim.AdamW", "optimizer").__name__ == "AdamW"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "subprocess.Popen",
+        "torch.nn.Linear",
+        "torch.optim.optimizer.torch.os.system",
+        "torch.optim.optimizer.torch.nn.Linear",
+        "torch.optim.lr_scheduler.StepLR",
+        "speechtrain.errors.nearest",
+        "speechtrain.run_directory.subprocess.Popen",
+        "speechtrain.run_directory.Path",
+        "speechtrain",
+        "CPU",
+        "",
+        "speechtrain..CPU",
+        "speechtrain.devices.cpu.CPU()",
+        "speechtrainer.Model",
+    ],
+)
+def test_classes_from_elsewhere_are_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="_target_"):
+        target_class(target, "model")
+
+
+def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing a module runs it."""
+    (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n\n\nclass Model:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="allow_targets=stranger"):
+        target_class("stranger.Model", "model")
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setenv(ALLOW_TARGETS, "stranger")
+    assert target_class("stranger.Model", "model").__name__ == "Model"
+    assert (tmp_path / "ran").exists()
+
+
+def test_building_refuses_as_the_check_does() -> None:
+    with pytest.raises(ConfigError, match=r"subprocess"):
+        build(OmegaConf.create({"model": {"_target_": "subprocess.Popen", "args": ["true"]}}), "model")
+    node = {"_target_": "speechtrain.devices.cpu.CPU", "inner": [{"_target_": "os.system"}]}
+    with pytest.raises(ConfigError, match=r"model\.inner"):
+        build(OmegaConf.create({"model": node}), "model")
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model.hiden", 3, "model.hiden: RNNT takes no 'hiden'"),
+        ("model.joint_hiden", 3, "did you mean 'joint_hidden'"),
+        ("encoder.features.mels", "x", "encoder.features.mels: 'x' is not an integer"),
+        ("encoder.features", None, "encoder.features"),
+        ("model.tokenizer", "x", "model.tokenizer: RNNT takes no 'tokenizer'"),
+        ("trainer.max_stps", 3, "did you mean 'trainer.max_steps'"),
+        ("sead", 3, "did you mean 'seed'"),
+        ("trainer.accumulate", 0, "trainer.accumulate=0"),
+        ("resume", "no", "auto, never or must"),
+        ("device", None, "device=NAME"),
+        ("precision", {"_target_": "speechtrain.devices.cpu.CPU"}, "CPU is no Precision"),
+        ("tokenizer", {"_target_": "speechtrain.text.vocabulary.SentencePiece"}, "needs 'model'"),
+    ],
+)
+def test_check_names_the_key(config: DictConfig, key: str, value: Any, said: str) -> None:
+    OmegaConf.set_struct(config, False)
+    OmegaConf.update(config, key, value, merge=False, force_add=True)
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_simulated_worlds(config: DictConfig) -> None:
+    config.trainer.simulate_world = 64
+    check(config)
+    config.world_size = 5
+    with pytest.raises(ConfigError, match="does not divide"):
+        check(config)
+    config.world_size, config.trainer.accumulate = 2, 4
+    with pytest.raises(ConfigError, match="disagree"):
+        check(config)
+    config.trainer.accumulate = 32
+    check(config)
+
+
+# --- identity and what is written ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "world_size=4",
+        "run_dir=/tmp/x",
+        "resume=must",
+        "dry_run=true",
+        "tracking=none",
+        "device.threads=3",
+        "trainer.max_steps=3",
+        "trainer.target=0.1",
+        "trainer.keep=9",
+        "data.workers=3",
+        "launcher=torchrun",
+        "launcher.one.inline=true",
+    ],
+)
+def test_what_a_resume_may_change(override: str) -> None:
+    assert fingerprint(resolved(compose([]))) == fingerprint(resolved(compose([override])))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=2",
+        "model=rnnt_small",
+        "precision=bf16",
+        "optimizer.lr=0.1",
+        "trainer.ema=0.5",
+        "trainer.clip=2",
+        "data.train.utterances=9",
+        "encoder.dropout=0.2",
+        "data.batch.count=3",
+        "schedule=cosine",
+    ],
+)
+def test_what_makes_another_run(override: str) -> None:
+    before, after = identity(resolved(compose([]))), identity(resolved(compose([override])))
+    assert before != after
+    assert fingerprint(resolved(compose([]))) != fingerprint(resolved(compose([override])))
+
+
+def test_the_file_reads_back(config: DictConfig, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config))
+    assert resolved(load(path)) == resolved(config)
+    assert "${" not in path.read_text().replace("${oc.env:", "")
+
+
+def test_values_of_the_environment_stay_out_of_the_file(
+    config: DictConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    config.data.cache = "${oc.env:TOKEN}/cache"
+    config.tokenizer.alphabet = "${data.cache}"  # resolved: a copy would leak
+    text = dump(config)
+    assert yaml.safe_load(text)["data"]["cache"] == "${oc.env:TOKEN}/cache"
+    assert resolved(config)["data"]["cache"] == "secret/cache"
+    assert "secret" not in text
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(tmp_path / "none.yaml")
+    for text in ("a: [", "nonsense: 1\n", "trainer:\n  max_steps: abc\n", "- 1\n", ""):
+        (tmp_path / "config.yaml").write_text(text)
+        if text:
+            with pytest.raises(ConfigError, match=r"config\.yaml"):
+                load(tmp_path / "config.yaml")

@@ -1,0 +1,205 @@
+"""The guard finds what is planted in a step, and names the line; a clean step passes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechtrain.devices.static_check import Guard, Unfit
+
+HERE = Path(__file__)
+
+
+class Network(nn.Module):
+    """Two layers with something planted between them."""
+
+    def __init__(self, planted: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.planted = planted
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.second(self.planted(torch.relu(self.first(x)), number)).square().sum()
+
+
+def steps(network: nn.Module, warm: int = 1, then: int = 3) -> None:
+    guard = Guard()
+    for number in range(warm + then):
+        with guard.warm_up() if number < warm else guard:
+            network(torch.ones(5, 6), number).backward()
+        network.zero_grad()  # an accumulated gradient is another graph
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """Where ``text`` stands in a function of this file."""
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [number for number, line in enumerate(lines, first) if text in line]
+    return found
+
+
+def fault(planted: Callable[[Tensor, int], Tensor]) -> Unfit:
+    with pytest.raises(Unfit) as raised:
+        steps(Network(planted))
+    assert "\n" not in str(raised.value)
+    return raised.value
+
+
+def clean(x: Tensor, number: int) -> Tensor:
+    index = torch.arange(x.shape[0])
+    kept = x[index].masked_fill(x < 0.1, 0.0)
+    seed = int(torch.randint(2**62, ()))  # of the host's own generator
+    assert seed >= 0
+    return torch.dropout(kept, 0.5, True) * torch.where(x > 0, x, 0.0).softmax(-1)
+
+
+def item(x: Tensor, number: int) -> Tensor:
+    scale = x.detach().max().item()  # planted
+    return x * scale
+
+
+def branch(x: Tensor, number: int) -> Tensor:
+    if x.sum() > 0:  # planted
+        return x
+    return -x
+
+
+def made(x: Tensor, number: int) -> Tensor:
+    return x * torch.ones((), device=x.device).item()  # planted
+
+
+def listed(x: Tensor, number: int) -> Tensor:
+    return x * len(x.detach().tolist())  # planted
+
+
+def equal(x: Tensor, number: int) -> Tensor:
+    return x * float(torch.equal(x, x))  # planted
+
+
+def mask(x: Tensor, number: int) -> Tensor:
+    return x[x[:, 0] >= 0]  # planted
+
+
+def written(x: Tensor, number: int) -> Tensor:
+    y = x.clone()
+    y[y < 0.1] = 0.0  # planted
+    return y
+
+
+def places(x: Tensor, number: int) -> Tensor:
+    return x[torch.nonzero(x[:, 0] >= 0)[:, 0]]  # planted
+
+
+def selected(x: Tensor, number: int) -> Tensor:
+    return torch.masked_select(x, x > -1).view(5, 8)  # planted
+
+
+def unique(x: Tensor, number: int) -> Tensor:
+    return x * torch.unique(x.detach()).shape[0]  # planted
+
+
+def repeated(x: Tensor, number: int) -> Tensor:
+    return torch.repeat_interleave(x, torch.ones(5, dtype=torch.int64), 0)  # planted
+
+
+def ragged(x: Tensor, number: int) -> Tensor:
+    return x[: 5 - number]  # planted
+
+
+def test_a_clean_step_passes() -> None:
+    steps(Network(clean))
+
+
+READS, DYNAMIC, NEW = "reads a value back", "depends on data", "new shape 4×8"
+
+
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        *((item, READS), (branch, READS), (made, READS), (listed, READS), (equal, READS)),
+        *((mask, DYNAMIC), (written, DYNAMIC), (places, DYNAMIC), (selected, DYNAMIC)),
+        *((unique, DYNAMIC), (repeated, DYNAMIC), (ragged, NEW)),
+    ],
+)
+def test_what_is_planted_in_the_forward_is_named(planted: Callable[..., Tensor], says: str) -> None:
+    found = fault(planted)
+    assert found.place.file == str(HERE)
+    assert found.place.line == line_of(planted, "# planted")
+    assert says in str(found)
+    assert f"{HERE.name}:{found.place.line}" in str(found)
+
+
+class Reading(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        largest = gradients[0].max().item()  # planted
+        return gradients[0] * (1.0 if largest > -1 else 2.0)
+
+
+def custom(x: Tensor, number: int) -> Tensor:
+    return Reading.apply(x)  # made
+
+
+def test_what_is_planted_in_a_backward_is_named_with_the_forward_that_made_it() -> None:
+    found = fault(custom)
+    assert found.place.line == line_of(Reading.backward, "# planted")
+    assert found.forward is not None
+    assert found.forward.line == line_of(Reading.forward, "x * 1.0")
+    assert "in the backward of" in str(found)
+
+
+class Ragged(torch.autograd.Function):
+    """Its forward is the same at each step, its backward is not."""
+
+    number = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Ragged.number += 1
+        return torch.cat([gradients[0][: Ragged.number], gradients[0][Ragged.number :]])  # planted
+
+
+def test_a_new_shape_in_a_backward_is_named() -> None:
+    Ragged.number = 0
+    found = fault(lambda x, number: Ragged.apply(x))
+    assert found.place.line == line_of(Ragged.backward, "# planted")
+
+
+def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -> None:
+    guard = Guard()
+    weight = torch.ones(5, 8, requires_grad=True)
+
+    def forward() -> Tensor:
+        doubled = weight * 2.0
+        return doubled.tanh().sum()  # made
+
+    with guard.warm_up():
+        forward()
+        (weight * 2.0).sum().backward()  # of tanh's backward nothing is known
+    weight.grad = None
+    with guard:
+        loss = forward()
+        with pytest.raises(Unfit, match="of the backward") as raised:
+            loss.backward()
+    assert raised.value.place.line == line_of(forward, "# made")
+
+
+def test_the_warm_up_refuses_what_no_step_may_do() -> None:
+    guard = Guard()
+    with pytest.raises(Unfit), guard.warm_up():
+        torch.ones(3, device="cpu").sum().item()
+    float(torch.ones(3).sum())  # nobody watches any more

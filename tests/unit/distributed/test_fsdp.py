@@ -1,0 +1,442 @@
+"""Shared-out parameters train what whole ones do: each check runs in two real processes over gloo."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
+from speechtrain.distributed.group import Group, Solo, TorchGroup
+from speechtrain.dtensor import local, whole
+from speechtrain.errors import ConfigError, RunError
+from speechtrain.launcher import World
+from speechtrain.optim.adamw import AdamW
+from speechtrain.optim.ema import EMA, Average
+from speechtrain.optim.lamb import LAMB
+from speechtrain.optim.novograd import NovoGrad
+from speechtrain.precision import FP16, FP32, Precision
+from speechtrain.training.optimizer_step import Decided, Verdict
+
+RANKS = 2
+STEPS = 20
+CLIP = 3.0  # among the norms of the first updates
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "lamb": lambda params: LAMB(params, lr=0.02),
+    "adamw": lambda params: AdamW(params, lr=0.01, fused=True),
+    "adamw written": lambda params: AdamW(params, lr=0.01, fused=False, foreach=False, amsgrad=True),
+    "novograd": lambda params: NovoGrad(params, lr=0.01),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    total: Tensor
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x + self.line(x).tanh())
+        return y
+
+
+class Net(nn.Module):
+    """Blocks of their own, and around them odd sizes: five rows on two ranks, one row, statistics."""
+
+    shard_units = ("blocks",)
+    skips_parameters = False
+
+    def __init__(self, seed: int = 0, is_frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 5, bias=False)  # one would get gradients of rounding only
+        self.statistics = nn.BatchNorm1d(5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(3))
+        self.last = nn.Linear(5, 1)
+        self.is_frozen = is_frozen
+
+    def forward(self, x: Tensor) -> Loss:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            x = self.statistics(self.first(x))
+            for block in self.blocks:
+                x = block(x)
+        return Loss((self.last(x) - 1).square().sum())
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        loss = self(x).total
+        total: Tensor = loss + 0 * self.last.weight.sum()  # whole after a forward within
+        return total
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+
+
+class Run:
+    """A little trainer: two micro-batches a rank and update, clipped, averaged, evaluated in between."""
+
+    def __init__(
+        self, group: Group, optimizer: str, precision: Precision | None = None, net: Net | None = None
+    ) -> None:
+        self.group = group
+        self.net = net or Net()
+        decayed = [p for p in self.net.parameters() if p.ndim > 1]
+        plain = [p for p in self.net.parameters() if p.ndim == 1]
+        groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = OPTIMIZERS[optimizer](groups)
+        group.shard(self.net, self.optimizer)
+        self.average: Average = EMA(self.net, 0.9)
+        self.update = Decided(precision or FP32(), CLIP)
+        self.wrapped: nn.Module | None = None
+        self.step = 0
+
+    def states(self) -> dict[str, Any]:
+        return {"task": self.net, "optimizer": self.optimizer, "average": self.average}
+
+    def train(self, until: int) -> list[list[float]]:
+        """Loss of each update, its gradient norm, and now and then the loss of the averaged weights."""
+        group = self.group
+        told: list[list[float]] = []
+        self.wrapped = self.wrapped or group.wrap(self.net)
+        world = group.world
+        for step in range(self.step + 1, until + 1):
+            share = [step * 4 + micro * world.size + world.rank for micro in range(4 // world.size)]
+            losses = []
+            for number in share:
+                with group.hold(self.wrapped) if number != share[-1] else torch.enable_grad():
+                    loss = self.wrapped(rows(number)).total
+                    self.update.precision.backward(loss)
+                losses.append(loss.detach())
+            weight, _, _, _ = group.agree(
+                torch.stack(losses).sum(), stop=False, late=False, skip=torch.tensor(False)
+            )
+            norm = self.update(
+                self.net, self.optimizer, self.average, 0.01, torch.tensor(1 / 16), torch.tensor(True)
+            )
+            told.append([float(weight), float(norm)])
+            if step % 4 == 0:
+                self.net.eval()
+                with torch.no_grad(), self.average.swapped(self.net):
+                    told[-1].append(float(self.net.evaluate(rows(0))))
+                self.net.train()
+        self.step = until
+        return told
+
+    def weights(self) -> dict[str, Tensor]:
+        return whole_state(self.net.state_dict())
+
+
+def whole_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: whole(value).clone() for name, value in state.items()}
+
+
+def member(rank: int, folder: Path) -> dict[str, Any]:
+    """What one of two processes sees."""
+    from speechtrain.checkpoint.sharded import ShardedCheckpointer
+    from speechtrain.distributed.fsdp import ShardedGroup
+
+    sharded = ShardedGroup(World(rank, RANKS, rank, RANKS), timeout_seconds=300)
+    plain = object.__new__(TorchGroup)  # of the same processes
+    plain.world, plain._statistics = sharded.world, []
+    told: dict[str, Any] = {}
+    begun = Run(sharded, "sgd", net=Net(seed=rank))
+    sharded.wrap(begun.net)
+    told["begin"] = begun.weights()
+    for name in OPTIMIZERS:
+        for kind, group in (("plain", plain), ("sharded", sharded)):
+            run = Run(group, name)
+            told[f"{name}, {kind}"] = run.train(STEPS), run.weights()
+    told["shares"] = [
+        sum(local(t).numel() for t in tensors)
+        for tensors in (
+            run.net.parameters(),
+            run.average.averaged_state_dict(run.net).values(),
+            [state["momentum_buffer"] for state in run.optimizer.state.values()],
+        )
+    ]
+
+    for kind, group in (("plain", plain), ("sharded", sharded)):
+        run = Run(group, "lamb", net=Net(is_frozen=True))
+        run.net.skips_parameters = True
+        frozen = run.train(4)
+        held = [name for name, p in run.net.named_parameters() if p in run.optimizer.state]
+        run.net.is_frozen = False
+        told[f"thawed, {kind}"] = frozen + run.train(8), run.weights()
+        told[f"trained while frozen, {kind}"] = held
+
+        run = Run(group, "adamw", FP16(initial_scale=2.0**126))  # overflows until it is lowered
+        run.update.precision.autocast = lambda device: torch.enable_grad()  # type: ignore[method-assign]
+        run.train(8)
+        told[f"fp16, {kind}"] = [verdict is Verdict.TAKEN for verdict in run.update.verdicts(True)]
+
+    for name in ("lamb", "adamw", "novograd"):
+        run = Run(sharded, name)
+        checkpointer = ShardedCheckpointer(folder / name / "sharded", 3, sharded)
+        run.train(5)
+        states, evaluated = run.states(), run.average.averaged_state_dict(run.net)
+        checkpointer.save(5, states, evaluated, metric=0.5)
+        unshared = Run(plain, name)
+        unshared.train(5)
+        if not rank:
+            Checkpointer(folder / name / "whole").save(
+                5, unshared.states(), unshared.average.averaged_state_dict(unshared.net)
+            )
+        told[f"averaged, {name}"] = whole_state(evaluated)
+        told[f"rest, {name}"] = run.train(10), run.weights()
+        sharded.barrier()
+        for kind in ("sharded", "whole"):
+            again = Run(sharded, name)
+            told[f"found, {name}, {kind}"] = Checkpointer(folder / name / kind).restore(again.states())
+            again.step = 5
+            told[f"again, {name}, {kind}"] = again.train(10), again.weights()
+
+    if rank:  # a disk that this rank cannot write to
+        (folder / "file").write_text("")
+    failing = ShardedCheckpointer(folder / "failing", 3, sharded)
+    failing.save(4, run.states(), {})
+    if rank:
+        failing._folders = lambda step: (folder / "file" / "a", folder / "file" / "b")  # type: ignore[method-assign]
+    try:
+        failing.save(5, run.states(), {})
+    except OSError as error:
+        told["failure"] = str(error)
+    sharded.barrier()
+    told["left"] = sorted(path.name for path in (folder / "failing" / "checkpoints").iterdir())
+
+    class Scalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    refused = []
+    for net, params in ((Scalar(), None), (Net(), [nn.Parameter(torch.ones(2))])):
+        optimizer = torch.optim.SGD(params or net.parameters(), lr=1)
+        try:
+            sharded.shard(net, optimizer)
+        except ConfigError as error:
+            refused.append(str(error))
+    told["refused"] = refused
+    del begun, run, unshared, again, states, evaluated, net, optimizer
+    sharded.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharding")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> list[dict[str, Any]]:
+    """Every rank's account; each is a process of its own that ends by itself, without a complaint."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = str(found.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    code = (
+        "import importlib.util, pathlib, sys, torch\n"
+        "torch.set_num_threads(1)\n"
+        f"spec = importlib.util.spec_from_file_location('members', {str(Path(__file__))!r})\n"
+        "module = importlib.util.module_from_spec(spec); sys.modules['members'] = module\n"
+        "spec.loader.exec_module(module)\n"
+        "rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
+        "torch.save(module.member(rank, folder), folder / f'{rank}.pt')"
+    )
+    lines = [[sys.executable, "-c", code, str(rank), str(folder)] for rank in range(RANKS)]
+    processes = [subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) for line in lines]
+    try:
+        complaints = [process.communicate(timeout=600)[1] for process in processes]
+        assert [p.returncode for p in processes] == [0] * RANKS, complaints
+        kept = [line for each in complaints for line in each.splitlines() if "reducer.cpp" not in line]
+        assert not kept
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """The same losses and norms to 1e-5, and the same weights."""
+    (figures, weights), (others, theirs) = found, expected
+    for mine, other in zip(figures, others, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert weights.keys() == theirs.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "rank"), list(itertools.product(OPTIMIZERS, range(RANKS))))
+def test_every_optimizer_trains_alike(told: list[dict[str, Any]], name: str, rank: int) -> None:
+    figures, _ = told[rank][f"{name}, plain"]
+    norms = [figure[1] for figure in figures]
+    assert max(norms) > CLIP > min(norms)
+    assert [len(figure) for figure in figures].count(3) == STEPS // 4
+    assert_same(told[rank][f"{name}, sharded"], told[rank][f"{name}, plain"])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_all_begin_with_the_weights_of_rank_0(told: list[dict[str, Any]], rank: int) -> None:
+    expected = Net(0).state_dict()
+    assert told[rank]["begin"].keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in told[rank]["begin"].items())
+
+
+def test_a_rank_holds_its_share(told: list[dict[str, Any]]) -> None:
+    net = Net()
+    parameters = sum(p.numel() for p in net.parameters())
+    buffers = sum(b.numel() for b in net.buffers())
+    assert [sum(counts) for counts in zip(*(mine["shares"] for mine in told), strict=True)] == [
+        parameters,
+        parameters + RANKS * buffers,
+        parameters,
+    ]
+    assert max(mine["shares"][0] for mine in told) < 0.65 * parameters  # three of five rows, mostly
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_is_trained_may_change(told: list[dict[str, Any]], rank: int) -> None:
+    assert told[rank]["trained while frozen, sharded"] == ["last.weight", "last.bias"]
+    assert told[rank]["trained while frozen, plain"] == ["last.weight", "last.bias"]
+    assert_same(told[rank]["thawed, sharded"], told[rank]["thawed, plain"])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_loss_scale_is_lowered_on_all_ranks(told: list[dict[str, Any]], rank: int) -> None:
+    taken = told[rank]["fp16, sharded"]
+    assert taken == told[0]["fp16, plain"]
+    assert True in taken
+    assert False in taken
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), list(itertools.product(("lamb", "adamw", "novograd"), ("sharded", "whole")))
+)
+def test_either_kind_of_checkpoint_continues_the_run(
+    told: list[dict[str, Any]], name: str, kind: str
+) -> None:
+    for mine in told:
+        assert mine[f"found, {name}, {kind}"] == 5
+        assert_same(mine[f"again, {name}, {kind}"], mine[f"rest, {name}"])
+
+
+@pytest.mark.parametrize("name", ["lamb", "adamw", "novograd"])
+def test_one_process_continues_what_several_have_shared(
+    told: list[dict[str, Any]], folder: Path, name: str
+) -> None:
+    """As a run that shares nothing: two ranks of two micro-batches are four micro-batches here."""
+    run = Run(Solo(), name)
+    checkpointer = Checkpointer(folder / name / "sharded")
+    assert checkpointer.restore(run.states()) == 5
+    run.step = 5
+    figures, weights = run.train(10), run.weights()
+    others, theirs = told[0][f"rest, {name}"]
+    for name_, value in weights.items():
+        if name_ in dict(run.net.named_parameters()):  # what is counted and averaged over ranks differs
+            torch.testing.assert_close(value, theirs[name_], rtol=1e-4, atol=1e-5)
+    losses = torch.tensor([figure[:2] for figure in figures])
+    torch.testing.assert_close(losses, torch.tensor([other[:2] for other in others]), rtol=1e-5, atol=0)
+
+
+def test_what_a_checkpoint_holds(told: list[dict[str, Any]], folder: Path) -> None:
+    checkpointer = Checkpointer(folder / "lamb" / "sharded")
+    (step,) = checkpointer.folders()
+    manifest = checkpointer.verify(step)
+    shards = [f"shards/shard-0000{rank + 1}-model-00001-of-00001.safetensors" for rank in range(RANKS)]
+    assert manifest["format"] == SHARDED
+    assert sorted(manifest["files"]) == ["model.safetensors", *shards, "state.pt"]
+    assert not [path for path in step.rglob("*") if path.suffix in (".distcp", ".metadata", ".pkl")]
+    chosen, weights = checkpointer.weights("best")
+    assert chosen == step
+    expected = told[0]["averaged, lamb"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    assert (
+        Checkpointer(folder / "lamb" / "whole").verify(folder / "lamb" / "whole" / "checkpoints" / step.name)[
+            "format"
+        ]
+        == WHOLE
+    )
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed", "misnamed"])
+def test_a_damaged_share_is_named(
+    told: list[dict[str, Any]], folder: Path, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(folder / "lamb" / "sharded", tmp_path / "run")
+    checkpointer = Checkpointer(tmp_path / "run", warn=lambda message: None)
+    (step,) = checkpointer.folders()
+    share = sorted((step / "shards").iterdir())[1]
+    if damage == "missing":
+        share.unlink()
+    elif damage == "changed":
+        content = bytearray(share.read_bytes())
+        content[-1] ^= 1
+        share.write_bytes(content)
+    else:
+        manifest = (step / "checkpoint.json").read_text()
+        (step / "checkpoint.json").write_text(manifest.replace("shards/shard-00002", "../shard-00002"))
+    with pytest.raises(RunError, match="checkpoint.json" if damage == "misnamed" else share.name):
+        checkpointer.verify(step)
+    assert checkpointer.restore(Run(Solo(), "lamb").states()) is None
+
+
+def test_what_one_rank_cannot_write_all_leave_unwritten(told: list[dict[str, Any]]) -> None:
+    for mine in told:
+        assert "checkpoint of step 5 could not be written" in mine["failure"]
+        assert mine["left"] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_models_that_cannot_be_spread(told: list[dict[str, Any]], rank: int) -> None:
+    scalar, stranger = told[rank]["refused"]
+    assert "trainer.shard=none" in scalar
+    assert "scalar" in scalar
+    assert "no parameter of the model" in stranger
+    assert "\n" not in scalar + stranger
+
+
+def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> None:
+    from speechtrain.devices.cpu import CPU  # in here: the ranks above need none of these
+    from speechtrain.devices.cuda import CUDA
+    from speechtrain.devices.hpu import HPU
+    from speechtrain.devices.ipex import IPEX
+    from speechtrain.devices.lazy import Lazy
+    from speechtrain.train_rank import open_ranks
+    from speechtrain.trainer_config import Limits
+
+    limits = Limits(shard="parameters")
+    group, checkpointer = open_ranks(limits, World(), Lazy(), tmp_path)
+    assert isinstance(group, Solo)
+    assert not checkpointer.needs_all
+    for device in (Lazy(), HPU(), IPEX()):
+        with pytest.raises(ConfigError, match=f"device={device.name} needs whole parameters.*shard=none"):
+            open_ranks(limits, World(0, 2, 0, 2), device, tmp_path)
+    assert CPU().takes_shards
+    assert CUDA().takes_shards
+
+
+def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:
+    from speechtrain.commands._hydra_app import compose
+    from speechtrain.config.check import check
+
+    run_dir = f"run_dir={tmp_path}"
+    assert check(compose([run_dir, "trainer.shard=parameters"]))["trainer"]["shard"] == "parameters"
+    with pytest.raises(ConfigError, match=r"trainer\.shard=layers: it is none or parameters"):
+        check(compose([run_dir, "trainer.shard=layers"]))

@@ -1,0 +1,271 @@
+"""The group of several processes, as its members see it: each check runs in two real ones over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechtrain.distributed.group import Solo, open_group
+from speechtrain.errors import MachineError
+from speechtrain.launcher import World
+
+RANKS = 2
+
+
+class Net(nn.Module):
+    """A line, a head that may be left out, and BatchNorm's statistics."""
+
+    skips_parameters = False
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.line = nn.Linear(3, 2)
+        self.head = nn.Linear(2, 1)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("constant", torch.full((3,), 0.1 + seed))
+        self.uses_head = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.line(x))
+        return (self.head(hidden) if self.uses_head else hidden).square().sum()
+
+
+def rows(number: int) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+
+
+def gradients(net: nn.Module) -> list[Tensor | None]:
+    found = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    net.zero_grad(set_to_none=True)
+    return found
+
+
+def alone(numbers: list[int], change: Callable[[Net], object] = lambda net: None) -> list[Tensor | None]:
+    """The summed gradients of several micro-batches in one process."""
+    net = Net(0)
+    change(net)
+    for number in numbers:
+        net(rows(number)).backward()
+    return gradients(net)
+
+
+def freeze(net: Net) -> None:
+    net.line.requires_grad_(False)
+
+
+def leave_out(net: Net) -> None:
+    net.uses_head = False
+
+
+def member(rank: int) -> dict[str, Any]:
+    """What one of two processes sees."""
+    group = open_group(World(rank, RANKS, rank, RANKS), timeout_seconds=60)
+    told: dict[str, Any] = {}
+    told["sum"] = [
+        group.sum(torch.tensor([rank + 1.0, 2.0**-40], dtype=torch.float64)),
+        group.sum(torch.tensor(rank + 3)),
+    ]
+    told["any"] = [group.any(rank == 1), group.any(False), group.any(True)]
+    nothing = torch.tensor(False)
+    told["agree"] = [
+        group.agree(torch.tensor(rank + 1.5), stop=rank == 1, late=False, skip=nothing),
+        group.agree(torch.tensor(16777217.0), stop=False, late=rank == 0, skip=torch.tensor(rank == 1)),
+    ]
+    order = Path(os.environ["ORDER"])
+    with group.first():
+        told["found"] = order.exists()
+        order.touch()
+
+    net = Net(seed=rank)  # rank 0's state must reach all
+    wrapped = group.wrap(net)
+    told["begin"] = {name: value.clone() for name, value in net.state_dict().items()}
+    wrapped(rows(rank)).backward()
+    told["synchronised"] = gradients(net)
+    with group.hold(wrapped):
+        wrapped(rows(rank)).backward()
+        told["held"] = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    wrapped(rows(RANKS + rank)).backward()
+    told["accumulated"] = gradients(net)
+
+    told["statistics"] = [net.norm.running_mean.clone()]
+    group.agree(torch.tensor(1.0), stop=False, late=False, skip=nothing)
+    told["statistics"] += [net.norm.running_mean.clone()]
+    told["constant"] = net.constant.clone()
+
+    for name, change in (("frozen", freeze), ("thawed", lambda n: n.requires_grad_(True))):
+        change(net)
+        with group.hold(wrapped):
+            wrapped(rows(rank)).backward()
+        wrapped(rows(RANKS + rank)).backward()
+        told[name] = gradients(net)
+    net.requires_grad_(False)
+    told["all frozen"] = wrapped(rows(rank)).requires_grad
+    net.requires_grad_(True)
+    del wrapped
+    net = Net(0)
+    net.skips_parameters = True
+    wrapped = group.wrap(net)
+    for name, change in (("left out", leave_out), ("taken in", lambda n: setattr(n, "uses_head", True))):
+        change(net)
+        wrapped(rows(rank)).backward()
+        told[name] = gradients(net)
+    del wrapped
+    group.barrier()
+    group.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every rank's account; each is a process of its own that ends by itself, without a complaint."""
+    folder = tmp_path_factory.mktemp("group")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = str(found.getsockname()[1])
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ORDER": str(folder / "o")}
+    code = (
+        "import importlib.util, sys, torch\n"
+        f"spec = importlib.util.spec_from_file_location('members', {str(Path(__file__))!r})\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "torch.save(module.member(int(sys.argv[1])), sys.argv[2])"
+    )
+    lines = [[sys.executable, "-c", code, str(r), str(folder / f"{r}.pt")] for r in range(RANKS)]
+    processes = [subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) for line in lines]
+    try:
+        for process in processes:
+            _, complaint = process.communicate(timeout=240)
+            assert process.returncode == 0, complaint
+            assert "terminate called" not in complaint
+    finally:
+        for process in processes:
+            process.kill()
+    return [torch.load(folder / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+
+
+def close(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, atol=1e-6))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_sums_and_flags(told: list[dict[str, Any]], rank: int) -> None:
+    mine = told[rank]
+    assert mine["sum"][0].tolist() == [3.0, 2.0**-39]
+    assert mine["sum"][0].dtype == torch.float64
+    assert mine["sum"][1].item() == 7
+    assert mine["any"] == [True, False, True]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_all_agree(told: list[dict[str, Any]], rank: int) -> None:
+    (first, *flags), (second, *others) = told[rank]["agree"]
+    assert (first.item(), first.dtype, first.shape) == (4.0, torch.float32, ())
+    assert flags == [True, False, torch.tensor(False)]
+    assert second.item() == 33554432.0  # 2 × 16777216, what float32 makes of the summand
+    assert others == [False, True, torch.tensor(True)]
+
+
+def test_rank_0_goes_first(told: list[dict[str, Any]]) -> None:
+    assert [mine["found"] for mine in told] == [False, True]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_all_begin_with_the_weights_of_rank_0(told: list[dict[str, Any]], rank: int) -> None:
+    expected = Net(0).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in told[rank]["begin"].items())
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_gradients_are_sums_over_ranks_and_micro_batches(told: list[dict[str, Any]], rank: int) -> None:
+    assert close(told[rank]["synchronised"], alone([0, 1]))
+    assert close(told[rank]["held"], alone([rank]))  # nothing has travelled yet
+    assert close(told[rank]["accumulated"], alone([0, 1, 2, 3]))
+
+
+def test_running_statistics_are_averaged(told: list[dict[str, Any]]) -> None:
+    (before, after), (others, same) = told[0]["statistics"], told[1]["statistics"]
+    assert not torch.equal(before, others)
+    assert torch.equal(after, same)
+    assert torch.allclose(after, (before + others) / 2)
+    assert torch.equal(told[1]["constant"], Net(0).constant)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_is_trained_may_change(told: list[dict[str, Any]], rank: int) -> None:
+    frozen = alone([0, 1, 2, 3], freeze)
+    assert frozen[0] is None
+    assert close(told[rank]["frozen"], frozen)
+    assert close(told[rank]["thawed"], alone([0, 1, 2, 3]))
+    assert not told[rank]["all frozen"]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_parameter_that_an_update_leaves_out_has_no_gradient(told: list[dict[str, Any]], rank: int) -> None:
+    left_out = alone([0, 1], leave_out)
+    assert left_out[2] is None
+    assert close(told[rank]["left out"], left_out)
+    assert close(told[rank]["taken in"], alone([0, 1]))
+
+
+def test_one_process_is_a_group_of_its_own() -> None:
+    group = open_group(World())
+    assert isinstance(group, Solo)
+    net = Net(0)
+    assert group.wrap(net) is net
+    with group.first(), group.hold(net):
+        group.barrier()
+    answer = group.agree(torch.tensor(2.5), stop=True, late=False, skip=torch.tensor(False))
+    assert answer == (torch.tensor(2.5), True, False, torch.tensor(False))
+    group.close()
+
+
+def test_peers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(MachineError, match=r"rank 1 of 2 did not find its peers .*MASTER_ADDR"):
+        open_group(World(rank=1, size=2), timeout_seconds=1)
+
+
+TWO_OF_FOUR = [
+    {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+    {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    {
+        "SLURM_PROCID": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "PMI_RANK": "9",
+        "PMI_SIZE": "9",
+    },
+    {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+]
+
+
+@pytest.mark.parametrize("environ", TWO_OF_FOUR, ids=lambda environ: next(iter(environ)))
+def test_every_starters_words_are_understood(environ: dict[str, str]) -> None:
+    world = World.from_environment(environ)
+    assert world == World(2, 4, 1, 2)
+    assert World.from_environment(world.variables()) == world
+    assert World.from_environment({**environ, **World().variables()}) == World()  # torchrun's first
+    broken = {n: v if n.endswith("SIZE") or "TASKS" in n else "x" for n, v in environ.items()}
+    with pytest.raises(MachineError, match="is 'x'; the launcher must set it"):
+        World.from_environment(broken)
+
+
+def test_a_batch_script_of_slurm_is_one_process() -> None:
+    assert World.from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == World()

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from speechtrain.errors import ConfigError
+from speechtrain.features.augment import Augment
+from speechtrain.features.logmel import LogMel
+
+CONF = Path(__file__).parents[3] / "conf" / "augment"
+
+
+def from_yaml(name: str) -> tuple[Augment, dict[str, Any]]:
+    settings = dict(OmegaConf.load(CONF / f"{name}.yaml"))
+    assert settings.pop("_target_") == "speechtrain.features.augment.Augment"
+    return Augment(**settings), settings  # lists arrive as OmegaConf's own, as they do from Hydra
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_every_choice_lists_every_argument_and_trains(name: str) -> None:
+    augment, settings = from_yaml(name)
+    assert list(settings) == list(inspect.signature(Augment).parameters)
+    augment.train()
+    audio, lengths = torch.randn(2, 16000), torch.tensor([16000, 9000])
+    features = LogMel(mels=40)
+    audio = augment.waveform(audio, lengths)
+    y, frames = features(audio, lengths, warp=augment.warp(2, audio.device), mask=augment.spectrogram)
+    assert torch.isfinite(y).all()
+    assert y[1, frames[1] :].abs().max() == 0
+
+
+def test_choices_say_what_their_references_say() -> None:
+    none, _ = from_yaml("none")
+    assert none.speed == (1.0, 1.0)
+    reference, _ = from_yaml("specaugment")
+    masks = reference.specaugment
+    assert reference.speed == (0.85, 1.15)
+    assert (masks.freq_masks, masks.freq_width, masks.time_masks, masks.time_width) == (2, 20, 10, 0.03)
+    assert (masks.freq_width_min, masks.time_width_min) == (0, 0)
+    assert (reference.noise_probability, reference.warp_range) == (0.0, 0.0)
+    small, _ = from_yaml("small")
+    assert (small.speed, small.noise_db, small.warp_range) == ((0.9, 1.1), (5.0, 40.0), 0.1)
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        Augment().train(),
+        from_yaml("none")[0].train(),
+        from_yaml("specaugment")[0].eval(),
+        from_yaml("small")[0].eval(),
+    ],
+)
+def test_no_augmentation_and_evaluation_change_and_draw_nothing(augment: Augment) -> None:
+    audio, lengths, x = torch.randn(2, 800), torch.tensor([800, 500]), torch.randn(2, 30, 40)
+    state = torch.get_rng_state()
+    assert augment.waveform(audio, lengths) is audio
+    assert augment.warp(2, audio.device) is None
+    assert augment.spectrogram(x, torch.tensor([30, 20])) is x
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("tilt", [0.0, 0.9])
+def test_noise_has_the_asked_ratio_to_each_row(tilt: float) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([64000, 32000, 64000, 0, 64000])
+    loudness = torch.tensor([1.0, 0.1, 1e-3, 1.0, 0.0])
+    valid = torch.arange(64000) < lengths[:, None]
+    audio = torch.randn(5, 64000) * loudness[:, None] * valid
+    noise = Augment(noise_db=[10.0, 10.0], noise_tilt=tilt).train().waveform(audio, lengths) - audio
+    for row in range(3):
+        n = int(lengths[row])
+        ratio = audio[row, :n].square().mean() / noise[row, :n].square().mean()
+        assert 10 * ratio.log10() == pytest.approx(10.0, abs=0.2)
+    assert noise[~valid].abs().max() == 0
+    assert noise[4].abs().max() == 0  # silence has no level to add noise to
+
+
+def test_ratios_cover_their_range_evenly() -> None:
+    torch.manual_seed(0)
+    audio, lengths = torch.randn(2000, 2000), torch.full((2000,), 2000)
+    noise = Augment(noise_db=[5.0, 40.0]).train().waveform(audio, lengths) - audio
+    decibels = 10 * (audio.square().mean(1) / noise.square().mean(1)).log10()
+    assert decibels.min() == pytest.approx(5.0, abs=0.6)
+    assert decibels.max() == pytest.approx(40.0, abs=0.6)
+    assert decibels.mean() == pytest.approx(22.5, abs=1.0)
+    assert decibels.std() == pytest.approx(35 / 12**0.5, abs=0.6)
+
+
+def test_noise_reaches_its_share_of_the_utterances() -> None:
+    torch.manual_seed(0)
+    audio, lengths = torch.randn(4000, 8), torch.full((4000,), 8)
+    noisy = Augment(noise_db=[0.0, 9.0], noise_probability=0.3).train().waveform(audio, lengths)
+    assert (noisy != audio).any(1).float().mean() == pytest.approx(0.3, abs=0.03)
+
+
+def test_tilt_leans_the_spectrum_both_ways() -> None:
+    torch.manual_seed(0)
+    audio, lengths = torch.randn(300, 4096), torch.full((300,), 4096)
+    for tilt, spread in ((0.0, 0.0), (1.0, 4.0)):
+        noise = Augment(noise_db=[0.0, 0.0], noise_tilt=tilt).train().waveform(audio, lengths) - audio
+        power = torch.fft.rfft(noise).abs().square()
+        lean = 10 * (power[:, :400].mean(1) / power[:, -400:].mean(1)).log10()
+        assert lean.std() == pytest.approx(0.4, abs=0.4) if tilt == 0 else lean.std() > spread
+        assert lean.mean().abs() < 1.5
+
+
+def test_warp_factors_are_uniform_about_one() -> None:
+    torch.manual_seed(0)
+    warp = Augment(warp=0.1).train().warp(20000, torch.device("cpu"))
+    assert warp is not None
+    assert warp.shape == (20000,)
+    assert warp.min() == pytest.approx(0.9, abs=1e-3)
+    assert warp.max() == pytest.approx(1.1, abs=1e-3)
+    assert warp.std() == pytest.approx(0.2 / 12**0.5, rel=0.02)
+
+
+def test_masks_are_those_of_its_settings() -> None:
+    torch.manual_seed(0)
+    augment = Augment(freq_masks=1, freq_width=5, freq_width_min=5).train()
+    y = augment.spectrogram(torch.ones(8, 20, 40), torch.full((8,), 20))
+    assert (y == 0).sum((1, 2)).tolist() == [100] * 8
+    augment = Augment(time_masks=1, time_width=4, time_width_min=4).train()
+    y = augment.spectrogram(torch.ones(8, 20, 40), torch.full((8,), 20))
+    assert (y == 0).sum((1, 2)).tolist() == [160] * 8
+
+
+def test_draws_follow_the_global_seed() -> None:
+    augment = Augment(noise_db=[5.0, 40.0], warp=0.1).train()
+    audio, lengths = torch.randn(2, 100), torch.tensor([100, 50])
+    results = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        results.append((augment.waveform(audio, lengths), augment.warp(2, audio.device)))
+    for a, b, c in zip(*results, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
+def test_nothing_is_stored_in_checkpoints() -> None:
+    assert not Augment(noise_db=[5.0, 40.0], warp=0.1, freq_masks=2).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"speed": [1.1, 0.9]}, "Augment.speed"),
+        ({"speed": [0.0, 1.0]}, "Augment.speed"),
+        ({"speed": [1.0]}, "Augment.speed"),
+        ({"noise_db": [40.0, 5.0]}, "Augment.noise_db"),
+        ({"noise_probability": 1.5}, "Augment.noise_probability"),
+        ({"noise_tilt": -0.1}, "Augment.noise_tilt"),
+        ({"warp": 0.5}, "Augment.warp"),
+        ({"freq_masks": -1}, "SpecAugment.freq_masks"),
+    ],
+)
+def test_settings_out_of_range_are_errors(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Augment(**settings)
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)

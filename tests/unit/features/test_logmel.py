@@ -1,0 +1,559 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import kaldi_native_fbank
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.stats
+import torch
+from lhotse.features.kaldi.layers import Wav2Spec
+from numpy.typing import NDArray
+from torch import Tensor
+
+from speechtrain.counter_rng import key_of
+from speechtrain.errors import ConfigError
+from speechtrain.features.logmel import LogMel, slaney_hertz, slaney_mel, trim_silence, warp_frequencies
+
+Array = NDArray[np.float64]
+
+
+def speech(samples: int, seed: int = 0) -> Array:
+    """A tone that glides through harmonics, in noise, with a swell: no bin is silent, none constant."""
+    t = np.arange(samples) / 16000
+    rng = np.random.default_rng(seed)
+    pitch = 2 * np.pi * (120 + 20 * seed) * (t + 0.1 * np.sin(3 * t))
+    voice = sum(np.sin(k * pitch) / k for k in range(1, 30))
+    return (
+        (0.1 * voice * (0.6 + 0.4 * np.sin(9 * t)) + 0.01 * rng.standard_normal(samples))
+        .astype("f4")
+        .astype(float)
+    )
+
+
+def run(model: LogMel, *waves: Array, padding: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    """The module on a batch of ragged waveforms, with rubbish beyond each row's end."""
+    lengths = [len(wave) for wave in waves]
+    audio = torch.full((len(waves), max(lengths) + padding), 0.7)
+    for row, wave in zip(audio, waves, strict=True):
+        row[: len(wave)] = torch.from_numpy(wave)
+    features, frames = model.eval()(audio, torch.tensor(lengths), **options)
+    return features, frames
+
+
+# An independent float64 oracle, after the reference's description.
+
+
+def oracle_bank(mels: int, low: float, high: float, rate: int, n_fft: int, warp: float = 1.0) -> Array:
+    def to_mel(f: float) -> float:
+        return f / (200 / 3) if f < 1000 else 15 + np.log(f / 1000) / (np.log(6.4) / 27)
+
+    def to_hertz(m: float) -> float:
+        return m * 200 / 3 if m < 15 else 1000 * np.exp(np.log(6.4) / 27 * (m - 15))
+
+    def warped(f: float) -> float:
+        nyquist, top = rate / 2, 0.6 * rate / 2
+        if f <= top * min(warp, 1) / warp:
+            return f * warp
+        return nyquist - (nyquist - top * min(warp, 1)) / (nyquist - top * min(warp, 1) / warp) * (
+            nyquist - f
+        )
+
+    corners = [warped(to_hertz(m)) for m in np.linspace(to_mel(low), to_mel(high), mels + 2)]
+    bins = np.arange(n_fft // 2 + 1) * rate / n_fft
+    filters = [
+        2 / (c - a) * np.interp(bins, [a, b, c], [0, 1, 0])
+        for a, b, c in zip(corners, corners[1:], corners[2:], strict=False)
+    ]
+    return np.stack(filters, axis=1)
+
+
+def oracle(
+    wave: Array,
+    form: str,
+    *,
+    rate: int = 16000,
+    width: int = 320,
+    hop: int = 160,
+    n_fft: int = 512,
+    mels: int = 80,
+    low: float = 0.0,
+    high: float = 8000.0,
+    coefficient: float = 0.97,
+    padding: str = "reflect",
+    floor: float = 1e-20,
+    normalise: bool = True,
+    splice: int = 3,
+    splice_first: bool = False,
+    warp: float = 1.0,
+) -> Array:
+    dali, n = form == "dali", len(wave)
+    x = scipy.signal.lfilter([1.0, -coefficient], [1.0], wave)
+    if dali:
+        x[0] = wave[0] - coefficient * wave[0]
+        window = np.sin(np.pi * (np.arange(width) + 0.5) / width) ** 2
+        total, before = n // hop + 1, width // 2
+    else:
+        window = scipy.signal.windows.hann(width, sym=True)
+        total, before = int(np.ceil(n / hop)), n_fft // 2 - (n_fft - width) // 2
+    x = np.pad(x, (before, n_fft), mode=padding)  # type: ignore[call-overload]
+    frames = np.stack([x[t * hop : t * hop + width] * window for t in range(total)])
+    mel = np.abs(np.fft.rfft(frames, n_fft)) ** 2 @ oracle_bank(mels, low, high, rate, n_fft, warp)
+    y = np.log(np.maximum(mel, floor)) if dali else np.log(mel + floor)
+
+    def normalised(column: Array) -> Array:
+        if not normalise:
+            return column
+        spread = column.std() if dali else (column.std(ddof=1) if len(column) > 1 else 0.0) + 1e-5
+        return (column - column.mean()) / (spread if np.ptp(column) else 1.0)
+
+    groups = -(-total // splice)
+    out = np.zeros((groups, splice, mels))
+    if splice_first:
+        for part in range(min(splice, total)):
+            for m in range(mels):
+                column = normalised(y[part::splice, m])
+                out[: len(column), part, m] = column
+    else:
+        flat = out.reshape(groups * splice, mels)
+        for m in range(mels):
+            flat[:total, m] = normalised(y[:, m])
+    return out.reshape(groups, splice * mels)
+
+
+def close(ours: Tensor, theirs: Array, tolerance: float = 2e-4) -> None:
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(ours.double().numpy(), theirs, rtol=0, atol=tolerance)
+
+
+FORMS = ("dali", "torch")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("padding", ["reflect", "constant"])
+@pytest.mark.parametrize("splice_first", [False, True])
+def test_equals_the_float64_oracle(form: str, padding: str, splice_first: bool) -> None:
+    lengths = (16000, 15999, 12345, 9761, 4000)
+    waves = [speech(n, i) for i, n in enumerate(lengths)]
+    model = LogMel(form=form, padding=padding, splice_first=splice_first)
+    features, frames = run(model, *waves, padding=777)
+    for row, count, wave in zip(features, frames, waves, strict=True):
+        expected = oracle(wave, form, padding=padding, splice_first=splice_first)
+        close(row[:count], expected)
+        assert row[count:].abs().max() == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_the_oracle_with_other_settings(form: str) -> None:
+    wave = speech(9000, 3)
+    shared: dict[str, Any] = {"form": form, "splice": 1}
+    small = LogMel(window_seconds=0.025, mels=40, log_floor=1e-8, **shared)
+    close(run(small, wave)[0][0], oracle(wave, form, width=400, mels=40, floor=1e-8, splice=1))
+    odd = LogMel(sample_rate=11025, window_seconds=0.025, f_min=60.0, f_max=4000.0, mels=23,
+                 preemphasis=0.9, normalise=False, **shared)  # fmt: skip
+    assert odd.width == 276
+    odd = LogMel(sample_rate=11025, window_seconds=275 / 11025, f_min=60.0, f_max=4000.0, mels=23,
+                 preemphasis=0.9, normalise=False, **shared)  # fmt: skip
+    expected = oracle(wave, form, rate=11025, width=275, hop=110, low=60, high=4000, mels=23,
+                      coefficient=0.9, normalise=False, splice=1)  # fmt: skip
+    close(run(odd, wave)[0][0], expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("samples", [1, 2, 3, 100, 159, 160, 161, 320, 321, 500])
+def test_waveforms_shorter_than_a_window_reflect_again_and_again(form: str, samples: int) -> None:
+    wave = speech(samples + 7, 1)[7:]
+    # Above a floor: a bin that holds nothing but leakage has few digits in fp32.
+    model = LogMel(form=form, normalise=False, log_floor=1e-7)
+    features, frames = run(model, wave, speech(700))
+    close(features[0, : frames[0]], oracle(wave, form, normalise=False, floor=1e-7))
+    assert frames[0] == model.frames(samples)
+
+
+def test_nemo_front_end_of_kaldi_native_fbank_coincides() -> None:
+    wave = speech(33217, 2)
+    theirs = kaldi_native_fbank.OnlineNemoFbank(kaldi_native_fbank.NemoFbankOptions())
+    theirs.accept_waveform(16000, wave.tolist())
+    theirs.input_finished()
+    frames, _ = theirs.get_frames(0, theirs.num_frames_ready, True)
+    model = LogMel(
+        window_seconds=0.025,
+        form="torch",
+        padding="constant",
+        log_floor=2.0**-24,
+        normalise=False,
+        splice=1,
+    )
+    expected = np.asarray(frames).reshape(theirs.num_frames_ready, 80)
+    ours, count = run(model, wave)
+    assert abs(int(count) - len(expected)) <= 1  # newer NeMo counts floor(n/hop)
+    close(ours[0, : len(expected)], expected[: int(count)], 1e-3)
+
+
+def test_librosa_form_of_kaldi_native_fbank_coincides() -> None:
+    wave = speech(20000, 4)
+    options = kaldi_native_fbank.FbankOptions()
+    options.frame_opts.dither = 0.0
+    options.frame_opts.preemph_coeff = 0.0  # Kaldi's restarts at each frame
+    options.frame_opts.remove_dc_offset = False
+    options.frame_opts.window_type = "hanning"
+    options.frame_opts.frame_length_ms = 20.0
+    options.mel_opts.num_bins = 80
+    options.mel_opts.low_freq = 0.0
+    options.mel_opts.is_librosa = True
+    theirs = kaldi_native_fbank.OnlineFbank(options)
+    theirs.accept_waveform(16000, wave.tolist())
+    theirs.input_finished()
+    expected = np.stack([theirs.get_frame(i) for i in range(theirs.num_frames_ready)])
+    model = LogMel(form="torch", preemphasis=0.0, normalise=False, splice=1)
+    ours, _ = run(model, wave)
+    # Without centring, their frame i begins where our frame i + 1 does.
+    close(ours[0, 1 : 1 + len(expected)], expected, 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Setting snip_edges")
+def test_power_spectrum_of_lhotse_coincides() -> None:
+    wave = speech(20000, 5)
+    theirs = Wav2Spec(
+        frame_length=0.02,
+        remove_dc_offset=False,
+        preemph_coeff=0.0,
+        window_type="hanning",
+        snip_edges=True,
+        use_energy=False,
+    )
+    power = theirs(torch.from_numpy(wave).float()[None])[0].double().numpy()
+    model = LogMel(form="torch", preemphasis=0.0, normalise=False, splice=1)
+    expected = np.log(power @ oracle_bank(80, 0, 8000, 16000, 512) + 1e-20)
+    ours, _ = run(model, wave)
+    close(ours[0, 1 : 1 + len(expected)], expected, 1e-3)
+
+
+@pytest.mark.parametrize(("width", "mode"), [(320, "reflect"), (400, "reflect"), (399, "constant")])
+def test_torch_stft_coincides(width: int, mode: str) -> None:
+    wave = torch.from_numpy(speech(16001, 6))
+    emphasised = torch.cat([wave[:1], wave[1:] - 0.97 * wave[:-1]])
+    window = torch.hann_window(width, periodic=False, dtype=torch.float64)
+    spectrum = torch.stft(
+        emphasised, 512, 160, width, window, center=True, pad_mode=mode, return_complex=True
+    )
+    power = spectrum.abs().square().T.numpy()
+    expected = np.log(power @ oracle_bank(80, 0, 8000, 16000, 512) + 1e-20)
+    model = LogMel(window_seconds=width / 16000, form="torch", padding=mode, normalise=False, splice=1)
+    close(run(model, wave.numpy())[0][0], expected[:101], 1e-3)
+
+
+def test_slaney_scale_has_its_published_values() -> None:
+    # The worked examples of librosa's manual for its Slaney scale.
+    for hertz, mel in ((60, 0.9), (110, 1.65), (220, 3.3), (440, 6.6), (1000, 15), (6400, 42)):
+        assert slaney_mel(hertz) == pytest.approx(mel)
+    mels = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 42.0], dtype=torch.float64)
+    expected = [66.667, 133.333, 200.0, 266.667, 333.333, 6400.0]
+    assert slaney_hertz(mels).tolist() == pytest.approx(expected, abs=1e-3)
+    grid = slaney_hertz(torch.linspace(0, slaney_mel(11025), 40, dtype=torch.float64)).tolist()
+    assert grid[10:16] == pytest.approx([853.173, 938.49, 1024.856, 1119.114, 1222.042, 1334.436], abs=1e-2)
+    assert grid[-2:] == pytest.approx([10096.408, 11025.0], abs=1e-2)
+
+
+def test_filters_have_unit_area_and_equal_the_oracle() -> None:
+    model = LogMel(n_fft=16384)
+    area = model.bank.sum(0) * 16000 / 16384
+    torch.testing.assert_close(area, torch.ones(80), atol=1e-2, rtol=0)
+    np.testing.assert_allclose(LogMel().bank, oracle_bank(80, 0, 8000, 16000, 512), atol=1e-7)
+
+
+def test_frame_counts_of_the_references() -> None:
+    for form, columns in (("torch", 1670), ("dali", 1671)):
+        assert LogMel(form=form, splice=1).frames(267200) == columns
+        model = LogMel(form=form)
+        assert model.frames(267200) == 557
+        assert model.frame_seconds == pytest.approx(0.03)
+        _, frames = model(torch.zeros(1, 267200), torch.tensor([267200]))
+        assert frames.tolist() == [557]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("splice_first", [False, True])
+def test_frames_is_the_shape_and_the_length(form: str, splice_first: bool) -> None:
+    model = LogMel(form=form, splice_first=splice_first)
+    lengths = [1, 159, 160, 161, 479, 480, 481, 960, 4801]
+    features, frames = model(torch.randn(9, 4801), torch.tensor(lengths))
+    assert features.shape == (9, model.frames(4801), 240)
+    assert frames.tolist() == [model.frames(n) for n in lengths]
+    assert frames.dtype == torch.int64
+
+
+def test_features_are_padded_to_a_multiple() -> None:
+    model = LogMel(pad_features_to=32)
+    assert model.features == 256
+    features, _ = run(model, speech(8000))
+    assert features.shape[2] == 256
+    assert features[..., 240:].abs().max() == 0
+    assert torch.equal(features[..., :240], run(LogMel(), speech(8000))[0])
+    assert (LogMel().features, LogMel(splice=1, mels=40).features) == (240, 40)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("splice_first", [False, True])
+def test_a_row_does_not_depend_on_its_batch(form: str, splice_first: bool) -> None:
+    waves = [speech(n, i) for i, n in enumerate((5000, 12000, 8000))]
+    model = LogMel(form=form, splice_first=splice_first)
+    keys = torch.tensor([11, 12, 13])
+    alone = [run(model, wave, keys=keys[i : i + 1]) for i, wave in enumerate(waves)]
+    together, frames = run(model, *waves, padding=3211, keys=keys)
+    for i, (row, count) in enumerate(alone):
+        assert frames[i] == count[0]
+        torch.testing.assert_close(together[i, : count[0]], row[0, : count[0]], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_statistics_cover_the_valid_frames(form: str) -> None:
+    features, frames = run(LogMel(form=form, splice=1), speech(16000), speech(7000, 1))
+    for row, count in zip(features, frames, strict=True):
+        valid = row[:count].double()
+        assert valid.mean(0).abs().max() < 1e-5
+        deviation = valid.std(0, unbiased=form == "torch")
+        torch.testing.assert_close(deviation, torch.ones_like(deviation), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("splice_first", [False, True])
+def test_a_constant_bin_normalises_to_zero(form: str, splice_first: bool) -> None:
+    model = LogMel(form=form, splice_first=splice_first, dither=0.0)
+    features, _ = run(model, np.zeros(16000), np.zeros(7001), speech(5000))
+    assert features[:2].abs().max() == 0
+    assert features[2].abs().max() > 1
+    # So is what never rises above the floor, though its spectrum varies.
+    if form == "dali":
+        loud_floor = LogMel(form=form, splice_first=splice_first, log_floor=1e6)
+        assert run(loud_floor, speech(16000))[0].abs().max() == 0
+    # A single frame is constant too.
+    features, _ = run(LogMel(form=form, splice_first=splice_first), speech(100))
+    assert features.abs().max() == 0
+
+
+def test_dither_in_evaluation_belongs_to_the_utterance() -> None:
+    quiet = np.zeros(8000)
+    model = LogMel(normalise=False)
+    one, _ = run(model, quiet, quiet, keys=torch.tensor([5, 6]))
+    two, _ = run(model, quiet, quiet, quiet, padding=500, keys=torch.tensor([6, 2**62 + 9, 5]))
+    assert torch.equal(one, run(model, quiet, quiet, keys=torch.tensor([5, 6]))[0])
+    frames = model.frames(8000)
+    torch.testing.assert_close(two[2, :frames], one[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(two[0, :frames], one[1], rtol=0, atol=1e-5)
+    assert (one[0] - one[1]).abs().mean() > 0.5
+    assert one.min() > -35  # the dither, and not the floor of -46
+    assert run(model, quiet)[0][:, :-1].max() < -46  # without keys there is none
+
+
+def test_dither_is_gaussian_and_independent_between_keys() -> None:
+    model = LogMel(dither=0.5).eval()
+    keys = torch.tensor([1, 2, 3, *(key_of(name) for name in ("a-1", "a-2", "b-1"))])
+    noise = model._dithered(torch.zeros(6, 80000), keys).double().numpy()
+    assert abs(noise.mean()) < 0.005
+    assert noise.std() == pytest.approx(0.5, rel=0.01)
+    assert scipy.stats.kurtosis(noise[0]) == pytest.approx(0.0, abs=0.1)
+    correlation = np.corrcoef(noise) - np.eye(6)
+    assert np.abs(correlation).max() < 0.03
+    spectrum = np.abs(np.fft.rfft(noise[0].reshape(80, 1000), axis=1)) ** 2
+    halves = spectrum.mean(0)[1:].reshape(2, -1).mean(1)
+    assert halves[0] == pytest.approx(halves[1], rel=0.05)
+
+
+def test_dither_in_training_comes_from_the_global_generator() -> None:
+    model = LogMel(normalise=False)
+    audio, lengths = torch.zeros(1, 4000), torch.tensor([4000])
+    keys = torch.tensor([5])
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(model.train()(audio, lengths, keys=keys)[0])
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_and_transforms_agree(form: str) -> None:
+    waves = [speech(n, i) for i, n in enumerate((4000, 1000, 3999))]
+    warp = torch.tensor([0.9, 1.0, 1.1])
+    for options in ({}, {"warp": warp}):
+        reference, _ = run(LogMel(form=form), *waves, **options)
+        for block in (0, 1, 7, 25, 26, 60, 10**6):
+            features, _ = run(LogMel(form=form, block_frames=block), *waves, **options)
+            torch.testing.assert_close(features, reference, rtol=0, atol=1e-5)
+        for fourier in ("matmul", "conv"):
+            features, _ = run(LogMel(form=form, fourier=fourier), *waves, **options)
+            torch.testing.assert_close(features, reference, rtol=0, atol=2e-4)
+
+
+def test_reduced_precision_does_not_reach_the_features() -> None:
+    waves = [speech(8000), speech(5000, 1)]
+    reference, _ = run(LogMel(pad_features_to=32), *waves, keys=torch.tensor([1, 2]))
+    with torch.autocast("cpu", torch.bfloat16):
+        features, _ = run(LogMel(pad_features_to=32), *waves, keys=torch.tensor([1, 2]))
+    assert features.dtype == torch.float32
+    assert torch.equal(features, reference)
+    cast = LogMel(pad_features_to=32).to(torch.bfloat16)
+    assert torch.equal(run(cast, *waves, keys=torch.tensor([1, 2]))[0], reference)
+    assert torch.equal(
+        run(LogMel(pad_features_to=32).half().float(), *waves, keys=torch.tensor([1, 2]))[0], reference
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_warp_equals_the_oracle_row_by_row(form: str) -> None:
+    waves = [speech(n, i) for i, n in enumerate((9000, 4000, 9000, 6000))]
+    factors = [0.9, 1.0, 1.1, 0.83]
+    model = LogMel(form=form, normalise=False, f_max=7600.0)
+    features, frames = run(model, *waves, warp=torch.tensor(factors))
+    for row, count, wave, warp in zip(features, frames, waves, factors, strict=True):
+        close(row[:count], oracle(wave, form, normalise=False, high=7600.0, warp=warp), 1e-3)
+    plain, _ = run(model, *waves)
+    torch.testing.assert_close(features[1], plain[1], rtol=0, atol=1e-4)
+    assert (features[0] - plain[0]).abs().mean() > 0.05
+
+
+def test_warped_frequencies_rise_from_zero_to_nyquist() -> None:
+    hertz = torch.linspace(0, 8000, 401)
+    warp = torch.linspace(0.8, 1.2, 9)
+    warped = warp_frequencies(hertz, warp, 8000.0)
+    assert (warped.diff(dim=1) > 0).all()
+    torch.testing.assert_close(warped[:, -1], torch.full((9,), 8000.0))
+    torch.testing.assert_close(warped[:, 50], 1000.0 * warp)
+    torch.testing.assert_close(warped[4], hertz)
+
+
+def test_the_mask_sees_what_the_references_mask() -> None:
+    seen = []
+
+    def mask(frames: Tensor, lengths: Tensor) -> Tensor:
+        seen.append((tuple(frames.shape), lengths.tolist()))
+        return frames * 0 + 7
+
+    features, _ = run(LogMel(pad_features_to=32), speech(8000), speech(4000), mask=mask)
+    run(LogMel(splice_first=True), speech(8000), speech(4000), mask=mask)
+    assert seen == [((2, 51, 80), [51, 26]), ((2, 17, 240), [17, 9])]
+    assert (features[0, :, :240] == 7).all()
+    assert (features[..., 240:] == 0).all()
+
+
+def oracle_trim(wave: Array, decibels: float = -60.0, window: int = 2048) -> Array:
+    squares = np.concatenate([np.zeros(window - 1), wave**2])
+    power = np.array([squares[i : i + window].mean() for i in range(len(wave))])
+    loud = np.flatnonzero(power >= power.max() * 10 ** (decibels / 10))
+    return wave[max(loud[0] - window + 1, 0) : loud[-1] + 1]
+
+
+@pytest.mark.parametrize(("decibels", "window"), [(-60.0, 2048), (-30.0, 100), (-20.0, 7)])
+def test_silence_is_trimmed_as_the_oracle_trims_it(decibels: float, window: int) -> None:
+    waves = []
+    for seed, (lead, middle, trail) in enumerate(
+        [(5000, 4000, 3000), (0, 3000, 6000), (100, 9000, 10), (1, 1, 1)]
+    ):
+        inner = speech(middle, seed)
+        inner[middle // 3 : middle // 2] = 0  # a pause inside stays
+        noise = 1e-6 * np.random.default_rng(seed).standard_normal(lead + middle + trail)
+        waves.append(
+            (np.concatenate([np.zeros(lead), inner, np.zeros(trail)]) + noise).astype("f4").astype(float)
+        )
+    longest = max(map(len, waves))
+    audio = torch.full((4, longest + 99), 0.9)
+    for row, wave in zip(audio, waves, strict=True):
+        row[: len(wave)] = torch.from_numpy(wave)
+    trimmed, lengths = trim_silence(audio, torch.tensor([len(w) for w in waves]), decibels, window)
+    for row, length, wave in zip(trimmed, lengths, waves, strict=True):
+        expected = oracle_trim(wave, decibels, window)
+        assert length == len(expected)
+        np.testing.assert_array_equal(row[:length].numpy(), expected.astype("f4"))
+        assert row[length:].abs().max() == 0
+
+
+def test_silent_and_empty_rows_survive_trimming() -> None:
+    audio = torch.zeros(3, 5000)
+    audio[2, :10] = 1.0
+    trimmed, lengths = trim_silence(audio, torch.tensor([5000, 4000, 0]))
+    assert lengths.tolist() == [5000, 4000, 0]
+    assert trimmed.abs().max() == 0
+
+
+def test_trimming_inside_equals_trimming_before() -> None:
+    wave = np.concatenate([np.zeros(6000), speech(9000), np.zeros(7000)])
+    model = LogMel(trim_silence_db=-60.0)
+    features, frames = run(model, wave, speech(4000))
+    expected, count = run(LogMel(), oracle_trim(wave))
+    assert frames[0] == count[0] < model.frames(len(wave))
+    torch.testing.assert_close(features[0, : count[0]], expected[0], rtol=0, atol=5e-6)
+
+
+def test_constants_are_not_weights() -> None:
+    model = LogMel()
+    assert not model.state_dict()
+    assert not list(model.parameters())
+    twin = copy.deepcopy(model)
+    assert torch.equal(run(twin, speech(3000))[0], run(model, speech(3000))[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"form": "kaldi"}, "form is 'kaldi'"),
+        ({"padding": "same"}, "padding is 'same'"),
+        ({"fourier": "dct"}, "fourier is 'dct'"),
+        ({"n_fft": 256}, "n_fft is 256, and window_seconds covers 320"),
+        ({"n_fft": 513}, "n_fft is 513; it must be even"),
+        ({"hop_seconds": 1e-6}, "hop_seconds"),
+        ({"f_max": 9000.0}, "f_min and f_max"),
+        ({"f_min": 8000.0}, "f_min and f_max"),
+        ({"log_floor": 0.0}, "log_floor is 0.0"),
+        ({"splice": 0}, "splice is 0"),
+        ({"mels": 0}, "mels is 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors_of_one_line(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LogMel(**settings)
+    assert f"LogMel.{line}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+LAZY = """
+import torch, torch._lazy, torch._lazy.metrics as metrics, torch._lazy.ts_backend
+torch._lazy.ts_backend.init()
+from speechtrain.features.augment import Augment
+from speechtrain.features.logmel import LogMel
+from speechtrain.nn.stack_time import StackTime
+
+model = LogMel(fourier="matmul", block_frames=0, pad_features_to=32).to("lazy")
+augment = Augment(noise_db=[5.0, 40.0], noise_tilt=0.9, warp=0.1, freq_masks=2, time_masks=0.05)
+stack = StackTime(2)
+fallbacks, compiled = set(), []
+for training in (True, False):
+    model.train(training), augment.train(training)
+    for step in range(4):
+        metrics.reset()
+        audio = torch.randn(2, 8000).to("lazy")
+        lengths = torch.tensor([8000, 4000 + step]).to("lazy")
+        audio = augment.waveform(audio, lengths)
+        warp = augment.warp(2, audio.device)
+        y, n = stack(*model(audio, lengths, keys=lengths, warp=warp, mask=augment.spectrogram))
+        torch._lazy.mark_step()
+        fallbacks |= {name for name in metrics.counter_names() if name.startswith("aten::")}
+        compiled.append(metrics.counter_value("UncachedCompile") or 0)
+        assert torch.isfinite(y.cpu()).all()
+print(sorted(fallbacks), compiled)
+"""
+
+
+def test_shapes_alone_decide_the_graph() -> None:
+    """On the rehearsal device: no operator falls back, no graph is compiled for other lengths."""
+    done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    fallbacks, compiled = done.stdout.strip().rsplit("[", 1)
+    assert fallbacks.strip() == "[]"
+    counts = [int(n) for n in compiled.strip("]").split(",")]
+    assert counts[2:4] == [0, 0]
+    assert counts[6:8] == [0, 0]

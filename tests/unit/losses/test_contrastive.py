@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from speechtrain.losses.contrastive import bits, contrastive_loss
+from speechtrain.nn.masking import SpanMask, draw_negatives, frame_table
+from speechtrain.nn.quantizer import GumbelQuantizer, gumbel
+
+ROWS, FRAMES, WIDTH, HIDDEN, NEGATIVES, ENTRIES = 3, 70, 10, 14, 15, 5
+
+
+@dataclass
+class Result:
+    """A loss with its parts, gradients of everything that has one, and upstream's counts."""
+
+    loss: Tensor
+    diversity: Tensor
+    accuracy: float
+    perplexities: tuple[float, float]
+    shared: float
+    grads: dict[str, Tensor]
+
+
+class Parts(nn.Module):
+    """What stands between extractor and transformer and the loss in a wav2vec 2.0 model."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.quantizer = GumbelQuantizer(WIDTH, 12, groups=2, entries=ENTRIES)
+        self.project_q = nn.Linear(12, 6)
+        self.final_proj = nn.Linear(HIDDEN, 6)
+        self.features = nn.Parameter(torch.randn(ROWS, FRAMES, WIDTH))
+        self.hidden = nn.Parameter(torch.randn(ROWS, FRAMES, HIDDEN))
+        self.to(dtype)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+def dynamic(
+    parts: Parts,
+    mask: NDArray[np.bool_],
+    negatives: Tensor,
+    noise: Tensor,
+    tau: float,
+    lengths: Sequence[int],
+) -> Result:
+    """wav2vec 2.0's objective as published, row by row and with data-dependent shapes.
+
+    Written for itself: boolean indexing, a copy of every negative, torch's cosine similarity, −inf for
+    negatives that are the positive, an indexed Gumbel softmax.
+    """
+    quantizer, where = parts.quantizer, torch.from_numpy(mask)
+    logits = F.linear(parts.features[where], quantizer.projection.weight, quantizer.projection.bias)
+    logits = logits.view(-1, ENTRIES)
+    soft = ((logits + noise[where].reshape(-1, ENTRIES)) / tau).softmax(-1)
+    hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1.0)
+    choice = (hard - soft.detach() + soft).view(-1, 2 * ENTRIES, 1)
+    codes = (choice * quantizer.codebook.view(1, 2 * ENTRIES, 6)).view(-1, 2, ENTRIES, 6).sum(2)
+    y_all = parts.project_q(codes.reshape(-1, 12))
+    x_all = parts.final_proj(parts.hidden[where])
+    code_of = soft.argmax(-1).view(-1, 2)
+
+    average = logits.view(-1, 2, ENTRIES).softmax(-1).mean(0)
+    prob = torch.exp(-(average * torch.log(average + 1e-7)).sum(-1)).sum()
+    used = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    used = used.view(-1, 2, ENTRIES).mean(0)
+    code = torch.exp(-(used * torch.log(used + 1e-7)).sum(-1)).sum()
+    diversity = (2 * ENTRIES - prob) / (2 * ENTRIES)
+
+    counts = mask.sum(1).tolist()
+    total, correct, shared = torch.zeros((), dtype=x_all.dtype), 0, 0
+    for row, (x, y, ids) in enumerate(zip(*(t.split(counts) for t in (x_all, y_all, code_of)), strict=True)):
+        index = negatives[row, : counts[row]].long()
+        candidates = torch.cat([y[None], y[index].transpose(0, 1)])  # (1 + K, M, D)
+        scores = torch.cosine_similarity(x[None].expand_as(candidates), candidates, dim=-1) / 0.1
+        is_positive = (ids[index] == ids[:, None]).all(-1).t()
+        scores[1:][is_positive] = float("-inf")
+        scores = scores.t()
+        total = total + F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long), reduction="sum")
+        largest, smallest = scores.argmax(-1) == 0, scores.argmin(-1) == 0
+        correct += int(largest.sum() - (largest & smallest).sum())
+        shared += int(is_positive.sum())
+
+    valid = torch.arange(FRAMES) < torch.tensor(lengths)[:, None]
+    penalty = parts.features[valid].pow(2).mean()
+    frames = sum(counts)
+    parts.zero_grad()
+    (total + 0.1 * diversity * frames + 10 * penalty * frames).backward()
+    return Result(
+        total.detach(),
+        diversity.detach(),
+        correct / frames,
+        (float(prob.detach()), float(code)),
+        shared,
+        parts.gradients(),
+    )
+
+
+def static(
+    parts: Parts,
+    mask: NDArray[np.bool_],
+    negatives: Tensor,
+    noise: Tensor,
+    tau: float,
+    lengths: Sequence[int],
+    width: int | None,
+) -> Result:
+    """The same objective from this project's blocks."""
+    index, weight = frame_table(mask, width)
+
+    def at(x: Tensor) -> Tensor:
+        return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+
+    drawn = at(noise.flatten(2)).unflatten(2, (2, ENTRIES))
+    # the surplus may hold anything that is finite
+    drawn = drawn + 7 * torch.randn_like(drawn) * (1 - weight[..., None, None])
+    out = parts.quantizer(at(parts.features), torch.tensor(tau, dtype=noise.dtype), weight, drawn)
+    loss = contrastive_loss(
+        parts.final_proj(at(parts.hidden)), parts.project_q(out.codes), out.ids, negatives, weight
+    )
+    valid = (torch.arange(FRAMES) < torch.tensor(lengths)[:, None])[..., None]
+    penalty = (parts.features * valid).pow(2).sum() / (valid.sum() * WIDTH)
+    assert loss.frames == mask.sum()
+    assert torch.equal(out.frames, loss.frames.to(out.frames.dtype))
+    parts.zero_grad()
+    (loss.loss + 0.1 * out.diversity() * loss.frames + 10 * penalty * loss.frames).backward()
+    return Result(
+        loss.loss.detach(),
+        out.diversity().detach(),
+        float(loss.correct / loss.frames),
+        (float(out.prob_perplexity().detach().sum()), float(out.code_perplexity().sum())),
+        float(loss.shared),
+        parts.gradients(),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("surplus", [None, "most"])
+@pytest.mark.parametrize("lengths", [(FRAMES,) * ROWS, (FRAMES, 41, 55)])
+def test_static_shapes_give_the_dynamic_loss_and_gradients(
+    dtype: torch.dtype, tolerance: float, equal: bool, surplus: str | None, lengths: tuple[int, ...]
+) -> None:
+    spans = SpanMask()
+    mask = spans.draw(lengths, FRAMES, seed=1, equal=equal)
+    counts = mask.sum(1).tolist()
+    assert (len(set(counts)) == 1) == equal
+    width = None if surplus is None else spans.most(FRAMES)
+    negatives = draw_negatives(counts, width or max(counts), NEGATIVES, seed=2)
+    noise = gumbel(torch.rand(ROWS, FRAMES, 2, ENTRIES))
+    # the oracle is float64 with the same weights, whatever the precision of what is tested
+    expected = dynamic(Parts(torch.float64), mask, negatives, noise.double(), 0.8, lengths)
+    got = static(Parts(dtype), mask, negatives, noise.to(dtype), 0.8, lengths, width)
+    assert float((got.loss - expected.loss).abs()) <= tolerance * float(expected.loss)
+    assert float((got.diversity - expected.diversity).abs()) <= tolerance  # of 1, its largest value
+    assert expected.grads.keys() == got.grads.keys() == dict(Parts(dtype).named_parameters()).keys()
+    for name, gradient in expected.grads.items():
+        # a bias's gradient sums over frames what mostly cancels: its scale is that of its layer
+        layer = expected.grads[name.removesuffix("bias") + "weight"] if name.endswith("bias") else gradient
+        error = (got.grads[name] - gradient).norm() / max(gradient.norm(), layer.norm())
+        assert float(error) <= tolerance, name
+    assert got.accuracy == pytest.approx(expected.accuracy, abs=1e-7)
+    assert got.perplexities == pytest.approx(expected.perplexities, rel=1e-5)
+    assert got.shared == expected.shared > 0  # five entries a group: exclusion is at work
+
+
+def ordinary(rows: int = 2, frames: int = 9, width: int = 5, seed: int = 0) -> tuple[Tensor, ...]:
+    """Context, targets, ids all different, negatives and weights."""
+    torch.manual_seed(seed)
+    x, y = torch.randn(2, rows, frames, width).unbind(0)
+    ids = torch.arange(frames).expand(rows, frames)[..., None]
+    return x, y, ids, draw_negatives([frames] * rows, frames, 20, seed), torch.ones(rows, frames)
+
+
+def test_chance_is_the_logarithm_of_the_candidates() -> None:
+    x, y, ids, _, weight = ordinary(frames=150)
+    negatives = draw_negatives([150, 150], 150, 100, 0)
+    # at a high temperature nothing can be told apart: log2(101) bits a frame, the reference's 6.658
+    out = contrastive_loss(x, y, ids, negatives, weight, torch.tensor(1e6))
+    assert float(bits(out.loss) / out.frames) == pytest.approx(6.6582, abs=1e-3)
+    assert bits(torch.tensor(math.log(2))) == 1.0
+    chance = contrastive_loss(x, y, ids, negatives, weight)
+    assert float(chance.correct / chance.frames) == pytest.approx(1 / 101, abs=0.02)
+    exact = contrastive_loss(y, y, ids, negatives, weight)
+    assert exact.correct == exact.frames == 300
+
+
+def test_temperature_may_be_a_tensor() -> None:
+    inputs = ordinary()
+    assert torch.equal(contrastive_loss(*inputs, 0.2).loss, contrastive_loss(*inputs, torch.tensor(0.2)).loss)
+    assert not torch.equal(contrastive_loss(*inputs, 0.2).loss, contrastive_loss(*inputs).loss)
+
+
+def test_exclusion_equals_minus_infinity_and_leaves_no_gradient() -> None:
+    x, y, _, negatives, weight = ordinary()
+    ids = torch.randint(2, (2, 9, 2))
+    x.requires_grad_()
+    y = y.requires_grad_()
+    ours = torch.autograd.grad(contrastive_loss(x, y, ids, negatives, weight).loss, (x, y))
+    scores = torch.cosine_similarity(x[:, :, None], y[:, None], dim=-1) / 0.1
+    same = (ids[:, :, None] == ids[:, None]).all(-1)
+    rest = scores.masked_fill(same, float("-inf")).gather(2, negatives.long())
+    logits = torch.cat([scores.diagonal(dim1=1, dim2=2)[..., None], rest], 2)
+    plain = torch.autograd.grad(-logits.log_softmax(2)[..., 0].sum(), (x, y))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    # where every negative is the positive's code nothing is learnt, and nothing is not a number
+    out = contrastive_loss(x, y, torch.zeros(2, 9, 2, dtype=torch.long), negatives, weight)
+    grads = torch.autograd.grad(out.loss, (x, y))
+    assert out.loss == 0
+    assert not any(g.any() for g in grads)
+
+
+def test_a_collapse_shows_in_the_counts() -> None:
+    x, y, ids, negatives, weight = ordinary()
+    healthy = contrastive_loss(x, y, ids, negatives, weight)
+    assert (float(healthy.shared), float(healthy.distinct), float(healthy.frames)) == (0, 18, 18)
+    collapsed = contrastive_loss(x, y, torch.zeros_like(ids), negatives, weight)
+    assert collapsed.shared == 18 * 20
+    assert collapsed.distinct == 2  # one code in each utterance
+    assert collapsed.correct == 18  # upstream's accuracy of a collapse: too good to be true
+    # shared needs every group to agree
+    half = torch.stack([torch.zeros(2, 9).long(), torch.arange(9).expand(2, 9)], 2)
+    assert contrastive_loss(x, y, half, negatives, weight).shared == 0
+    few = torch.tensor([[0, 0, 1, 1, 2, 2, 0, 1, 2], [5, 5, 5, 5, 5, 5, 5, 5, 6]])[..., None]
+    assert contrastive_loss(x, y, few, negatives, weight).distinct == 5
+
+
+def test_rows_whose_candidates_all_score_alike_are_not_correct() -> None:
+    # upstream counts argmax == 0 and takes away the rows where argmin is 0 as well
+    x, y, ids, negatives, weight = ordinary()
+    y[0] = y[0, :1]
+    out = contrastive_loss(torch.ones_like(x), y, ids, negatives, weight)
+    assert out.correct <= 9
+    assert contrastive_loss(torch.ones_like(x), y[:, :1].expand_as(y), ids, negatives, weight).correct == 0
+
+
+def test_surplus_weighs_nothing_and_receives_no_gradient() -> None:
+    x, y, ids, _, _ = ordinary(frames=12)
+    weight = (torch.arange(12) < torch.tensor([[9], [6]])).float()
+    negatives = draw_negatives([9, 6], 12, 20, 3)
+    grads, results = [], []
+    for fill in (0.0, 50.0, -3.0):
+        a = (x * weight[..., None] + fill * (1 - weight[..., None])).requires_grad_()
+        b = (y * weight[..., None] + fill * (1 - weight[..., None])).requires_grad_()
+        out = contrastive_loss(a, b, ids, negatives, weight)
+        results.append(torch.stack([t.detach() for t in out]))
+        grads.append(torch.cat(torch.autograd.grad(out.loss, (a, b))))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(grads[0], grads[1])
+    assert not grads[0].view(2, 2, 12, 5)[:, weight == 0].any()
+    assert results[0][4] == 15
+
+
+def test_a_row_with_one_masked_frame_costs_nothing() -> None:
+    x, y, ids, _, _ = ordinary(frames=4)
+    weight = (torch.arange(4) < torch.tensor([[4], [1]])).float()
+    negatives = draw_negatives([4, 1], 4, 20, 3)
+    x.requires_grad_()
+    out = contrastive_loss(x, y, ids, negatives, weight)
+    (gradient,) = torch.autograd.grad(out.loss, x)
+    assert out.loss.isfinite()
+    assert gradient[0].any()
+    assert not gradient[1].any()
+
+
+def test_cosine_without_broadcasting_is_the_cosine() -> None:
+    # reference 5.2c: the Gaudi port's form, torch's, and the one here
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 40, 16), torch.randn(2, 40, 16)
+    ids = torch.arange(40).expand(2, 40)[..., None]
+    negatives = torch.tensor([[j for j in range(40) if j != i] for i in range(40)]).expand(2, 40, 39)
+    usual = torch.cosine_similarity(x[:, :, None], y[:, None], dim=-1)
+    w12 = (x[:, :, None] * y[:, None]).sum(-1)
+    w1, w2 = (x * x).sum(-1), (y * y).sum(-1)
+    gaudi = w12 / (w1[:, :, None] * w2[:, None]).clamp(min=1e-16).sqrt()
+    torch.testing.assert_close(gaudi, usual, rtol=1e-6, atol=1e-6)
+    for scores in (usual, gaudi):
+        expected = -(scores / 0.1).log_softmax(2).diagonal(dim1=1, dim2=2).sum()
+        got = contrastive_loss(x, y, ids, negatives, torch.ones(2, 40)).loss
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    zero = torch.zeros(1, 3, 4, requires_grad=True)
+    drawn = draw_negatives([3], 3, 4, 0)
+    loss = contrastive_loss(zero, zero.detach(), ids[:1, :3], drawn, torch.ones(1, 3)).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(3 * math.log(5))
+    assert zero.grad is not None
+    assert zero.grad.isfinite().all()
+
+
+def test_autocast_does_not_reach_the_loss() -> None:
+    inputs = ordinary()
+    plain = contrastive_loss(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = contrastive_loss(*inputs)
+        half = contrastive_loss(inputs[0].bfloat16(), inputs[1].bfloat16(), *inputs[2:])
+    assert torch.equal(plain.loss, cast.loss)
+    assert half.loss.dtype == torch.float32
+    torch.testing.assert_close(half.loss, plain.loss, rtol=2e-2, atol=0)

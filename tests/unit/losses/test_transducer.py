@@ -1,0 +1,643 @@
+"""The transducer loss against enumeration, a plain float64 lattice, finite differences and its other form."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speechtrain.losses import transducer as module
+from speechtrain.losses.transducer import joint_dropout_mask, transducer_loss, transducer_loss_bytes
+
+FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
+NAMES = ("encoder", "prediction", "weight", "bias")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Of thousands of operations on a few numbers, a second thread makes slower ones."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs in float64, lengths, and a gradient from above that differs by row. Blank is the last id."""
+
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    frames: Tensor
+    symbols: Tensor
+    upstream: Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        frames: list[int],
+        symbols: list[int],
+        hidden: int = 6,
+        vocabulary: int = 7,
+        spread: float = 1.0,
+        seed: int = 0,
+    ) -> Problem:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        batch, most, positions = len(frames), max(1, *frames), max(symbols) + 1
+        weight = normal(vocabulary, hidden) * spread / hidden**0.5
+        inputs = (normal(batch, most, hidden), normal(batch, positions, hidden), weight, normal(vocabulary))
+        labels = torch.randint(0, vocabulary - 1, (batch, positions - 1), generator=generator)
+        lengths = torch.tensor(frames), torch.tensor(symbols)
+        return cls(inputs, labels, *lengths, normal(batch))
+
+    @property
+    def blank(self) -> int:
+        return len(self.inputs[3]) - 1
+
+    def evenly(self) -> Problem:
+        """With one gradient from above for all utterances: then the one formed in forward is used."""
+        return replace(self, upstream=torch.full_like(self.upstream, -0.7))
+
+    def leaves(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        return [x.to(dtype, copy=True).requires_grad_() for x in self.inputs]
+
+    def run(self, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Losses and gradients of ``transducer_loss``."""
+        leaves = self.leaves(dtype)
+        options = {"blank": self.blank, "compute_dtype": dtype, "skip_below": 0.0} | options
+        loss = transducer_loss(
+            leaves[0], leaves[1], leaves[2], leaves[3], self.labels, self.frames, self.symbols, **options
+        )
+        return loss.detach(), torch.autograd.grad((loss * self.upstream).sum(), leaves)
+
+
+def arcs(problem: Problem, inputs: list[Tensor], row: int, kept: Tensor | None, scale: float) -> Tensor:
+    """All log-probabilities (T, P, V) of one utterance, materialised."""
+    frames, symbols = int(problem.frames[row]), int(problem.symbols[row])
+    encoder, prediction, weight, bias = inputs
+    hidden = torch.relu(encoder[row, :frames, None] + prediction[row, None, : symbols + 1])
+    if kept is not None:
+        hidden = hidden * kept[row, :frames, : symbols + 1] * scale
+    return torch.log_softmax(hidden @ weight.T + bias, -1)
+
+
+def plain_loss(blank: Tensor, label: Tensor) -> Tensor:
+    """-log P of one utterance from its arcs, blank (T, P) and label (T, U): cell by cell, with autograd."""
+    frames, positions = blank.shape
+    if frames == 0:
+        return blank.sum() * 0
+    alpha: dict[tuple[int, int], Tensor] = {}
+    for t, u in itertools.product(range(frames), range(positions)):
+        into = []
+        if t > 0:
+            into.append(alpha[t - 1, u] + blank[t - 1, u])
+        if u > 0:
+            into.append(alpha[t, u - 1] + label[t, u - 1])
+        alpha[t, u] = torch.logsumexp(torch.stack(into), 0) if into else torch.zeros_like(blank[0, 0])
+    return -(alpha[frames - 1, positions - 1] + blank[frames - 1, positions - 1])
+
+
+def oracle(
+    problem: Problem, rate: float = 0.0, seed: int = 0, fastemit: float = 0.0
+) -> tuple[Tensor, list[Tensor]]:
+    """Losses and gradients over whole lattices in float64. FastEmit is applied to the gradient of label arcs,
+    between the recursion and the softmax."""
+    kept, scale = None, 1.0
+    if rate:
+        shape = (*problem.inputs[0].shape[:2], problem.inputs[1].shape[1], problem.inputs[0].shape[2])
+        kept, scale = joint_dropout_mask(*shape, rate=rate, seed=seed)
+    inputs = problem.leaves()
+    losses, surrogate = [], torch.zeros((), dtype=torch.float64)
+    for row in range(len(problem.frames)):
+        log_p = arcs(problem, inputs, row, kept, scale)
+        target = problem.labels[row, : int(problem.symbols[row])]
+        blank = log_p[..., problem.blank]
+        label = log_p[:, :-1].gather(-1, target.expand(len(log_p), -1)[..., None])[..., 0]
+        leaf_blank, leaf_label = blank.detach().requires_grad_(), label.detach().requires_grad_()
+        loss = plain_loss(leaf_blank, leaf_label)
+        losses.append(loss.detach())
+        above = problem.upstream[row]
+        of_blank, of_label = torch.autograd.grad(loss, (leaf_blank, leaf_label), allow_unused=True)
+        surrogate = surrogate + above * (of_blank * blank).sum() if of_blank is not None else surrogate
+        if of_label is not None:
+            surrogate = surrogate + above * (1 + fastemit) * (of_label * label).sum()
+    gradients = torch.autograd.grad(surrogate, inputs, allow_unused=True)
+    return torch.stack(losses), [
+        torch.zeros_like(x) if g is None else g for g, x in zip(gradients, inputs, strict=True)
+    ]
+
+
+def assert_gradients(ours: tuple[Tensor, ...], true: list[Tensor], relative: float) -> None:
+    for name, mine, exact in zip(NAMES, ours, true, strict=True):
+        wrong = float((mine.double() - exact).norm() / exact.norm().clamp(min=1e-300))
+        assert wrong <= relative, f"gradient of {name}: relative error {wrong:.2e} > {relative:.0e}"
+
+
+RAGGED = Problem.draw(frames=[9, 1, 4, 6, 0, 1], symbols=[4, 2, 0, 5, 3, 0])
+REALISTIC = Problem.draw(frames=[60, 41], symbols=[17, 20], hidden=64, vocabulary=96)
+
+
+@FORMS
+@pytest.mark.parametrize("frames", [1, 2, 4])
+@pytest.mark.parametrize("symbols", [0, 1, 3])
+def test_every_alignment_enumerated(frames: int, symbols: int, static: bool) -> None:
+    """A path is a choice of which of its first T + U - 1 arcs are labels; its last arc is a blank."""
+    problem = Problem.draw([frames], [symbols])
+    log_p = arcs(problem, problem.leaves(), 0, None, 1.0).detach()
+    paths = []
+    for chosen in itertools.combinations(range(frames + symbols - 1), symbols):
+        t = u = 0
+        total = torch.zeros((), dtype=torch.float64)
+        for step in range(frames + symbols - 1):
+            symbol = int(problem.labels[0, u]) if step in chosen else problem.blank
+            total = total + log_p[t, u, symbol]
+            t, u = (t, u + 1) if step in chosen else (t + 1, u)
+        paths.append(total + log_p[t, u, problem.blank])
+    loss, _ = problem.run(static=static)
+    torch.testing.assert_close(loss[0], -torch.logsumexp(torch.stack(paths), 0), rtol=1e-12, atol=1e-12)
+
+
+@FORMS
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize("keep", [0, 20 * 7 * 8, 2**20])
+@pytest.mark.parametrize("even", [False, True], ids=["uneven", "even"])
+def test_ragged_lattices_in_float64(static: bool, chunk: int, keep: int, even: bool) -> None:
+    """U = 0, T = 1, a filler row of no frames; chunks that end anywhere; no logits kept, those of 20 cells
+    or all; gradients from above that differ by utterance or do not."""
+    problem = RAGGED.evenly() if even else RAGGED
+    loss, gradients = problem.run(static=static, chunk=chunk, keep=keep)
+    true_loss, true = oracle(problem)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, true, 1e-12)
+    assert loss[4] == 0
+    assert not gradients[0][4].any()
+    assert not gradients[1][4].any()
+
+
+@FORMS
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_padding_is_never_looked_at(static: bool, garbage: float) -> None:
+    encoder, prediction, weight, bias = (x.clone() for x in RAGGED.inputs)
+    labels = RAGGED.labels.clone()
+    for row, (frames, symbols) in enumerate(zip(RAGGED.frames, RAGGED.symbols, strict=True)):
+        encoder[row, frames:] = garbage
+        prediction[row, symbols + 1 :] = garbage
+        labels[row, symbols:] = -7
+    spoilt = replace(RAGGED, inputs=(encoder, prediction, weight, bias), labels=labels)
+    loss, gradients = spoilt.run(static=static)
+    expected_loss, expected = RAGGED.run(static=static)
+    assert torch.equal(loss, expected_loss)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@FORMS
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_layout_of_the_inputs_is_free(static: bool, order: tuple[int, int, int]) -> None:
+    """Time first, as LSTMs like it, or any other strides."""
+    encoder, prediction, weight, bias = RAGGED.inputs
+    back = [order.index(axis) for axis in range(3)]
+    strided = [x.permute(order).contiguous().permute(back) for x in (encoder, prediction)]
+    assert not strided[0].is_contiguous()
+    leaves = [x.detach().requires_grad_() for x in (*strided, weight.t().contiguous().t(), bias)]
+    lengths = RAGGED.frames, RAGGED.symbols
+    options: dict[str, Any] = {"compute_dtype": torch.float64, "skip_below": 0.0, "static": static}
+    loss = transducer_loss(*leaves, RAGGED.labels, *lengths, blank=RAGGED.blank, **options)  # type: ignore[misc]
+    gradients = torch.autograd.grad((loss * RAGGED.upstream).sum(), leaves)
+    assert_gradients(gradients, list(RAGGED.run(static=static)[1]), 1e-14)
+
+
+@FORMS
+def test_batch_of_filler_rows_alone(static: bool) -> None:
+    problem = Problem.draw([0, 0], [2, 0])
+    loss, gradients = problem.run(static=static)
+    assert not loss.any()
+    assert not any(bool(g.any()) for g in gradients)
+
+
+@FORMS
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_gradcheck(static: bool, rate: float) -> None:
+    """Finite differences, with the dropout mask held by its seed."""
+    problem = Problem.draw([3, 1], [1, 1], hidden=3, vocabulary=3)
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return transducer_loss(
+            *inputs,  # type: ignore[arg-type]
+            problem.labels,
+            problem.frames,
+            problem.symbols,
+            blank=problem.blank,
+            dropout=rate,
+            seed=5,
+            skip_below=0.0,
+            compute_dtype=torch.float64,
+            static=static,
+        )
+
+    assert torch.autograd.gradcheck(loss, problem.leaves())
+
+
+@pytest.mark.parametrize(("skip_below", "relative"), [(0.0, 1e-6), (1e-6, 3e-6)])
+@pytest.mark.parametrize("spread", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("even", [False, True], ids=["uneven", "even"])
+def test_fp32_gradients(skip_below: float, relative: float, spread: float, even: bool) -> None:
+    weight = REALISTIC.inputs[2] * spread
+    problem = replace(REALISTIC, inputs=(*REALISTIC.inputs[:2], weight, REALISTIC.inputs[3]))
+    problem = problem.evenly() if even else problem
+    loss, gradients = problem.run(torch.float32, skip_below=skip_below)
+    true_loss, true = oracle(problem)
+    torch.testing.assert_close(loss.double(), true_loss, rtol=1e-6, atol=0)
+    assert_gradients(gradients, true, relative)
+
+
+@dataclass
+class Work:
+    """Cells that one loss with its gradient computes."""
+
+    forward: int = 0
+    from_kept: int = 0
+    anew: int = 0
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    work, walk = Work(), module._RaggedWalk
+    fill, add = walk._fill_cells, walk._add_cells
+
+    def counted_fill(self: Any, cells: Any, logits: Tensor) -> None:
+        work.forward += len(logits)
+        fill(self, cells, logits)
+
+    def counted_add(self: Any, cells: Any, *fields: Tensor) -> None:
+        kept = int((self.place[cells.flat] >= 0).sum())
+        work.from_kept += kept
+        work.anew += len(cells.flat) - kept
+        add(self, cells, *fields)
+
+    monkeypatch.setattr(walk, "_fill_cells", counted_fill)
+    monkeypatch.setattr(walk, "_add_cells", counted_add)
+    return work
+
+
+INSIDE = 60 * 18 + 41 * 21  # cells of REALISTIC
+
+
+@pytest.mark.parametrize(
+    ("skip_below", "fewest", "most"),
+    [(0.0, INSIDE, INSIDE), (1e-6, 1000, 1900), (1e-3, 500, 1000), (2.0, 0, 0)],
+)
+def test_skipping_leaves_out_what_no_alignment_uses(
+    work: Work, skip_below: float, fewest: int, most: int
+) -> None:
+    _, gradients = REALISTIC.evenly().run(skip_below=skip_below, keep=0)
+    assert work.forward == INSIDE
+    assert work.from_kept == 0
+    assert fewest <= work.anew <= most
+    assert any(bool(g.any()) for g in gradients) == bool(most)
+
+
+def test_what_is_kept_is_not_computed_again(work: Work) -> None:
+    """Room for 400 cells: each utterance is a group of its own, and the likeliest are kept."""
+    REALISTIC.evenly().run(skip_below=1e-2, keep=400 * 96 * 8)
+    assert work.from_kept > 2 * work.anew > 0  # at random 0.7
+
+
+def test_a_row_without_frames_does_not_make_gradients_uneven(work: Work) -> None:
+    problem = RAGGED.evenly()
+    problem.upstream[4] = 0.0
+    _, gradients = problem.run(keep=2**20)
+    assert work.anew == 0
+    assert_gradients(gradients, oracle(problem)[1], 1e-12)
+
+
+@pytest.mark.parametrize("keep", [0, 2**20])
+def test_uneven_gradients_are_formed_anew_where_they_are_not_zero(work: Work, keep: int) -> None:
+    """And the lattice is not walked again for that."""
+    upstream = torch.tensor([0.0, 0.0, 2.0, 0.0, 5.0, 0.0], dtype=torch.float64)  # the fifth has no frames
+    replace(RAGGED, upstream=upstream).run(keep=keep)
+    inside = 9 * 5 + 1 * 3 + 4 * 1 + 6 * 6 + 0 + 1
+    assert work == Work(inside, inside if keep else 0, 4 if keep else inside + 4)
+
+
+def test_evaluation_forms_no_gradient(work: Work) -> None:
+    with torch.no_grad():
+        inputs = RAGGED.leaves()
+        lengths = RAGGED.frames, RAGGED.symbols
+        loss = transducer_loss(*inputs, RAGGED.labels, *lengths, blank=RAGGED.blank)  # type: ignore[misc]
+    assert (work.from_kept, work.anew) == (0, 0)
+    torch.testing.assert_close(loss, RAGGED.run()[0].float(), rtol=1e-6, atol=0)
+
+
+def test_a_second_backward_through_one_loss() -> None:
+    problem = RAGGED.evenly()
+    leaves = problem.leaves()
+    lengths = problem.frames, problem.symbols
+    loss = transducer_loss(*leaves, problem.labels, *lengths, blank=problem.blank, skip_below=0.0)  # type: ignore[misc]
+    once = torch.autograd.grad(loss.sum(), leaves, retain_graph=True)
+    twice = torch.autograd.grad(2 * loss.sum(), leaves)
+    assert all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True))
+
+
+@FORMS
+@pytest.mark.parametrize("fastemit", [0.01, 0.5])
+def test_fastemit_scales_label_arcs_and_keeps_the_loss(static: bool, fastemit: float) -> None:
+    loss, gradients = RAGGED.run(static=static, fastemit=fastemit)
+    true_loss, true = oracle(RAGGED, fastemit=fastemit)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, true, 1e-12)
+    _, without = oracle(RAGGED)
+    assert (gradients[3] - without[3]).norm() > 1e-3 * without[3].norm()
+
+
+@FORMS
+@pytest.mark.parametrize("hidden", [6, 7])
+@pytest.mark.parametrize("chunk", [5, 1024])
+def test_dropout_is_one_mask_in_forward_and_backward(static: bool, hidden: int, chunk: int) -> None:
+    problem = Problem.draw([9, 1, 4, 6, 0], [4, 2, 0, 5, 3], hidden=hidden)
+    loss, gradients = problem.run(static=static, chunk=chunk, dropout=0.3, seed=2**62 + 12345)
+    true_loss, true = oracle(problem, rate=0.3, seed=2**62 + 12345)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, true, 1e-12)
+
+
+def test_dropout_does_not_move_with_padding_or_skipping() -> None:
+    """The mask belongs to the cell, so an utterance's loss is the same alone, padded and among others."""
+    alone = Problem.draw([5], [2])
+    encoder, prediction, weight, bias = alone.inputs
+    wide = replace(
+        alone,
+        inputs=(
+            torch.cat((encoder, torch.ones(1, 4, 6)), 1),
+            torch.cat((prediction, torch.ones(1, 3, 6)), 1),
+            weight,
+            bias,
+        ),
+        labels=torch.nn.functional.pad(alone.labels, (0, 3)),
+    )
+    options = {"dropout": 0.4, "seed": 3}
+    assert torch.equal(alone.run(**options)[0], wide.run(**options)[0])
+    _, every = alone.run(**options)
+    _, skipping = alone.run(skip_below=1e-9, **options)
+    assert_gradients(skipping, list(every), 1e-8)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.5])
+def test_mask_has_its_rate_and_no_pattern(rate: float) -> None:
+    """Means, and products of neighbours in time, position, unit and all square patterns of these, within
+    5 standard deviations; also between utterances and between seeds."""
+    mask, scale = joint_dropout_mask(2, 64, 32, 255, rate=rate, seed=11)
+    other, _ = joint_dropout_mask(2, 64, 32, 255, rate=rate, seed=12)
+    keep = 1 / scale
+    assert abs(keep - (1 - rate)) < 1e-5
+    kept, others = mask.float() - keep, other.float() - keep
+    variance = keep * (1 - keep)
+
+    def deviations(product: Tensor, factors: int) -> float:
+        return float(product.double().mean().abs() * product.numel() ** 0.5 / variance ** (factors / 2))
+
+    assert deviations(kept, 1) < 5
+    assert deviations(kept[0] * kept[1], 2) < 5
+    assert deviations(kept * others, 2) < 5
+    pair = {
+        axis: (kept.narrow(axis, 0, n - 1), kept.narrow(axis, 1, n - 1))
+        for axis, n in ((1, 64), (2, 32), (3, 255))
+    }
+    for axis, (near, far) in pair.items():
+        assert deviations(near * far, 2) < 5, f"neighbours along axis {axis}"
+    for one, two in itertools.combinations((1, 2, 3), 2):
+        square = kept
+        for axis in (one, two):
+            n = square.shape[axis]
+            square = square.narrow(axis, 0, n - 1) * square.narrow(axis, 1, n - 1)
+        assert deviations(square, 4) < 5, f"squares over axes {one} and {two}"
+    for axes in ((0, 1, 2), (3,)):  # the rate of every unit, of every cell: chi-squared
+        rates = kept.mean(axes)
+        chi = float((rates.square() / (variance * rates.numel() / kept.numel())).sum())
+        assert abs(chi - rates.numel()) < 5 * (2 * rates.numel()) ** 0.5
+
+
+def test_hash_in_place_is_the_hash() -> None:
+    words = torch.randint(-(2**31), 2**31 - 1, (64, 33), dtype=torch.int32)
+    words[0, :4] = torch.tensor([0, -1, 2**31 - 1, -(2**31)])
+    expected, copy = module._mix(words), words.clone()
+    module._mix_in_place(copy, torch.empty_like(copy))
+    assert torch.equal(copy, expected)
+    unsigned = words[0, 1].item() % 2**32
+    for multiplier in (0x7FEB352D, 0x846CA68B):
+        unsigned = ((unsigned ^ (unsigned >> 16)) * multiplier) % 2**32
+    assert (unsigned ^ (unsigned >> 16)) == expected[0, 1].item() % 2**32
+
+
+@FORMS
+def test_two_runs_are_bit_identical(static: bool) -> None:
+    first, second = (
+        REALISTIC.run(torch.float32, static=static, skip_below=1e-6, dropout=0.3, seed=9) for _ in range(2)
+    )
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+@FORMS
+def test_seed_as_tensor(static: bool) -> None:
+    as_int = RAGGED.run(static=static, dropout=0.5, seed=2**40 + 3)
+    as_tensor = RAGGED.run(static=static, dropout=0.5, seed=torch.tensor(2**40 + 3))
+    assert torch.equal(as_int[0], as_tensor[0])
+    assert not torch.equal(as_int[0], RAGGED.run(static=static, dropout=0.5, seed=3)[0])
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 20.0])
+def test_static_form_in_fp32(spread: float) -> None:
+    """Diagonals in fp32 against the rows' float64, on a lattice whose loss is in the hundreds."""
+    problem = Problem.draw([120, 75], [30, 24], hidden=32, vocabulary=48, spread=spread)
+    loss, gradients = problem.run(torch.float32, static=True, dropout=0.1, seed=1)
+    true_loss, true = problem.run(torch.float64, dropout=0.1, seed=1)
+    torch.testing.assert_close(loss.double(), true_loss, rtol=2e-6, atol=0)
+    assert_gradients(gradients, list(true), 5e-6)
+
+
+@FORMS
+def test_bf16_products(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic of bfloat16 itself, also where the processor would rather have fp32."""
+    monkeypatch.setattr(module, "_product_dtype", lambda dtype, tensor: dtype)
+    loss, gradients = REALISTIC.run(torch.float32, compute_dtype=torch.bfloat16, static=static)
+    true_loss, true = oracle(REALISTIC)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), true_loss, rtol=2e-3, atol=0)
+    assert_gradients(gradients, true, 1.5e-2)
+    assert float((gradients[2] - true[2]).norm() / true[2].norm()) > 1e-4, "these were no bfloat16 products"
+
+
+def test_bf16_inputs_and_their_gradients() -> None:
+    loss, gradients = REALISTIC.run(torch.bfloat16, compute_dtype=torch.bfloat16)
+    assert loss.dtype == torch.float32
+    assert [g.dtype for g in gradients] == [torch.bfloat16] * 4
+    assert_gradients(gradients, oracle(REALISTIC)[1], 2e-2)
+
+
+@FORMS
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_leak_in(static: bool, low: torch.dtype) -> None:
+    plain = REALISTIC.run(torch.float32, static=static)
+    with torch.autocast("cpu", dtype=low):
+        cast = REALISTIC.run(torch.float32, static=static)
+    assert torch.equal(plain[0], cast[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], cast[1], strict=True))
+
+
+def test_second_derivative_is_refused() -> None:
+    encoder, prediction, weight, bias = RAGGED.leaves()
+    lengths = RAGGED.frames, RAGGED.symbols
+    loss = transducer_loss(encoder, prediction, weight, bias, RAGGED.labels, *lengths, blank=RAGGED.blank)
+    factor = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad((factor * loss).sum(), bias, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.backward(gradient.sum())
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@FORMS
+def test_the_lattice_is_never_held(static: bool) -> None:
+    problem = Problem.draw([20, 13], [7, 9], hidden=16, vocabulary=50)
+    with _Largest() as largest:
+        problem.run(torch.float32, static=static, chunk=40, keep=40 * 50 * 4, dropout=0.2)
+    assert largest.elements <= 40 * 50 == (2 * 20 * 10 * 50) / 10
+
+
+def test_predicted_bytes_grow_with_every_size() -> None:
+    sizes = {"batch": 8, "frames": 200, "positions": 61, "hidden": 512, "vocabulary": 1024}
+    predicted = transducer_loss_bytes(**sizes)
+    assert (
+        50 * 2**20 < predicted < 67 * 2**20
+    )  # about 60 MiB were measured: docs/benchmarks/transducer-loss.md
+    for name in sizes:
+        assert transducer_loss_bytes(**(sizes | {name: 2 * sizes[name]})) > predicted
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), min_size=1, max_size=4),
+    hidden=st.integers(1, 9),
+    vocabulary=st.integers(2, 9),
+    blank_first=st.booleans(),
+    chunk=st.integers(1, 40),
+    keep=st.integers(0, 4000),
+    even=st.booleans(),
+    rate=st.sampled_from([0.0, 0.25]),
+    fastemit=st.sampled_from([0.0, 0.1]),
+    static=st.booleans(),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_any_shape(
+    lengths: list[tuple[int, int]],
+    hidden: int,
+    vocabulary: int,
+    blank_first: bool,
+    chunk: int,
+    keep: int,
+    even: bool,
+    rate: float,
+    fastemit: float,
+    static: bool,
+    seed: int,
+) -> None:
+    frames, symbols = zip(*lengths, strict=True)
+    problem = Problem.draw([*frames], [*symbols], hidden, vocabulary, seed=seed % 1000)
+    problem = problem.evenly() if even else problem
+    true_loss, true = oracle(problem, rate, seed, fastemit)
+    if blank_first:  # the same problem with its vocabulary turned by one
+        encoder, prediction, weight, bias = problem.inputs
+        turned = (encoder, prediction, weight.roll(1, 0), bias.roll(1))
+        problem = replace(problem, inputs=turned, labels=problem.labels + 1)
+        true = [true[0], true[1], true[2].roll(1, 0), true[3].roll(1)]
+    options = {"chunk": chunk, "keep": keep, "dropout": rate, "seed": seed, "fastemit": fastemit}
+    loss, gradients = problem.run(blank=0 if blank_first else problem.blank, static=static, **options)
+    torch.testing.assert_close(loss, true_loss, rtol=1e-11, atol=1e-11)
+    for ours, exact in zip(gradients, true, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": RAGGED.labels + 6}, "outside the vocabulary of 7"),
+        ({"labels": torch.full_like(RAGGED.labels, 6)}, "is the blank 6"),
+        ({"frames": RAGGED.frames + 1}, "do not fit 9 frames"),
+        ({"symbols": RAGGED.symbols + 1}, "and 5 labels"),
+        ({"labels": RAGGED.labels[:, 1:]}, "expected"),
+        ({"inputs": (RAGGED.inputs[0][:, :0], *RAGGED.inputs[1:])}, "no frame"),
+    ],
+)
+def test_contents_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(RAGGED, **change).run()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout": 1.0}, {"dropout": -0.1}, {"fastemit": -1.0}, {"chunk": 0}, {"compute_dtype": torch.float16}],
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"dropout|fastemit|compute_dtype"):
+        RAGGED.run(**options)
+
+
+REHEARSAL = """
+import torch, torch._lazy.ts_backend, torch._lazy.metrics as metrics
+from speechtrain.losses.transducer import transducer_loss
+
+torch._lazy.ts_backend.init()
+torch.manual_seed(0)
+weight, bias = torch.randn(7, 8), torch.randn(7)
+compilations = []
+for step in range(4):
+    labels = torch.randint(0, 6, (2, 2))
+    frames, symbols = torch.tensor([4, 1 + step]), torch.tensor([2, step % 3])
+    inputs = [torch.randn(2, 4, 8), torch.randn(2, 3, 8), weight, bias]
+    gradients = []
+    for device in ("cpu", "lazy"):
+        there = [x.to(device).requires_grad_() for x in inputs]
+        integers = [x.to(device) for x in (labels, frames, symbols)]
+        loss = transducer_loss(*there, *integers, blank=6, dropout=0.3, seed=step, static=True)
+        gradients.append(torch.autograd.grad(loss.sum(), there))
+        torch._lazy.mark_step()
+    for here, there in zip(*gradients):
+        torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-6)
+    compilations.append(metrics.counter_value("UncachedCompile"))
+fallbacks = [name for name in metrics.counter_names() if name.startswith("aten::")]
+print(compilations, fallbacks)
+assert compilations[0] == compilations[-1], "a graph was compiled again"
+assert set(fallbacks) <= {"aten::copy"}, "what moves tensors to and from the device is not ours"
+"""
+
+
+def test_static_form_is_one_graph_on_the_rehearsal_device() -> None:
+    """Seeds, lengths and labels change from step to step; nothing compiles again and nothing falls back."""
+    run = subprocess.run([sys.executable, "-c", REHEARSAL], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,527 @@
+"""The report: right figures, nothing loaded from elsewhere, nothing unescaped, no run that breaks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rapidfuzz.distance import Levenshtein
+
+from speechtrain.commands._cli import guarded
+from speechtrain.commands.report import run as report
+from speechtrain.errors import RunError
+from speechtrain.report.assets import SCRIPT
+from speechtrain.report.chart import Chart, Line, draw, short, smoothed, thinned
+from speechtrain.report.page import align, page
+from speechtrain.report.run import Curve, differing, names_of, read_run
+from speechtrain.tracking.jsonl import Jsonl
+
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags balance, and collects what a test asks for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            kind, text = self.scripts[-1]
+            self.scripts[-1] = (kind, text + data)
+        elif not self.open or self.open[-1] != "style":
+            self.text += data + " "
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split())
+
+
+def _write(folder: Path, *events: tuple[str, dict[str, Any]], **files: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tracker = Jsonl(str(folder))
+    for event, values in events:
+        tracker.log(event, values)
+    tracker.close()
+    for name, content in files.items():
+        path = folder / {"result": "result.json", "run": "run.json", "config": "config.yaml"}.get(name, name)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+def _events(steps: int = 40, wer: float = 0.0321, loss: float = 1.0) -> list[tuple[str, dict[str, Any]]]:
+    events: list[tuple[str, dict[str, Any]]] = [("start", {"parameters": 480029, "steps": 40})]
+    for step in range(1, steps + 1):
+        figures = {"loss": loss / step, "lr": 1e-3, "grad_norm": 2.0, "utterances_per_s": 128.0}
+        more = {"audio_s_per_s": 210.0, "data_wait": 0.05, "memory_mib": 700.0, "eta_s": 1.0}
+        events.append(("train", {"step": step, "steps": 40, "epoch": step / 10, **figures, **more}))
+        if step % 20 == 0:
+            for name, factor in (("test", 1.0), ("voices", 2.0)):
+                rate = wer * factor * 40 / step
+                events.append(
+                    ("valid", {"step": step, "set": name, "seconds": 1.0, "wer": rate, "loss": 2.0})
+                )
+    rows = [
+        {"id": "a-1", "reference": "one two three", "hypothesis": "one too three four"},
+        {"id": "a-2", "reference": "five six", "hypothesis": "five"},
+    ]
+    events.append(("examples", {"step": steps, "set": "test", "rows": rows}))
+    return events
+
+
+def _whole_run(folder: Path, **changes: Any) -> Path:
+    skipped = [{"id": f"cut-{i}", "reason": "unreadable", "detail": "lost sync"} for i in range(7)]
+    lines = "".join(json.dumps(row) + "\n" for row in [*skipped, skipped[0], {"id": "x", "reason": "empty"}])
+    return _write(
+        folder,
+        *_events(**changes),
+        ("warning", {"message": "slow disk"}),
+        ("warning", {"message": "slow disk"}),
+        result={
+            "status": "finished",
+            "metric": 0.03,
+            "metrics": {"test/wer": 0.0321},
+            "steps": 40,
+            "wall_s": 754.2,
+        },
+        run={
+            "argv": ["-m", "seed=1,2"],
+            "overrides": ["seed=1"],
+            "git": {"commit": "abc123", "dirty": True},
+            "versions": {"torch": "2.13.0"},
+            "seed": 7,
+            "device": "cpu",
+            "host": "box",
+        },
+        config="seed: 7\nprecision:\n  _target_: speechtrain.precision.BF16\noptimizer:\n  lr: 0.004\n",
+        **{"skipped.jsonl": lines + '{"id": "torn'},
+    )
+
+
+def _page(*folders: Path) -> Page:
+    return Page(page([read_run(folder) for folder in folders]))
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    words = _page(_whole_run(tmp_path / "rnnt-digits")).words
+    for fact in (
+        "rnnt-digits finished",
+        "WER test 3.21 %",
+        "WER voices 6.42 %",
+        "steps 40",
+        "wall time 0:12:34",
+        "throughput 128 utt/s 210 audio s/s",
+        "parameters 480 k 480,029",
+        "device cpu bf16 box",
+        "slow disk × 2",
+        "Skipped recordings 8 in all",
+        "unreadable 7 cut-0 lost sync",
+        "and 2 more in skipped.jsonl",
+        "command speechtrain-train -m seed=1,2 overrides seed=1 seed 7",
+        "abc123 with uncommitted changes",
+        "torch 2.13.0",
+        "lr: 0.004",
+    ):
+        assert fact in words
+    for title in (
+        "Loss",
+        "WER %",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "Waiting for data",
+        "Memory",
+    ):
+        assert title in words
+
+
+def test_every_chart_says_its_values_to_those_who_cannot_see_it(tmp_path: Path) -> None:
+    labels = [
+        a["aria-label"] or "" for tag, a in _page(_whole_run(tmp_path)).tags if tag == "svg" and "role" in a
+    ]
+    test, voices = "test from 6.42 to 3.21 %, lowest 3.21", "voices from 12.84 to 6.42 %, lowest 6.42"
+    assert f"WER against the step: {test}; {voices}" in labels
+    assert len(labels) == 8
+
+
+def test_errors_of_transcripts_are_marked(tmp_path: Path) -> None:
+    text = page([read_run(_whole_run(tmp_path))])
+    assert re.search(r'class="word replace"><span[^>]*>two</span><span[^>]*>too</span>', text)
+    assert re.search(r'class="word insert"><span[^>]*>·</span><span[^>]*>four</span>', text)
+    assert re.search(r'class="word delete"><span[^>]*>six</span><span[^>]*>·</span>', text)
+    words = Page(text).words
+    assert "2 of 3 words" in words
+    assert "1 of 2 words" in words
+
+
+def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
+    text = page([read_run(_whole_run(tmp_path))])
+    parsed = Page(text)
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & {tag for tag, _ in parsed.tags}
+    assert not [
+        a
+        for _, attributes in parsed.tags
+        for a in attributes
+        if a in ("src", "href", "srcset") or a.startswith("on")
+    ]
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttp|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert any("default-src 'none'" in (a.get("content") or "") for _, a in parsed.tags)
+
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!--"
+
+
+def test_everything_is_escaped(tmp_path: Path) -> None:
+    folder = _write(
+        tmp_path / "<b>run",
+        ("start", {"parameters": 1}),
+        ("train", {"step": 1, "loss": 1.0, NASTY: 2.0}),
+        ("valid", {"step": 1, "set": NASTY, "wer": 0.5, NASTY: 1.0}),
+        (
+            "examples",
+            {
+                "step": 1,
+                "set": NASTY,
+                "rows": [{"id": NASTY, "reference": NASTY, "hypothesis": NASTY + " x"}],
+            },
+        ),
+        ("warning", {"message": NASTY}),
+        result={"status": NASTY, "error": NASTY, "metrics": {NASTY: NASTY}},
+        run={
+            "argv": [NASTY],
+            "overrides": [NASTY],
+            "git": {"commit": NASTY},
+            "versions": {NASTY: NASTY},
+            "seed": NASTY,
+            "device": NASTY,
+            "host": NASTY,
+            "platform": NASTY,
+        },
+        config=NASTY,
+        **{"skipped.jsonl": json.dumps({"id": NASTY, "reason": NASTY, "detail": NASTY})},
+    )
+    other = _write(tmp_path / "other", ("start", {}), config=f"a: {json.dumps(NASTY)}")
+    for parsed in (_page(folder), _page(folder, other)):
+        assert [text for kind, text in parsed.scripts if kind is None] == [SCRIPT]
+        assert "img" not in {tag for tag, _ in parsed.tags}
+        assert parsed.text.count("alert(1)") >= 10
+        for kind, text in parsed.scripts:
+            assert kind is None or json.loads(text)["lines"]
+
+
+def test_a_run_in_progress(tmp_path: Path) -> None:
+    folder = _write(tmp_path, *_events(steps=30), config="seed: 1\n")
+    assert "no result yet" in _page(folder).words
+    (folder / "lock").write_text(f"pid {os.getpid()} on {platform.node()}\n")
+    words = _page(folder).words
+    assert "in progress" in words
+    assert "steps 30 of 40" in words
+    assert "0:00:01 to go" in words
+
+
+def test_a_run_whose_process_is_gone(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    folder = _write(tmp_path, *_events(), lock=f"pid {gone.pid} on {platform.node()}\n")
+    assert "stopped without a result" in _page(folder).words
+    (folder / "lock").write_text(f"pid {gone.pid} on another-host\n")
+    assert "no result yet" in _page(folder).words
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"), [("failed", "failed"), ("preempted", "preempted; the same command")]
+)
+def test_a_run_that_ended_early(status: str, shown: str, tmp_path: Path) -> None:
+    result = {"status": status, "metric": None, "metrics": {}, "error": "10 non-finite updates in a row"}
+    words = _page(_write(tmp_path, *_events(steps=5), result=result)).words
+    assert shown in words
+    assert "Error 10 non-finite updates in a row" in words
+
+
+def test_wall_time_without_a_result_leaves_out_the_pause(tmp_path: Path) -> None:
+    steps = {"train": 1, "resume": 1, "valid": 2}
+    times = [("start", 100), ("train", 160), ("start", 9000), ("resume", 9001), ("valid", 9030)]
+    lines = [json.dumps({"event": event, "time": at, "step": steps.get(event)}) for event, at in times]
+    assert read_run(_write(tmp_path, **{"metrics.jsonl": "\n".join(lines)})).wall_s == 60 + 30
+
+
+def test_one_file_is_enough(tmp_path: Path) -> None:
+    for name, content in (("config", "seed: 1\n"), ("result", {"status": "failed", "error": "no such file"})):
+        words = _page(_write(tmp_path / name, **{name: content})).words
+        assert "No curves yet" in words
+
+
+def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path: Path) -> None:
+    events = [("train", {"step": s, "loss": float("nan") if s == 7 else 1.0 + s % 3}) for s in range(1, 31)]
+    text = page([read_run(_write(tmp_path, *events, config=""))])
+    assert "1 value not finite" in text
+    (path,) = re.findall(r'class="line c0 d0 faint" d="([^"]+)"', text)
+    assert path.count("M") == 2
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    best = _whole_run(tmp_path / "sweep" / "0", wer=0.01)
+    worse = _whole_run(tmp_path / "sweep" / "1", wer=0.02)
+    (worse / "config.yaml").write_text("seed: 7\nrun_dir: elsewhere\noptimizer:\n  lr: 0.1\n")
+    text = page([read_run(best), read_run(worse)])
+    parsed = Page(text)
+    assert "2 runs compared" in parsed.words
+    assert "<b>1.00 %</b>" in text
+    assert "sweep/0 finished 1.00 % 2.00 % 40 0:12:34 128 480 k cpu bf16" in parsed.words
+    assert "optimizer.lr" in parsed.words
+    assert "run_dir" not in re.findall(r'<th scope="col">([^<]*)</th>', text)
+    charts = [json.loads(t) for kind, t in parsed.scripts if kind]
+    assert [line["label"] for line in charts[1]["lines"]] == [
+        "sweep/0, test",
+        "sweep/0, voices",
+        "sweep/1, test",
+        "sweep/1, voices",
+    ]
+
+
+def test_many_runs_share_the_charts(tmp_path: Path) -> None:
+    folders = [_whole_run(tmp_path / f"run-{i}", wer=0.01 * (i + 1)) for i in range(11)]
+    text = page([read_run(folder) for folder in folders])
+    Page(text)
+    assert "pale" in text
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    runs = [read_run(_write(tmp_path / name, config="")) for name in ("a/x", "b/x", "b/y")]
+    assert names_of(runs) == ["a/x", "b/x", "b/y"]
+    assert names_of(runs[1:]) == ["x", "y"]
+    assert names_of([runs[0], runs[0]]) == ["x", "x"]
+
+
+def test_differing_keys(tmp_path: Path) -> None:
+    one = read_run(_write(tmp_path / "1", config="a: {b: 1, c: 2}\nx: {run_dir: p}\n"))
+    two = read_run(_write(tmp_path / "2", config="a: {b: 1, c: 3}\nx: {run_dir: q}\nd: null\ne: []\n"))
+    assert differing([one, two]) == {"a.c": [2, 3], "e": [None, []]}
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+WORDS = st.lists(st.sampled_from(["a", "b", "c", "dd"]), max_size=9).map(" ".join)
+
+
+@given(WORDS, WORDS)
+def test_alignment_has_the_fewest_errors_and_both_texts(reference: str, hypothesis: str) -> None:
+    pairs = align(reference, hypothesis)
+    errors = sum(tag != "equal" for tag, _, _ in pairs)
+    assert errors == Levenshtein.distance(reference.split(), hypothesis.split())
+    assert " ".join(left for _, left, _ in pairs if left) == reference
+    assert " ".join(right for _, _, right in pairs if right) == hypothesis
+    for tag, left, right in pairs:
+        kind = "delete" if not right else "insert" if not left else "equal" if left == right else "replace"
+        assert tag == kind
+
+
+def test_thinning_keeps_peaks_and_the_newest_point() -> None:
+    y: list[float | None] = [0.0] * 10_001
+    y[5_003], y[7_777], y[2_000] = 9.0, -9.0, None
+    y[-3:] = [1.0, -1.0, 0.5]
+    thin = thinned(Curve([float(i) for i in range(10_001)], y))
+    assert len(thin.x) <= 402
+    assert (max(v for v in thin.y if v is not None), min(v for v in thin.y if v is not None)) == (9.0, -9.0)
+    assert (thin.x[-1], thin.y[-1]) == (10_000, 0.5)
+    assert thin.x == sorted(set(thin.x))
+
+
+def test_thinning_leaves_a_stretch_without_values_empty() -> None:
+    y: list[float | None] = [None if 4_000 <= i < 6_000 else 1.0 for i in range(10_000)]
+    thin = thinned(Curve([float(i) for i in range(10_000)], y))
+    assert any(v is None for v in thin.y)
+
+
+def test_smoothing_is_unbiased_and_passes_gaps() -> None:
+    constant = smoothed(Curve([float(i) for i in range(200)], [None, None, *[3.0] * 198]))
+    assert constant.y[:2] == [None, None]
+    assert constant.y[2:] == pytest.approx([3.0] * 198)
+    noisy = smoothed(Curve([float(i) for i in range(1000)], [float(i % 2) for i in range(1000)]))
+    assert noisy.y[-1] == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (1e-3, "0.001"),
+        (2e-5, "2e-5"),
+        (1234, "1234"),
+        (12_345, "12.35k"),
+        (3.4e6, "3.4M"),
+        (-0.5, "-0.5"),
+    ],
+)
+def test_short(value: float, shown: str) -> None:
+    assert short(value) == shown
+
+
+@example([4.0, 2.2250738585072014e-308], False, True)
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e12, 1e12)), min_size=1, max_size=30),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_curve_can_be_drawn(values: list[float | None], from_zero: bool, maybe_log: bool) -> None:
+    curve = Curve([float(i) for i in range(len(values))], values)
+    lines = [Line("a", curve, is_faint=True), Line("a", curve)]
+    text = draw([Chart("t", lines, "%", 100.0, from_zero, maybe_log)])
+    assert (text == "") == all(v is None for v in values)
+    assert "nan" not in text
+    assert "inf" not in text
+    for place in re.findall(r"(?:bottom|left):([-\d.]+)%", text):
+        assert -0.01 <= float(place) <= 100.01
+    Page(text)
+
+
+def test_a_wide_range_is_drawn_logarithmically_unless_it_holds_zero() -> None:
+    def chart(*values: float) -> str:
+        curve = Curve([float(i) for i in range(len(values))], list(values))
+        return draw([Chart("WER", [Line("a", curve)], maybe_log=True)])
+
+    assert "log" in chart(100.0, 10.0, 1.0)
+    assert "log" not in chart(100.0, 10.0, 0.0)
+    assert "log" not in chart(100.0, 10.0)
+
+
+# --- what people and disks do -------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+EVENT = st.dictionaries(
+    st.sampled_from(
+        ["step", "set", "loss", "wer", "lr", "rows", "time", "message", "steps", "parameters", "eta_s", "id"]
+    ),
+    JSON,
+    max_size=6,
+)
+NAMES = st.sampled_from(
+    ["start", "resume", "train", "valid", "examples", "checkpoint", "warning", "end", "other"]
+)
+FILE = st.dictionaries(
+    st.sampled_from(
+        [
+            "status",
+            "metrics",
+            "steps",
+            "wall_s",
+            "error",
+            "argv",
+            "overrides",
+            "git",
+            "versions",
+            "host",
+            "seed",
+        ]
+    ),
+    JSON,
+    max_size=5,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(NAMES, EVENT), max_size=6), FILE, FILE, JSON, st.text(max_size=30))
+def test_no_content_breaks_the_page(
+    events: list[tuple[str, dict[str, Any]]],
+    result: dict[str, Any],
+    about: dict[str, Any],
+    skipped: Any,
+    config: str,
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps({"event": event, **values}) + "\n" for event, values in events)
+        )
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "run.json").write_text(json.dumps(about))
+        (folder / "skipped.jsonl").write_text(json.dumps(skipped) + "\n")
+        (folder / "config.yaml").write_text(config, encoding="utf-8", errors="replace")
+        run = read_run(folder)
+        Page(page([run]))
+        Page(page([run, run]))
+
+
+def test_the_command_writes_and_names_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _whole_run(tmp_path / "run")
+    assert report([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    Page((folder / "report.html").read_text())
+    assert report([str(folder), str(folder), "--out", str(tmp_path / "both.html")]) == 0
+    assert "2 runs compared" in (tmp_path / "both.html").read_text()
+    assert report([str(folder), str(folder)]) == 0
+    assert (folder / "comparison.html").exists()
+
+
+def test_a_missing_or_empty_directory_is_one_line_and_code_5(tmp_path: Path) -> None:
+    command = "from speechtrain.commands.report import main; main()"
+    for argument, words in ((tmp_path / "none", "no such directory"), (tmp_path, "no run in it")):
+        done = subprocess.run(
+            [sys.executable, "-c", command, str(argument)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 5
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"speechtrain: error: {argument}: {words}")
+
+
+def test_a_folder_of_runs_is_refused_with_a_hint(tmp_path: Path) -> None:
+    _whole_run(tmp_path / "sweep" / "0")
+    with pytest.raises(RunError, match=r"did you mean .*sweep/0\?"):
+        read_run(tmp_path / "sweep")
+
+
+def test_a_page_that_cannot_be_written_names_the_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _whole_run(tmp_path / "run")
+    for target in (tmp_path, tmp_path / "no" / "x.html"):
+        assert guarded(lambda target=target: report([str(folder), "--out", str(target)])) == 5
+        assert f"error: {target}: " in capsys.readouterr().err
+
+
+def test_neither_help_nor_a_page_needs_torch(tmp_path: Path) -> None:
+    folder = _whole_run(tmp_path / "run")
+    code = (
+        "import sys\nfrom speechtrain.commands.report import run\n"
+        f"run([{str(folder)!r}])\nsys.exit(bool({{'torch', 'hydra', 'rich'}} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)

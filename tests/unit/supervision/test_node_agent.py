@@ -1,0 +1,167 @@
+"""One host's part: it stops its ranks when told to, and when nobody is there to tell it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speechtrain.run_directory import RESULT, rank_folder
+from speechtrain.supervision import node_agent as node
+from speechtrain.supervision.node_agent import MODULE
+from speechtrain.supervision.process_tree import PROC
+
+AGENT = """
+import pathlib, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+sys.exit(child.wait())
+"""
+RANK = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: {answer})
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+pathlib.Path({ready!r}).write_text(str(__import__("os").getpid()))
+time.sleep(60)
+"""
+
+
+def start(tmp_path: Path, answer: str, *options: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A node with one rank that is ready, and the rank's pid."""
+    ready = tmp_path / "ready"
+    rank = RANK.format(answer=answer, ready=str(ready))
+    line = [
+        sys.executable,
+        "-m",
+        MODULE,
+        "run",
+        *options,
+        str(tmp_path / "agent.log"),
+        "--",
+    ]
+    process = subprocess.Popen([*line, sys.executable, "-c", AGENT, rank], stdin=subprocess.PIPE)
+    while not ready.exists() or not ready.read_text():
+        assert process.poll() is None
+    return process, int(ready.read_text())
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("word", [node.ALIVE + node.STOP, node.STOP + node.STOP, b""])
+def test_told_to_stop_or_left_alone_it_asks_its_rank(tmp_path: Path, word: bytes) -> None:
+    process, rank = start(tmp_path, "sys.exit(7)", "--attached=60")
+    process.communicate(word, timeout=60)  # and closes the standard input
+    assert process.returncode == 7
+    assert is_gone(rank)
+
+
+@pytest.mark.parametrize("word", [node.KILL, b""])
+def test_what_does_not_stop_is_killed(tmp_path: Path, word: bytes) -> None:
+    process, rank = start(tmp_path, "None", "--attached=0.5")
+    process.communicate(word, timeout=60)
+    assert process.returncode == 130
+    while not is_gone(rank):
+        pass
+
+
+def test_unattached_it_leaves_its_standard_input_alone(tmp_path: Path) -> None:
+    process, rank = start(tmp_path, "sys.exit(7)")
+    assert process.stdin is not None
+    process.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.terminate()
+    assert process.wait(60) == 7
+    assert is_gone(rank)
+
+
+def test_silence_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "SILENCE_SECONDS", 0.1)
+    sent: list[int] = []
+    monkeypatch.setattr(node.os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(node.select, "select", lambda *_: ([], [], []))
+    node._obey(0.0)
+    assert sent == [node.signal.SIGTERM] * 2
+
+
+def test_it_says_what_it_sees(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("1234")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = [
+            sys.executable,
+            "-m",
+            MODULE,
+            "look",
+            str(tmp_path / "token"),
+            port,
+            "127.0.0.1",
+        ]
+        seen = json.loads(subprocess.run(line, capture_output=True, check=True, timeout=60).stdout)
+    assert seen["token"] == "1234"
+    assert seen["versions"] == node.versions()
+    assert "use" in seen["taken"]
+    assert node.look(tmp_path / "token", 0, "")["taken"] == ""
+
+
+def test_an_address_has_its_interface() -> None:
+    assert node.interface_of("127.0.0.1") == "lo"
+    assert node.interface_of("192.0.2.1") == ""  # of documentation, nobody's
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [({"status": "preempted"}, 75), ({"status": "finished"}, 0), ({"status": "failed", "exit_code": 3}, 3)],
+)
+def test_the_outcome_of_a_run(tmp_path: Path, result: dict[str, object], code: int) -> None:
+    assert node.outcome(tmp_path) == 1
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    assert node.main(["outcome", str(tmp_path)]) == code
+
+
+@pytest.mark.parametrize(
+    ("rank", "result", "code"),
+    [
+        (0, {"status": "finished"}, 0),
+        (0, {"status": "preempted"}, 203),
+        (1, {"status": "failed", "exit_code": 2}, 2),
+        (1, {"status": "failed", "exit_code": 4, "is_cause": False}, 132),
+    ],
+)
+def test_one_of_several_nodes_leaves_with_the_code_of_the_run(
+    tmp_path: Path, rank: int, result: dict[str, object], code: int
+) -> None:
+    """Rank 0 says it after this node's agent has ended, from another node."""
+    folder = rank_folder(tmp_path, rank)
+    late = (
+        "import json, pathlib, sys, time; time.sleep(0.5); pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    told = subprocess.Popen([sys.executable, "-c", late, str(folder / RESULT), json.dumps(result)])
+    options = [f"--outcome={tmp_path}", "--retry-from=128", "--node=1", str(tmp_path / "agent.log")]
+    speaking = [sys.executable, "-c", "import sys; print('words', file=sys.stderr)"]
+    assert node.main(["run", *options, "--", *speaking]) == code
+    assert told.wait(60) == 0
+    assert (tmp_path / "agent-1.log").read_text() == "words\n"
+
+
+def test_a_node_that_comes_back_after_the_end_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / RESULT).write_text('{"status": "finished"}')
+    line = ["run", f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--", "/nowhere"]
+    assert node.main(line) == 0
+
+
+def test_ranks_of_which_none_has_left_a_word_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "_LOOKS", 1)
+    line = ["run", f"--outcome={tmp_path}", "--retry-from=128", str(tmp_path / "log"), "--", "false"]
+    assert node.main(line) == 129

@@ -1,0 +1,291 @@
+"""Supervision of one child: its code, the signals it gets, and how it may be rendered."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speechtrain.errors import ConfigError
+from speechtrain.launcher import Job, shell_line
+from speechtrain.supervision.process_tree import children_of
+from speechtrain.supervision.supervise import supervise
+
+# what a worker does: act on the signals that waited while it could not
+OBEDIENT = """
+import pathlib, signal, sys, time
+time.sleep({busy})
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+pathlib.Path({ready!r}).touch()
+time.sleep(60)
+"""
+
+
+def signalled(path: Path, code: str, *numbers: int, when: Path | None = None) -> int:
+    """Exit code of a supervised ``code``, while this process gets the signals once ``when`` exists."""
+
+    def send() -> None:
+        while when is not None and not when.exists():
+            time.sleep(0.01)
+        for number in numbers:
+            time.sleep(0.3)
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        return supervise([sys.executable, "-c", code], os.environ)
+    finally:
+        thread.join()
+
+
+def test_the_childs_code_is_returned_and_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    assert supervise([sys.executable, "-c", "raise SystemExit(3)"], os.environ) == 3
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGTERM, signal.SIGINT} == set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_asks(tmp_path: Path, number: int) -> None:
+    ready = tmp_path / "ready"
+    assert signalled(tmp_path, OBEDIENT.format(busy=0, ready=str(ready)), number, when=ready) == 7
+
+
+def test_a_signal_waits_for_a_child_that_is_still_starting(tmp_path: Path) -> None:
+    code = OBEDIENT.format(busy=1.0, ready=str(tmp_path / "ready"))
+    assert signalled(tmp_path, code, signal.SIGTERM) == 7
+
+
+def test_the_second_signal_kills_the_whole_session(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    code = (
+        "import subprocess, sys, pathlib, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(60)"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        signalled(tmp_path, code, signal.SIGINT, signal.SIGINT, when=ready)
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    begun = time.monotonic()
+    while state.exists() and ") Z" not in state.read_text() and time.monotonic() - begun < 10:
+        time.sleep(0.01)
+    assert not state.exists() or ") Z" in state.read_text()
+
+
+# what an agent does: children in sessions of their own; it ends when they have ended, and with their word
+AGENT_OF_TWO = """
+import subprocess, sys
+line = [sys.executable, "-c", sys.argv[1]]
+children = [subprocess.Popen([*line, str(i)], start_new_session=True) for i in range(2)]
+print("W1121 03:40:12.123000 4711 torch/distributed/run.py:1] a warning of the agent", file=sys.stderr)
+print("[rank0]:[W1121 03:40:12.671648576 reducer.cpp:1] Warning: of torch in a rank", file=sys.stderr)
+print("[W1121 03:40:12.1 TCPStore.cpp:1] [c10d] recvValue failed", file=sys.stderr)
+print("Exception raised from recvBytes\\nframe #0: c10::Error::Error(", file=sys.stderr)
+print("<omitting python frames>\\nframe #1: clone\\n", file=sys.stderr)
+print("speechtrain: warning: of a rank", file=sys.stderr, flush=True)
+codes = [child.wait() for child in children]
+if codes != [7, 7]:
+    raise RuntimeError(codes)
+"""
+RANK = """
+import pathlib, signal, sys, time
+time.sleep(0.5 * int(sys.argv[1]))  # they are not ready at the same time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+pathlib.Path({folder!r}, sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+def ended(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return ") Z" in stat.read_text()
+    except OSError:
+        return True
+
+
+def wait_until(reached: Callable[[], object]) -> None:
+    begun = time.monotonic()
+    while not reached():
+        assert time.monotonic() - begun < 60
+        time.sleep(0.01)
+
+
+def signalled_agent(folder: Path, *numbers: int, ready: int) -> int:
+    """Exit code of a supervised agent of two, while this process gets the signals."""
+
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send() -> None:
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
+        wait_until(lambda: len([p for p in folder.iterdir() if p.name.isdigit()]) >= ready)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    line = [sys.executable, "-c", AGENT_OF_TWO, RANK.format(folder=str(folder))]
+    try:
+        return supervise(line, os.environ, agent_log=folder / "agent.log")
+    finally:
+        thread.join()
+
+
+def test_a_signal_for_what_could_not_be_started_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 would be this one's own group."""
+
+    def unable(*arguments: object, **named: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise FileNotFoundError("no such program")
+
+    sent: list[int] = []
+    monkeypatch.setattr("speechtrain.supervision.supervise._start", unable)
+    monkeypatch.setattr("speechtrain.supervision.supervise.os.killpg", lambda pid, number: sent.append(pid))
+    monkeypatch.setattr("speechtrain.supervision.supervise._kill", lambda pid, number: sent.append(pid))
+    with pytest.raises(FileNotFoundError):
+        supervise(["nothing"], os.environ)
+    assert sent == []
+
+
+@pytest.mark.parametrize("ready", [0, 1, 2])
+def test_the_first_signal_is_for_an_agents_ranks(
+    tmp_path: Path, ready: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert signalled_agent(tmp_path, signal.SIGTERM, ready=ready) == 0
+    assert capfd.readouterr().err == "speechtrain: warning: of a rank\n"
+    assert "a warning of the agent" in (tmp_path / "agent.log").read_text()
+
+
+def test_the_second_signal_kills_an_agent_and_its_ranks(tmp_path: Path) -> None:
+    pids: list[int] = []
+    others = set(children_of(os.getpid()))  # a fork server that an earlier test has left
+    code = RANK.format(folder=str(tmp_path)).replace("sys.exit(7)", "None")  # takes no notice
+    line = [sys.executable, "-c", AGENT_OF_TWO, code]
+
+    def send() -> None:
+        wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+        (agent,) = set(children_of(os.getpid())) - others
+        pids.extend([agent, *children_of(agent)])
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            supervise(line, os.environ, agent_log=tmp_path / "agent.log")
+    finally:
+        thread.join()
+    assert len(pids) == 3
+    wait_until(lambda: all(map(ended, pids)))
+
+
+def test_what_an_agent_says_of_a_failure_is_for_its_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = [sys.executable, "-c", AGENT_OF_TWO, "raise SystemExit(3)"]
+    assert supervise(line, os.environ, agent_log=tmp_path / "agent.log") == 1
+    assert capfd.readouterr().err == "speechtrain: warning: of a rank\n"
+    assert "RuntimeError: [3, 3]" in (tmp_path / "agent.log").read_text()
+
+
+DEAF = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    while not (folder / "deaf").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+(folder / "deaf").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+
+
+def test_a_rank_that_does_not_end_after_anothers_failure_is_killed(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line += ["--no-python", sys.executable, "-c", DEAF, str(tmp_path)]
+    log = tmp_path / "agent.log"
+    assert supervise(line, os.environ, agent_log=log, grace=0.1) != 0
+    assert "exitcode: 3" in log.read_text()
+    assert "Unable to shutdown process" not in log.read_text()  # torchrun's own way, after 30 s
+    wait_until(lambda: ended(int((tmp_path / "deaf").read_text())))
+
+
+def test_an_agent_does_not_outlive_its_command(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", AGENT_OF_TWO, RANK.format(folder=str(tmp_path))]
+    program = (
+        "import os, pathlib; from speechtrain.supervision.supervise import supervise\n"
+        f"supervise({line!r}, os.environ, agent_log=pathlib.Path({str(tmp_path / 'agent.log')!r}))"
+    )
+    command = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    (agent,) = children_of(command.pid)
+    ranks = children_of(agent)
+    command.kill()
+    command.wait()
+    wait_until(lambda: ended(agent))
+    for pid in ranks:  # these ranks, unlike a worker, do not ask to be told
+        os.kill(pid, signal.SIGKILL)
+    assert len(ranks) == 2
+
+
+def test_a_rendered_line_runs_as_given(tmp_path: Path) -> None:
+    line = shell_line(["printenv", "A B"], {"NAME": "it's $HOME; rm"})
+    assert shlex.split(line) == ["NAME=it's $HOME; rm", "printenv", "A B"]
+    done = subprocess.run(
+        shell_line(["printenv", "NAME"], {"NAME": "it's $HOME"}), shell=True, capture_output=True
+    )
+    assert done.stdout == b"it's $HOME\n"
+
+
+def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    job = Job(Path("c.yaml"), Path(), environment={"OMP_NUM_THREADS": "2", "SPEECHTRAIN_TEST_ONLY": "1"})
+    assert job.environ()["OMP_NUM_THREADS"] == "3"
+    assert job.environ()["SPEECHTRAIN_TEST_ONLY"] == "1"
+
+
+def test_the_local_launcher_starts_one_process(tmp_path: Path) -> None:
+    from speechtrain.launchers.local import Local
+
+    with pytest.raises(ConfigError, match="use launcher=torchrun, or set world_size=1"):
+        Local().check(Job(tmp_path / "c.yaml", tmp_path, world_size=2))
+    rendered = Local().render(Job(tmp_path / "c.yaml", tmp_path, environment={"A": "1"}))
+    assert rendered == f"A=1 {sys.executable} -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
+
+
+def test_the_default_launcher_counts_the_ranks(tmp_path: Path) -> None:
+    from speechtrain.launchers.auto import Auto
+    from speechtrain.launchers.local import Local
+    from speechtrain.launchers.torchrun import Torchrun
+
+    launcher = Auto(Local(), Torchrun(max_restarts=2, shutdown_seconds=9))
+    one, two = (Job(tmp_path / "c.yaml", tmp_path, size, {"A": "1"}) for size in (1, 2))
+    for job in (one, two):
+        launcher.check(job)
+    assert launcher.render(one) == f"A=1 {sys.executable} -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
+    assert launcher.render(two) == (
+        "A=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9 "
+        f"{sys.executable} -m torch.distributed.run --standalone "
+        f"--nproc-per-node=2 --max-restarts=2 --no-python {sys.executable} -m speechtrain.train_rank "
+        f"{tmp_path / 'c.yaml'}"
+    )
+    with pytest.raises(ValueError, match="max_restarts=-1"):
+        Torchrun(max_restarts=-1)

@@ -1,0 +1,426 @@
+"""The loop on a task small enough to check by hand: sums and weights, resume, stops, bad updates."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from speechtrain.batch import Batch
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.data.base import DataModule
+from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.group import Solo
+from speechtrain.errors import ConfigError, Diverged, MachineError, RunError
+from speechtrain.optim.ema import EMA, NoEMA
+from speechtrain.optim.schedules import Constant
+from speechtrain.precision import FP16, FP32, Precision
+from speechtrain.task import Alarm, Evaluation, Loss, Task
+from speechtrain.tracking.base import Tracker
+from speechtrain.trainer_config import Limits
+from speechtrain.training.trainer import Trainer, planned_steps
+
+MICRO_BATCHES = 7  # of an epoch; a number that no accumulation divides
+
+
+class Line(Task):
+    """Sum of squared errors of a linear map of the audio, with dropout, weighted by its valid rows."""
+
+    metric = "loss"
+
+    def __init__(self, poison: set[int] | None = None, alarms: list[int] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.2)
+        self.poison = poison or set()
+        self.advanced: list[int] = []
+        self.update_seeds: list[int] = []
+        self.alarms = alarms or []
+        self.host_seeds: list[int] = []
+        self.seen: list[int] = []
+
+    def forward(self, batch: Batch) -> Loss:
+        self.seen += [int(seed) for seed in batch.extra.values()]
+        error = self.linear(self.dropout(batch.audio))[:, 0] - batch.audio.sum(1)
+        total = (error.square() * batch.weight).sum()
+        if batch.epoch * MICRO_BATCHES + batch.index in self.poison:
+            total = total * torch.tensor(float("nan"))
+        return Loss(total, batch.weight.sum())
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        loss = self(batch)
+        return Evaluation({"loss": (loss.total, loss.weight)})
+
+    def advance(self, step: int, seed: int) -> None:
+        self.advanced.append(step)
+        self.update_seeds.append(seed)
+
+    def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
+        assert "loss" in means
+        if step in self.alarms:
+            self.alarms.remove(step)
+            return Alarm(step - 1, "the line has collapsed; lower optimizer.lr")
+        return None
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        self.host_seeds.append(seed)
+        return replace(batch, extra={"seed": torch.tensor(seed)})
+
+
+class Counted(DataModule):
+    """Micro-batches whose content is a function of their address; row counts are ragged."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.is_validating = False
+
+    @property
+    def micro_batches_per_epoch(self) -> int:
+        return MICRO_BATCHES
+
+    def at(self, number: int) -> Batch:
+        rows = 2 + number % 3
+        audio = torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
+        weight = torch.ones(rows)
+        weight[-1] = float(number % 2)
+        zeros = torch.zeros(rows, dtype=torch.int64)
+        ids = tuple(f"{number}-{row}" for row in range(rows))
+        return Batch(
+            audio, zeros + 4, zeros[:, None], zeros, weight, zeros, ids, ids,
+            epoch=number // MICRO_BATCHES, index=number % MICRO_BATCHES, seconds=1.0,
+        )  # fmt: skip
+
+    def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
+        while True:
+            first = self.next
+            for micro in range(accumulate):
+                if micro == accumulate - 1:
+                    self.next = first + world_size * accumulate
+                yield self.at(first + micro * world_size + rank)
+
+    def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
+        return {"dev": self._validating()}
+
+    def _validating(self) -> Iterator[Batch]:
+        self.is_validating = True
+        yield from (self.at(1000), self.at(1001))
+        self.is_validating = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Recorder(Tracker):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def log(self, event: str, values: Any) -> None:
+        self.events.append((event, dict(values)))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [values for name, values in self.events if name == event]
+
+
+class Rig:
+    """One process's worth of parts."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        stop_at: int | None = None,
+        poison: set[int] | None = None,
+        resume: str = "auto",
+        precision: Precision | None = None,
+        stop_in_validation: bool = False,
+        alarms: list[int] | None = None,
+        **limits: Any,
+    ) -> None:
+        run_dir.mkdir(exist_ok=True)
+        self.task = Line(poison, alarms)
+        self.data = Counted()
+        self.recorder = Recorder()
+        settings = replace(Limits(log_every=1, validate_every=1000, ema=0.9), **limits)
+        warn = lambda message: self.recorder.log("warning", {"message": message})  # noqa: E731
+
+        def stop() -> bool:
+            if stop_in_validation:
+                return self.data.is_validating
+            return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
+
+        self.trainer = Trainer(
+            settings, CPU(), precision or FP32(), Solo(), Checkpointer(run_dir, 3, warn), self.recorder, 1,
+            run_dir, stop,
+        )  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
+        average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
+        self.status = self.trainer.fit(
+            self.task, self.data, self.optimizer, Constant(peak=0.05), average, resume
+        )
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["loss"] for row in self.recorder.of("train")}
+
+
+def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
+    whole = Rig(tmp_path / "whole", max_steps=6, accumulate=2)
+    Rig(tmp_path / "parted", max_steps=6, accumulate=2, stop_at=3)
+    rest = Rig(tmp_path / "parted", max_steps=6, accumulate=2)
+    evaluated = len(whole.task.host_seeds) - 12
+    assert whole.task.seen == whole.task.host_seeds, "what prepare drew arrives with the batch"
+    assert len(set(whole.task.host_seeds)) == 12 + 2
+    assert evaluated == 2
+    assert rest.task.host_seeds == whole.task.host_seeds[6:], "a resumed run draws the same"
+    assert len(set(whole.task.update_seeds)) == 6
+    assert rest.task.update_seeds == whole.task.update_seeds[3:]
+
+
+def test_the_latest_batch_is_that_of_an_evaluation_while_one_is_made(tmp_path: Path) -> None:
+    """What a lack of memory is explained by."""
+    rig = Rig(tmp_path, max_steps=2)
+    assert rig.trainer.latest is not None
+    assert rig.trainer.latest.ids == rig.data.at(1001).ids
+
+
+def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"the line has collapsed; lower optimizer.lr .*since step 5"):
+        Rig(tmp_path, max_steps=10, alarms=[6])
+    warned = Rig(tmp_path / "warned", max_steps=10, alarms=[6], on_collapse="warn")
+    assert warned.status == "finished"
+    assert [w["step"] for w in warned.recorder.of("warning")] == [6]
+
+
+def test_a_collapse_is_rolled_back_to_before_its_onset(tmp_path: Path) -> None:
+    healthy = Rig(tmp_path / "healthy", max_steps=10, save_every=2, keep=5)
+    rig = Rig(tmp_path, max_steps=10, save_every=2, keep=5, alarms=[5, 7], on_collapse="rollback")
+    assert rig.status == "finished"
+    # back from 5 to 2, the newest before the onset at 4; then from 7 to 4
+    assert [row["step"] for row in rig.recorder.of("train")] == [*range(1, 6), *range(3, 8), *range(5, 11)]
+    rates = [row["lr"] / healthy_row["lr"] for row, healthy_row in zip(
+        rig.recorder.of("train")[-6:], healthy.recorder.of("train")[-6:], strict=True)]  # fmt: skip
+    assert rates == [0.25] * 6
+    assert rig.trainer.progress.rollbacks == 2
+    continued = Rig(tmp_path, max_steps=12, save_every=2, keep=5)
+    assert continued.recorder.of("train")[0]["step"] == 11
+    assert continued.trainer.progress.rate_factor == 0.25, "the halved rate is part of the run"
+
+
+def test_rolling_back_ends_where_it_does_not_help(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="after 3 rollbacks"):
+        Rig(tmp_path, max_steps=10, save_every=2, alarms=[5, 5, 5, 5], on_collapse="rollback")
+    with pytest.raises(Diverged, match="no checkpoint from before step 1"):
+        Rig(tmp_path / "early", max_steps=10, save_every=2, alarms=[2], on_collapse="rollback")
+
+
+def test_a_run_ends_at_its_limit_and_learns(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=80)
+    assert rig.status == "finished"
+    assert rig.trainer.progress.step == 80
+    first, last = list(rig.losses.values())[:8], list(rig.losses.values())[-8:]
+    assert sum(last) < 0.5 * sum(first)
+    assert rig.task.advanced == list(range(80))
+
+
+@pytest.mark.parametrize("kill_at", [1, 5, 6, 13])
+def test_resume_is_bit_equal(tmp_path: Path, kill_at: int) -> None:
+    whole = Rig(tmp_path / "a", max_steps=20, save_every=3, accumulate=2)
+    Rig(tmp_path / "b", stop_at=kill_at, max_steps=20, save_every=3, accumulate=2)
+    continued = Rig(tmp_path / "b", max_steps=20, save_every=3, accumulate=2)
+    assert continued.recorder.of("resume") == [{"step": kill_at}]
+    assert continued.losses == {s: v for s, v in whole.losses.items() if s > kill_at}
+    for a, b in zip(whole.task.parameters(), continued.task.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_update_is_the_mean_over_everything_it_covers(tmp_path: Path) -> None:
+    """Ragged micro-batches: the gradient is of Σ loss / Σ weight, not of a mean of means."""
+    rig = Rig(tmp_path, max_steps=1, accumulate=5, clip=0.0, ema=0.0)
+    task = Line()
+    task.dropout.p = 0.0
+    total, weight = torch.zeros(()), torch.zeros(())
+    for number in range(5):
+        loss = task(rig.data.at(number))
+        total, weight = total + loss.total, weight + loss.weight
+    (total / weight).backward()
+    reference = torch.cat([p.grad.flatten() for p in task.parameters() if p.grad is not None])
+    captured: list[torch.Tensor] = []
+
+    class Capture(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            captured.append(torch.cat([p.grad.flatten() for p in task.parameters() if p.grad is not None]))
+
+    task.zero_grad()
+    trainer = Trainer(
+        Limits(max_steps=1, accumulate=5, clip=0.0, ema=0.0), CPU(), FP32(), Solo(),
+        Checkpointer(tmp_path / "c"), Recorder(), 1, tmp_path,
+    )  # fmt: skip
+    trainer.fit(task, Counted(), Capture(task.parameters(), lr=1.0), Constant(peak=1.0), NoEMA())
+    torch.testing.assert_close(captured[0], reference, rtol=1e-6, atol=0)
+
+
+def test_clipping_bounds_the_global_norm(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=1, clip=1e-3, ema=0.0)
+    assert rig.recorder.of("train")[0]["grad_norm"] > 1e-3  # the norm before clipping is what is logged
+    before = Line()
+    moved = [(a - b).abs().max() for a, b in zip(rig.task.parameters(), before.parameters(), strict=True)]
+    assert max(moved) > 0
+
+
+def test_a_non_finite_micro_batch_skips_the_update_and_counts_as_a_step(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=6, poison={3})
+    clean = Rig(tmp_path / "clean", max_steps=3)
+    assert rig.status == "finished"
+    assert rig.trainer.progress.skipped_updates == 1
+    assert len(rig.recorder.of("warning")) == 1
+    assert "update 4" in rig.recorder.of("warning")[0]["message"]
+    assert math.isnan(rig.losses[4])
+    assert rig.losses[3] == clean.losses[3]
+    assert all(math.isfinite(rig.losses[s]) for s in (5, 6))
+
+
+def test_many_in_a_row_stop_the_run_with_a_replay_bundle(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="4 non-finite updates in a row up to step 6"):
+        Rig(tmp_path, max_steps=50, poison={2, 3, 4, 5}, max_bad_updates=4)
+    bundle = torch.load(tmp_path / "replay.pt", weights_only=True)
+    assert bundle["step"] == 6
+    assert bundle["batches"][0]["ids"][0].startswith("5-")
+
+
+def test_target_stops_at_the_validation_that_reaches_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
+    assert rig.status == "target"
+    assert rig.trainer.progress.step % 10 == 0
+    assert rig.trainer.progress.metrics["loss"] <= 0.5
+    assert rig.trainer.progress.metrics["dev/loss"] == rig.trainer.progress.metrics["loss"]
+
+
+def test_a_stop_request_saves_and_ends(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stop_at=4, max_steps=50)
+    assert rig.status == "preempted"
+    assert [p.name for p in Checkpointer(tmp_path).folders()] == ["step-00000004"]
+    assert rig.recorder.of("valid") == []  # leaving must not wait for a validation
+
+
+def test_a_finished_run_does_not_train_again(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=5)
+    again = Rig(tmp_path, max_steps=5)
+    assert again.status == "finished"
+    assert again.recorder.of("train") == []
+    assert Rig(tmp_path, max_steps=7).losses.keys() == {6, 7}
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    whole = Rig(tmp_path / "a", max_steps=12)
+    Rig(tmp_path / "b", max_steps=8, save_every=4)
+    (tmp_path / "b" / "checkpoints" / "step-00000008" / "state.pt").write_bytes(b"torn")
+    continued = Rig(tmp_path / "b", max_steps=12, save_every=4)
+    assert continued.recorder.of("resume") == [{"step": 4}]
+    assert "step-00000008" in continued.recorder.of("warning")[0]["message"]
+    assert continued.losses == {s: v for s, v in whole.losses.items() if s > 4}
+
+
+def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    rig = Rig(tmp_path, max_steps=4, save_every=2)
+    assert rig.status == "finished"
+    assert any("on_save_error=continue" in w["message"] for w in rig.recorder.of("warning"))
+    with pytest.raises(MachineError, match="last good checkpoint is intact"):
+        Rig(tmp_path, max_steps=4, save_every=2, on_save_error="stop")
+
+
+def test_profile_writes_the_steps_asked_for(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=4, profile="2:3")
+    trace = json.loads((tmp_path / "profile-2-3.json").read_text())
+    assert trace["traceEvents"]
+    Rig(tmp_path / "b", max_steps=2, profile="2:9")  # the run ends first: the trace is written all the same
+    assert (tmp_path / "b" / "profile-2-9.json").exists()
+    with pytest.raises(ConfigError, match="A:B"):
+        Rig(tmp_path / "c", max_steps=2, profile="3")
+
+
+def test_validation_sees_the_average_and_training_goes_on_with_the_weights(tmp_path: Path) -> None:
+    with_validation = Rig(tmp_path / "a", max_steps=12, validate_every=3)
+    without = Rig(tmp_path / "b", max_steps=12)
+    assert with_validation.losses == without.losses
+    assert len(with_validation.recorder.of("valid")) == 4
+
+
+def test_a_validation_that_was_left_is_made_up_for(tmp_path: Path) -> None:
+    """A stop during it saves without figures; the continued run evaluates the same weights first."""
+    whole = Rig(tmp_path / "a", max_steps=6, validate_every=3)
+    left = Rig(tmp_path / "b", max_steps=6, validate_every=3, stop_in_validation=True)
+    assert (left.status, left.trainer.progress.step) == ("preempted", 3)
+    assert left.recorder.of("valid") == []
+    continued = Rig(tmp_path / "b", max_steps=6, validate_every=3)
+    assert continued.status == "finished"
+    figures = [{k: v for k, v in row.items() if k != "seconds"} for row in continued.recorder.of("valid")]
+    assert [row["step"] for row in figures] == [3, 6]
+    assert figures == [{k: v for k, v in row.items() if k != "seconds"} for row in whole.recorder.of("valid")]
+    assert not list((tmp_path / "b" / "checkpoints").glob(".*"))
+
+
+def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, stop_at=0, max_steps=5)
+    assert (rig.status, rig.trainer.progress.step) == ("preempted", 0)
+    assert [folder.name for folder in Checkpointer(tmp_path).folders()] == ["step-00000000"]
+    assert Rig(tmp_path, max_steps=5).losses == Rig(tmp_path / "whole", max_steps=5).losses
+
+
+def test_must_needs_a_sound_checkpoint(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=2)
+    (tmp_path / "checkpoints" / "step-00000002" / "state.pt").write_bytes(b"torn")
+    with pytest.raises(RunError, match="holds no sound checkpoint"):
+        Rig(tmp_path, max_steps=2, resume="must")
+
+
+def test_a_run_out_of_time_says_so_and_does_no_more(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_steps=500, max_hours=1e-12)
+    assert rig.status == "time"
+    assert rig.trainer.progress.step <= 1
+    assert len(rig.recorder.of("valid")) == rig.trainer.progress.step
+    assert Rig(tmp_path, max_steps=500, max_hours=1e-12).recorder.of("train") == []
+
+
+def test_a_target_reached_before_a_kill_still_counts(tmp_path: Path) -> None:
+    first = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
+    again = Rig(tmp_path, max_steps=500, validate_every=10, target=0.5)
+    assert (again.status, again.trainer.progress.step) == ("target", first.trainer.progress.step)
+    assert again.recorder.of("train") == []
+
+
+def test_a_lowered_loss_scale_is_counted_apart_and_resumes(tmp_path: Path) -> None:
+    """An overflow by the scale alone: halved until it fits, never counted as the recipe's fault."""
+
+    class Scaled(FP16):
+        def autocast(self, device: str) -> Any:
+            return nullcontext()  # the scale is under test, not the arithmetic
+
+    rig = Rig(tmp_path, max_steps=8, precision=Scaled(initial_scale=2.0**127, floor=1.0), max_bad_updates=1)
+    assert rig.status == "finished"
+    assert rig.trainer.progress.scale_skips > 0
+    assert rig.trainer.progress.skipped_updates == 0
+    lowered = rig.trainer.precision.state_dict()["scale"]
+    assert lowered == 2.0 ** (127 - rig.trainer.progress.scale_skips)
+    again = Rig(tmp_path, max_steps=9, precision=Scaled(initial_scale=2.0**127, floor=1.0))
+    assert again.trainer.precision.state_dict()["scale"] == 2.0 ** (127 - again.trainer.progress.scale_skips)
+    assert again.trainer.progress.scale_skips in (127 - math.log2(lowered), 128 - math.log2(lowered))
+    with pytest.raises(Diverged):  # nothing left to lower
+        Rig(tmp_path / "floor", max_steps=8, precision=Scaled(2.0**127, floor=2.0**127), max_bad_updates=1)
+
+
+def test_planned_steps() -> None:
+    assert planned_steps(Limits(max_steps=10, max_epochs=2.0), 7.0) == 10
+    assert planned_steps(Limits(max_steps=100, max_epochs=2.0), 3.5) == 7
+    assert planned_steps(Limits(), 3.5) is None
