@@ -8,7 +8,6 @@ Face's model (``huggingface.difference_of``). docs/interchange.md has the check 
 from __future__ import annotations
 
 import ast
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.interop.pickles import StoredTensor, plain, read_pickle, tensor_of
+from speechtrain.files import atomic
+from speechtrain.interop.pickles import plain, read_pickle, tensor_of
 from speechtrain.interop.wav2vec2 import STRIDES, Pretrained, Rule, inward, outward, renamed
 
 _COMMON: list[Rule] = [
@@ -107,7 +107,7 @@ def read(path: str | Path) -> Pretrained:
     Settings may be a plain dictionary, OmegaConf's or a Namespace; tensors may be half precision, the
     positional convolution's pair may have either name, and Gaudi's four-dimensional convolutions lose
     their second to last dimension. Of a fine-tuned model the encoder is read. Optimizer states stay
-    in the file.
+    in the file, except in files of torch before 1.6, which are read whole.
 
     Raises DataError for a file that is refused, damaged, no wav2vec 2.0 or another variant of it,
     naming the first tensor or setting that does not fit.
@@ -159,8 +159,8 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
     for name, value in stored.items():
         if not str(name).startswith(prefix):
             continue  # a fine-tuned model's own layers
-        if not isinstance(value, StoredTensor):
-            raise DataError(f"{path}: {name} is no tensor")
+        if not isinstance(value, Tensor):
+            raise DataError(f"{path}: {name} is not a tensor")
         tensors[str(name).removeprefix(prefix)] = tensor_of(value, path)
     for pair, name in (("original0", "weight_g"), ("original1", "weight_v")):
         other = f"encoder.pos_conv.0.parametrizations.weight.{pair}"
@@ -409,9 +409,7 @@ def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) 
     Raises DataError where what was written is not what was given.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with atomic(path) as temporary:
         torch.save(dict(content), temporary)
         again = read(temporary)
         same = again.weights.keys() == pretrained.weights.keys() and all(
@@ -421,6 +419,3 @@ def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) 
         form = {name: value for name, value in again.encoder.items() if not name.endswith("mask")}
         if not same or not form.items() <= pretrained.encoder.items() or again.model != pretrained.model:
             raise DataError(f"{path} is not written: what was read back differs from what was given")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

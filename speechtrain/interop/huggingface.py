@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from speechtrain.errors import ConfigError, DataError, MachineError
-from speechtrain.interop.pickles import StoredTensor, read_pickle, tensor_of
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line
+from speechtrain.interop.pickles import read_pickle, tensor_of
 from speechtrain.interop.wav2vec2 import PUBLISHED, Pretrained, Rule, inward, outward, renamed
 
 LIMIT = 1e-4
@@ -196,7 +196,7 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
         pretrained = _arguments(folder, config, is_encoder)
         shapes = pretrained.shapes()
     except (ConfigError, ValueError, TypeError) as error:
-        told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {_told(error)}"
+        told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {one_line(str(error), 120)}"
         raise DataError(told) from None
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
@@ -206,7 +206,9 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     try:
         model = kind.from_pretrained(folder, local_files_only=True).float().eval()
     except Exception as error:  # whatever another package raises at what ours has read
-        told = f"{folder}: transformers does not load it ({type(error).__name__}: {_told(error)})"
+        told = (
+            f"{folder}: transformers does not load it ({type(error).__name__}: {one_line(str(error), 120)})"
+        )
         raise DataError(told) from None
     return pretrained, proved(_difference(pretrained, model), str(folder))
 
@@ -239,7 +241,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         found = read_pickle(old)
         if not isinstance(found, dict):
             raise DataError(f"{old} holds no tensors by name; fetch it again")
-        return {str(n): tensor_of(v, old) for n, v in found.items() if isinstance(v, StoredTensor)}
+        return {str(n): tensor_of(v, old) for n, v in found.items() if isinstance(v, Tensor)}
     raise DataError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
 
 
@@ -247,7 +249,7 @@ def _of_file(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({_told(error)}); fetch it again") from None
+        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); fetch it again") from None
 
 
 def _shards(index: Path) -> list[Path]:
@@ -257,11 +259,6 @@ def _shards(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index} lists no files ({type(error).__name__}); fetch it again") from None
     return [index.with_name(name) for name in sorted(names)]
-
-
-def _told(error: Exception) -> str:
-    """What an error says, on one short line."""
-    return " ".join(str(error).split())[:120] or type(error).__name__
 
 
 def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

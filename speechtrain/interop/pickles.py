@@ -1,304 +1,134 @@
-"""torch.save files read without running anything that they name.
+"""torch.save files of others, read by ``torch.load(weights_only=True)`` with an allow-list that runs nothing.
 
-A pickle is a program: loading one calls what it names. Here a name is only ever one of a few
-harmless builders of this module or an ``Inert`` stand-in that keeps what it is given; nothing is
-imported. Tensors stay in the file until they are asked for, so optimizer states cost nothing.
+The allow-list maps every name that a file asks for to an ``Inert`` stand-in, so no class of fairseq or
+OmegaConf is imported. torch admits its tensors by itself.
 """
 
 from __future__ import annotations
 
-import math
-import pickle
-import struct
+import pickletools
+import re
 import sys
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from speechtrain.errors import DataError
+from speechtrain.errors import DataError, one_line
 
-_MAGIC = 0x1950A86A20F9469CFC6C  # begins files of torch before 1.6
-_BROKEN = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    struct.error,
-    EOFError,
-    OSError,
-    MemoryError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    KeyError,
-    IndexError,
-    RecursionError,
-    OverflowError,
-    RuntimeError,
+# Of the standard library: what settings and meters are made of. Of torch: dense tensors and their types.
+# All other names of the two are refused, those that torch admits (sparse, quantised) among them.
+_ADMITTED = re.compile(
+    r"argparse\.Namespace|enum\.(Int)?Enum|_?operator\.getitem|copyreg\.(_reconstructor|__newobj__)"
+    r"|collections\.(OrderedDict|defaultdict|deque|Counter)|typing\.(Any|Union|Optional|List|Dict|Tuple)"
+    r"|pathlib\.(Pure)?(Posix|Windows)?Path|datetime\.(datetime|date|time|timedelta|timezone)|_codecs\.encode"
+    r"|builtins\.(object|dict|list|tuple|(frozen)?set|str|basestring|bytes|bytearray|int|float|bool|complex"
+    r"|slice|range)"
+    r"|torch\.((Float|Half|BFloat16|Double|Long|Int|Short|Char|Byte|Bool)Storage|Size|device|Tensor"
+    r"|(bfloat|u?int|float|complex)\d+|bool|nn\.parameter\.Parameter|_tensor\._rebuild_from_type_v2"
+    r"|_utils\._rebuild_(tensor(_v2)?|parameter(_with_state)?))"
 )
-
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-# of the standard library: names that settings and meters are made of. They become stand-ins too; all
-# others of the standard library and of torch are refused, because no checkpoint has a use for them
-_STANDARD = {
-    "argparse": {"Namespace"},
-    "collections": {"OrderedDict", "defaultdict", "deque", "Counter"},
-    "enum": {"Enum", "IntEnum"},
-    "typing": {"Any", "Union", "Optional", "List", "Dict", "Tuple"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
-    "datetime": {"datetime", "date", "time", "timedelta", "timezone"},
-    "operator": {"getitem"},  # makes typing.List[int] of its parts
-    "_operator": {"getitem"},
-    "copyreg": {"_reconstructor", "__newobj__"},
-    "_codecs": {"encode"},
-    "builtins": {"object", "dict", "list", "tuple", "set", "frozenset", "str", "bytes", "bytearray"}
-    | {"int", "float", "bool", "complex", "slice", "range"}
-    | {"long", "unicode", "basestring", "xrange"},  # as protocol 2 spells them
-}
-_STANDARD["copy_reg"], _STANDARD["__builtin__"] = _STANDARD["copyreg"], _STANDARD["builtins"]
-_TORCH = {"Size", "device", "Tensor", "Parameter"}
 
 
 class Inert:
-    """Stands in for an object of a class that is not loaded: keeps its arguments, items and state."""
+    """Stands in for an object of a class that is not loaded: keeps its arguments and state."""
 
-    __slots__ = ("__dict__", "arguments", "items")  # the dictionary holds the object's own state only
+    __slots__ = ("__dict__", "arguments")  # the dictionary holds the object's own state only
     arguments: tuple[Any, ...]
-    items: list[Any]
-    module = name = ""
+    name = ""
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Inert:
+    def __new__(cls, *arguments: Any) -> Inert:
         made = super().__new__(cls)
-        made.arguments, made.items = arguments, []
+        made.arguments = arguments
         return made
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
 
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):  # (attributes, slots)
             if isinstance(part, dict):
                 vars(self).update({str(k): v for k, v in part.items()})
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
-
-    def append(self, value: Any) -> None:
-        self.items.append(value)
-
-    def extend(self, values: Any) -> None:
-        self.items.extend(values)
-
-    add = append
-
-
-@dataclass(frozen=True)
-class _Storage:
-    dtype: torch.dtype
-    read: Callable[[], bytes]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor that is still in its file."""
-
-    storage: _Storage
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        """The tensor. Raises RuntimeError or ValueError where the file does not hold all of it."""
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.storage.dtype)
-        flat = torch.frombuffer(bytearray(self.storage.read()), dtype=self.storage.dtype)
-        if math.prod(self.shape) > flat.numel():
-            raise ValueError("a tensor larger than its storage")
-        return flat.as_strided(self.shape, self.stride, self.offset).clone()
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    numbers = (offset, *shape, *stride)
-    if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise pickle.UnpicklingError("a tensor without a storage")
-    return StoredTensor(storage, offset, tuple(shape), tuple(stride))
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
-def _from_type(builder: Any, _: Any, arguments: Any, state: Any) -> Any:
-    if builder not in (_tensor, _parameter):
-        raise pickle.UnpicklingError("a tensor of an unknown kind")
-    return builder(*arguments)
-
-
-_BUILDERS: dict[str, Callable[..., Any]] = {
-    "_rebuild_tensor": _tensor,
-    "_rebuild_tensor_v2": _tensor,
-    "_rebuild_parameter": _parameter,
-    "_rebuild_parameter_with_state": _parameter,
-    "_rebuild_from_type_v2": _from_type,
-}
-
-
-class _Refused(Exception):
-    """A name that no checkpoint needs."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Answers every name itself; ``storage`` finds a tensor's bytes by its key."""
-
-    def __init__(self, file: IO[bytes], storage: Callable[[str, torch.dtype, int], _Storage]) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._storage = storage
-        self._classes: dict[tuple[str, str], type[Inert]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        root = module.partition(".")[0]
-        if root == "torch":
-            return self._of_torch(module, name)
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        is_standard = root in sys.stdlib_module_names or root in _STANDARD
-        if is_standard and name not in _STANDARD.get(module, ()):
-            raise _Refused(f"{module}.{name}")
-        return self._inert(module, name)
-
-    def _of_torch(self, module: str, name: str) -> Any:
-        if name in _STORAGES:
-            return _STORAGES[name]
-        if name in _BUILDERS and module in ("torch._utils", "torch._tensor"):
-            return _BUILDERS[name]
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        if name in _TORCH:
-            return self._inert(module, name)
-        raise _Refused(f"{module}.{name}")
-
-    def _inert(self, module: str, name: str) -> type[Inert]:
-        key = (module, name)
-        if key not in self._classes:
-            self._classes[key] = type("Inert", (Inert,), {"module": module, "name": name})
-        return self._classes[key]
-
-    def persistent_load(self, saved: Any) -> _Storage:
-        kind, dtype, key, _, values, *view = saved
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or any(part is not None for part in view):
-            raise pickle.UnpicklingError("an object that torch.save does not write")
-        return self._storage(str(key), dtype, int(values))
-
 
 def read_pickle(path: Path) -> Any:
     """What ``torch.save`` wrote to ``path``, in its zip form or the one before torch 1.6.
 
-    Tensors are ``StoredTensor``; objects of classes outside the standard containers are ``Inert``.
-    Raises DataError: for a name that no checkpoint needs (nothing has run then), and for a file
-    that is damaged or of another kind.
+    Tensors of the zip form stay in the file until they are used; the older form is read whole. Objects
+    of classes outside the standard containers are ``Inert``. Raises DataError: for a name that no
+    checkpoint needs (nothing has run then), and for a file that is damaged or of another kind.
     """
     try:
         with path.open("rb") as file:
-            start = file.read(4)
-        if start == b"PK\x03\x04":
-            return _read_zip(path)
-        if start[:1] == b"\x80":
-            return _read_legacy(path)
-    except _Refused as refused:
-        raise DataError(
-            f"{path} is refused: it names {refused}, which no checkpoint needs; nothing of it was run. "
-            "Take the file from a source that you trust"
-        ) from None
+            is_zip = file.read(4) == b"PK\x03\x04"
+        names = _names_in_zip(path) if is_zip else _names_in_legacy(path)
+        refused = sorted(name for name in names if not _is_admitted(name))
+        if not refused:
+            with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
+                return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
-    except _BROKEN as error:
-        told = " ".join(str(error).split())[:120]
+    except Exception as error:  # whatever damage makes the readers raise
+        told = one_line(str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0], 120)
         raise DataError(
-            f"{path} cannot be read as a torch checkpoint ({type(error).__name__}: {told}); fetch it again"
+            f"{path} cannot be read as a torch checkpoint ({type(error).__name__}: {told}); give the file "
+            "that fairseq or Hugging Face wrote, or fetch it again"
         ) from None
-    raise DataError(f"{path} is no torch checkpoint; give the file that fairseq or Hugging Face wrote")
+    raise DataError(
+        f"{path} is refused: it names {one_line(refused[0], 120)}, which no checkpoint needs; nothing of it "
+        "was run. Take the file from a source that you trust"
+    )
 
 
-def _read_zip(path: Path) -> Any:
+def _names_in_zip(path: Path) -> set[str]:
     with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        main = next((name for name in names if name.endswith("data.pkl")), None)
-        if main is None:
-            raise ValueError("no data.pkl in the archive")
-        prefix = main.removesuffix("data.pkl")
-        if f"{prefix}byteorder" in names and archive.read(f"{prefix}byteorder") != sys.byteorder.encode():
-            raise ValueError("the file's byte order is not this machine's")
-
-        def storage(key: str, dtype: torch.dtype, values: int) -> _Storage:
-            def read() -> bytes:
-                with zipfile.ZipFile(path) as again:
-                    return again.read(f"{prefix}data/{key}")
-
-            return _Storage(dtype, read)
-
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
+        damaged = archive.testzip()  # torch.load checks no sums
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the sum of {damaged} does not match")
+        main = next((name for name in archive.namelist() if name.endswith("data.pkl")), "data.pkl")
         with archive.open(main) as file:
-            return _Unpickler(file, storage).load()
+            return _names(file)
 
 
-def _read_legacy(path: Path) -> Any:
-    places: dict[str, tuple[int, int]] = {}
-    sizes: dict[str, int] = {}
-
-    def storage(key: str, dtype: torch.dtype, values: int) -> _Storage:
-        sizes[key] = torch.empty((), dtype=dtype).element_size()
-
-        def read() -> bytes:
-            begin, length = places[key]
-            with path.open("rb") as again:
-                again.seek(begin)
-                content = again.read(length)
-            if len(content) < length:
-                raise EOFError("the file ends inside a tensor")
-            return content
-
-        return _Storage(dtype, read)
-
-    with path.open("rb") as file:
-
-        def one() -> Any:
-            return _Unpickler(file, storage).load()
-
-        if one() != _MAGIC:
-            raise ValueError("not written by torch.save")
-        one()  # version of the protocol
-        system = one()
-        if isinstance(system, dict) and system.get("little_endian", True) != (sys.byteorder == "little"):
-            raise ValueError("the file's byte order is not this machine's")
-        content = one()
-        for key in one():
-            (values,) = struct.unpack("<q", file.read(8))
-            places[str(key)] = (file.tell(), values * sizes[str(key)])
-            file.seek(values * sizes[str(key)], 1)
-    return content
+def _names_in_legacy(path: Path) -> set[str]:
+    with path.open("rb") as file:  # a magic number, a version, the system, the content, its storages' keys
+        return set().union(*(_names(file) for _ in range(5)))
 
 
-def tensor_of(stored: StoredTensor, path: Path) -> Tensor:
-    """Read a tensor. Raises DataError where the file does not hold all of it."""
-    try:
-        return stored.read()
-    except _BROKEN as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}); fetch it again") from None
+def _names(file: IO[bytes]) -> set[str]:
+    """The full names that one pickle asks for, as Python 3 has them."""
+    names = set()
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "PROTO" and argument != 2:
+            raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
+        if operation.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            in_python_3 = (IMPORT_MAPPING.get(module, module), name)
+            names.add(".".join(NAME_MAPPING.get((module, name), in_python_3)))
+    return names
+
+
+def _is_admitted(name: str) -> bool:
+    root = name.partition(".")[0]
+    return bool(_ADMITTED.fullmatch(name)) or (root != "torch" and root not in sys.stdlib_module_names)
+
+
+def _stand_in(name: str) -> Any:
+    if name == "collections.defaultdict":  # torch adds items to plain dictionaries and lists only
+        return lambda *_: {}
+    if name == "collections.deque":
+        return lambda *_: []
+    return type("Inert", (Inert,), {"name": name})
+
+
+def tensor_of(stored: Tensor, path: Path) -> Tensor:
+    """A copy of a tensor in the file. Raises DataError where it is larger than its storage."""
+    bare = torch.detach(stored)  # without the attributes that a file can set
+    if bare.nbytes > bare.untyped_storage().nbytes():
+        raise DataError(f"{path} is damaged (a tensor is larger than its storage); fetch it again")
+    return bare.clone()
 
 
 def plain(value: Any) -> Any:
@@ -315,12 +145,12 @@ def plain(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {_plain(k) if isinstance(k, Inert) else k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set):
         return [_plain(v) for v in value]
     if not isinstance(value, Inert):
         return value
     state = vars(value)
-    if value.module.startswith("omegaconf"):  # nodes also point to their parents
+    if type(value).name.startswith("omegaconf."):  # nodes also point to their parents
         return _plain(state["_val"] if "_val" in state else state.get("_content"))
     kept = {k: _plain(v) for k, v in state.items() if k[:1] != "_"}
     if not kept and len(value.arguments) == 1:  # an enum's member, by its value

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import types
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def plain_config(content: dict[str, Any], foreign: _Foreign) -> None:
 
 def omegaconf_config(content: dict[str, Any], foreign: _Foreign) -> None:
     content["cfg"] = OmegaConf.create(content["cfg"])
+    content["cfg"]._metadata.resolver_cache["env"]["HOME"] = "a defaultdict with items"
     OmegaConf.set_struct(content["cfg"], True)
 
 
@@ -292,7 +294,7 @@ def test_a_foreign_callable_is_a_stand_in(tmp_path: Path, monkeypatch: pytest.Mo
     torch.save({"model": Malicious(act, "x")}, tmp_path / "c.pt")
     found = read_pickle(tmp_path / "c.pt")["model"]
     assert not ran
-    assert (found.module, found.name, found.arguments) == ("somebodys_code", "act", ("x",))
+    assert (found.name, found.arguments) == ("somebodys_code.act", ("x",))
 
 
 def broken(small: Pretrained, path: Path, change: Any) -> str:
@@ -349,6 +351,51 @@ def test_a_cut_file_is_one_line(keep: int, is_zip: bool, small: Pretrained, tmp_
     path.write_bytes(path.read_bytes()[: keep or -300])
     with pytest.raises(DataError, match=r"c\.pt"):
         fairseq.read(path)
+
+
+def flipped(path: Path, content: dict[str, Any]) -> None:
+    torch.save(content, path)
+    tensor = content["model"]["encoder.layers.0.fc1.weight"].numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(tensor) + 1] ^= 1
+    path.write_bytes(data)
+
+
+def compressed(path: Path, content: dict[str, Any]) -> None:
+    torch.save(content, path.with_suffix(".whole"))
+    with (
+        zipfile.ZipFile(path.with_suffix(".whole")) as whole,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+
+
+def expanded(path: Path, content: dict[str, Any]) -> None:
+    content["model"]["mask_emb"] = torch.zeros(1).expand(10**12)  # 4 TB once copied
+    torch.save(content, path)
+
+
+def other_protocol(path: Path, content: dict[str, Any]) -> None:
+    torch.save(content, path, pickle_protocol=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (flipped, "the sum of"),
+        (compressed, "compressed"),
+        (expanded, "larger than its storage"),
+        (other_protocol, "protocol is 4"),
+    ],
+)
+def test_contents_that_torch_load_would_take_on_trust(
+    change: Any, told: str, small: Pretrained, tmp_path: Path
+) -> None:
+    change(tmp_path / "c.pt", fairseq.checkpoint_of(small))
+    with pytest.raises(DataError, match=rf"c\.pt .*{told}") as caught:
+        fairseq.read(tmp_path / "c.pt")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ def as_bin(folder: Path) -> None:
     names = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
     for new, old in names.items():
         tensors = {name.replace(new, old): value for name, value in tensors.items()}
-    torch.save(tensors, folder / "pytorch_model.bin")
+    state = OrderedDict(tensors)
+    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]  # as of a module's state
+    torch.save(state, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
