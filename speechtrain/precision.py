@@ -119,6 +119,10 @@ class FP16(Precision):
         self.scale, self.healthy = float(state["scale"]), int(state["healthy"])
 
 
+NAMES = {kind.dtype: kind.name for kind in (FP32, BF16, FP16)}
+"""The name of each dtype's precision."""
+
+
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The gradients that an optimizer's next step would use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -92,7 +92,7 @@ def share(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -
     if each <= reserved:
         raise MachineError(
             f"{len(cores)} usable cores are too few for {processes} ranks with {reserved} reserved in each; "
-            "lower world_size or device.reserve, or set device.bind=none"
+            "lower world_size or device.comm_cores, or set device.pin=none"
         )
     return list(cores[rank * each + reserved : (rank + 1) * each])
 
@@ -125,7 +125,7 @@ def pin_domains(cores: Sequence[Core], processes: int, reserved: int) -> str:
     return "[" + "".join(f"{mask(share(cores, processes, p, reserved))}," for p in range(processes)) + "]"
 
 
-def bind(cpus: Collection[int]) -> None:
+def pin(cpus: Collection[int]) -> None:
     """Keep every thread of this process on ``cpus``; memory first touched from now on lies beside them."""
     for name in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended since

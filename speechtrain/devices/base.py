@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import Forms
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 
 # of allocators that raise plain RuntimeErrors: torch's on the CPU, and vendors' bridges
@@ -27,14 +27,14 @@ class Device(ABC):
     collectives: str
     """torch.distributed backend."""
 
-    switches: ClassVar[Mapping[str, bool]] = {}
+    optimizer_flags: ClassVar[Mapping[str, bool]] = {}
     """Settings of torch's optimizers that this device needs, whatever the config says."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed, printed set."""
 
     @property
-    def takes_shards(self) -> bool:
+    def supports_fsdp(self) -> bool:
         """Whether its ranks may share out the parameters: not where graphs are recorded of fixed tensors."""
         return not self.static_shapes
 
@@ -51,7 +51,7 @@ class Device(ABC):
         The command asks before it starts processes here; ``open`` has the last word.
         """
 
-    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
+    def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Told the fixed shapes of training, none where they vary. Raises ConfigError where they must not."""
         if self.static_shapes and not shapes:
             raise ConfigError(
@@ -66,11 +66,11 @@ class Device(ABC):
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether training in ``dtype`` is supported here."""
 
-    def why_fp32(self, dtype: torch.dtype) -> str:
+    def precision_fallback_reason(self, dtype: torch.dtype) -> str:
         """Why training asked for in ``dtype`` is done in fp32 on this chip; empty where it is not."""
         return ""
 
-    def settle(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def autotune(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """Choose by measurement what is left to the device, or as this run did ``before`` on such a chip.
 
         Called after ``open``. Returns what the run is to keep, so that it computes alike when it is
@@ -82,9 +82,9 @@ class Device(ABC):
     def move(self, batch: Batch) -> Batch:
         """The batch with its tensors on the device."""
 
-    def forms(self, dtype: torch.dtype) -> Forms:
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
         """Which of their equal forms the model's blocks take here, for training in ``dtype``."""
-        return Forms(static=self.static_shapes)
+        return ComputePolicy(static=self.static_shapes)
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
@@ -96,7 +96,7 @@ class Device(ABC):
         """One tensor on the device."""
         return value
 
-    def mark(self) -> None:  # noqa: B027 - nothing is a sensible default
+    def mark_step(self) -> None:  # noqa: B027 - nothing is a sensible default
         """End of a graph segment: after each micro-batch's backward and after the optimizer step."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing is a sensible default

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import Forms
-from speechtrain.devices import affinity as binding
-from speechtrain.devices import preload
+from speechtrain.compute_policy import ComputePolicy, usable_cpus
+from speechtrain.devices import affinity, preload
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError
 
@@ -30,7 +29,7 @@ _CHOICES = {
     "bf16": ("auto", "software"),
     "allocator": ("auto", "jemalloc", "tcmalloc", "default"),
     "openmp": ("auto", "intel", "default"),
-    "bind": ("auto", "cores", "numa", "none"),
+    "pin": ("auto", "cores", "numa", "none"),
 }
 _ALLOCATORS = {
     "jemalloc": ("libjemalloc.so",),
@@ -52,36 +51,25 @@ _WORTH = 1.15  # a smaller gain may be the noise of a busy machine
 _WORSE = 4.0  # oneDNN adds up in another order; bf16 inside is worse ten thousand times
 
 
-def usable_cpus() -> set[int]:
-    """CPUs that this process may use (affinity and cgroup masks respected)."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-def usable_cores() -> int:
-    """How many of them there are."""
-    return len(usable_cpus())
-
-
 def chip(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
     """The processor's name and the instruction sets it says it has; none where the kernel does not tell."""
-    name, flags = platform.processor() or platform.machine(), set[str]()
     try:
-        lines = path.read_text().splitlines()
+        first = path.read_text().partition("\n\n")[0]  # all processors of a host are taken to be alike
     except OSError:
-        return name, flags
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):  # x86, ARM
-            flags = set(value.split())
-        elif key.strip() == "model name":
-            name = value.strip()
-        if not line.strip() and flags:  # all processors of a host are taken to be alike
-            break
-    return name, flags
+        first = ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    told = {key.strip(): value.strip() for key, _, value in pairs}
+    name = told.get("model name") or platform.processor() or platform.machine()
+    return name, set(told.get("flags", told.get("Features", "")).split())  # x86, ARM
+
+
+def has_bf16() -> bool:
+    """Whether the chip has bf16 instructions (with AVX512 alone, oneDNN emulates them)."""
+    return bool(_BF16_FLAGS & chip()[1])
 
 
 class CPU(Device):
-    """Threads, libraries, core binding, matmul path and bf16 support of a CPU.
+    """Threads, libraries, core pinning, matmul path and bf16 support of a CPU.
 
     ``threads`` 0 shares the usable physical cores evenly among the ranks of a host.
 
@@ -99,9 +87,9 @@ class CPU(Device):
     jemalloc, tcmalloc, and Intel's OpenMP. ``isa`` is the highest instruction set that oneDNN may use
     (``AVX512_CORE_AMX``), null leaves it to oneDNN.
 
-    ``bind``: ``cores`` gives each rank its share of the physical cores, ``numa`` all cores of its memory
+    ``pin``: ``cores`` gives each rank its share of the physical cores, ``numa`` all cores of its memory
     node, ``auto`` the share where several ranks meet several memory nodes and nobody has bound this
-    process yet. ``reserve``: cores of each rank's share that are left to communication.
+    process yet. ``comm_cores``: cores of each rank's share that are left to communication.
     """
 
     name = "cpu"
@@ -116,15 +104,15 @@ class CPU(Device):
         allocator: str = "auto",
         openmp: str = "auto",
         isa: str | None = None,
-        bind: str = "auto",
-        reserve: int = 0,
+        pin: str = "auto",
+        comm_cores: int = 0,
     ) -> None:
         given = {"matmul": matmul, "lstm": lstm, "bf16": bf16, "allocator": allocator}
-        given |= {"openmp": openmp, "bind": bind}
+        given |= {"openmp": openmp, "pin": pin}
         for key, value in given.items():
             if value not in _CHOICES[key]:
                 raise ValueError(f"device.{key} is {value!r}; it is one of {', '.join(_CHOICES[key])}")
-        for key, count in {"threads": threads, "reserve": reserve}.items():
+        for key, count in {"threads": threads, "comm_cores": comm_cores}.items():
             if count < 0:
                 raise ValueError(f"device.{key} is {count}; it is at least 0")
         self.threads = threads
@@ -134,15 +122,15 @@ class CPU(Device):
         self.allocator = allocator
         self.openmp = openmp
         self.isa = isa
-        self.bind = bind
-        self.reserve = reserve
+        self.pin = pin
+        self.comm_cores = comm_cores
 
     # --- before Python starts -------------------------------------------------------------------
 
     def environment(self, processes: int) -> dict[str, str]:
         cores = self._cores()
         each = len(cores) // processes
-        threads = self.threads or max(1, each - self.reserve)
+        threads = self.threads or max(1, each - self.comm_cores)
         # without it torchrun sets one thread, ruinous here; oneDNN otherwise keeps 1024 primitives,
         # which variable lengths fill with memory that is never used again
         variables = {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
@@ -152,10 +140,10 @@ class CPU(Device):
         variables["GOMP_SPINCOUNT"] = "1000"
         if self.isa is not None:
             variables["DNNL_MAX_CPU_ISA"] = self.isa
-        if self.reserve and self.bind != "none" and each > self.reserve:
-            workers = binding.reserved_cpus(cores, processes, self.reserve)
-            variables["I_MPI_PIN_DOMAIN"] = binding.pin_domains(cores, processes, self.reserve)
-            variables["CCL_WORKER_COUNT"] = str(self.reserve)
+        if self.comm_cores and self.pin != "none" and each > self.comm_cores:
+            workers = affinity.reserved_cpus(cores, processes, self.comm_cores)
+            variables["I_MPI_PIN_DOMAIN"] = affinity.pin_domains(cores, processes, self.comm_cores)
+            variables["CCL_WORKER_COUNT"] = str(self.comm_cores)
             variables["CCL_WORKER_AFFINITY"] = ",".join(map(str, workers))
         return variables | self._preloads(preload.folders(os.environ))
 
@@ -186,50 +174,52 @@ class CPU(Device):
         if openmp is not None:
             loaded.append(openmp)
             variables["KMP_BLOCKTIME"] = "1"
-            if self.bind == "cores":
+            if self.pin == "cores":
                 # its threads are then tied to one core each, and what the first of them starts inherits that
                 variables["KMP_AFFINITY"] = _COMPACT
         return variables | ({"LD_PRELOAD": ":".join(loaded)} if loaded else {})
 
-    def _cores(self) -> list[binding.Core]:
-        return binding.usable(binding.topology(), usable_cpus())
+    def _cores(self) -> list[affinity.Core]:
+        return affinity.usable(affinity.topology(), usable_cpus())
 
     # --- at the start -----------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> None:
-        self._bind(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+        self._pin(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         threads = self.threads or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
         if threads > 0:
             torch.set_num_threads(threads)
         torch.set_float32_matmul_precision("highest" if self.matmul == "auto" else self.matmul)
 
-    def _bind(self, local_rank: int, processes: int) -> None:
+    def _pin(self, local_rank: int, processes: int) -> None:
         if not hasattr(os, "sched_setaffinity"):
             return
         cores = self._cores()
-        cpus = self._share(cores, local_rank, processes, is_bound=len(cores) < len(binding.topology()))
+        cpus = self._share(cores, local_rank, processes, is_bound=len(cores) < len(affinity.topology()))
         if cpus:
             nodes = {core.node for core in cores if cpus & set(core.cpus)}
             if len(nodes) > 1 and processes > 1:
                 _LOG.warning(f"rank {local_rank} computes on cores of memory nodes {sorted(nodes)}")
-            binding.bind(cpus)
+            affinity.pin(cpus)
 
-    def _share(self, cores: list[binding.Core], rank: int, processes: int, is_bound: bool) -> set[int]:
+    def _share(self, cores: list[affinity.Core], rank: int, processes: int, is_bound: bool) -> set[int]:
         """The CPUs of local rank ``rank``; none where it is to stay as it is."""
-        if self.bind == "auto":
+        if self.pin == "auto":
             nodes = {core.node for core in cores}
             is_useful = processes > 1 and len(nodes) > 1 and not is_bound
-            if not is_useful or len(cores) // processes <= self.reserve:
+            if not is_useful or len(cores) // processes <= self.comm_cores:
                 return set()
             # with the hyperthreads: the workers that read data take those
-            return {cpu for core in binding.share(cores, processes, rank, self.reserve) for cpu in core.cpus}
-        if self.bind == "cores":
-            return {core.first for core in binding.share(cores, processes, rank, self.reserve)}
-        if self.bind == "numa":
-            return {cpu for core in binding.on_node(cores, processes, rank) for cpu in core.cpus}
+            return {
+                cpu for core in affinity.share(cores, processes, rank, self.comm_cores) for cpu in core.cpus
+            }
+        if self.pin == "cores":
+            return {core.first for core in affinity.share(cores, processes, rank, self.comm_cores)}
+        if self.pin == "numa":
+            return {cpu for core in affinity.on_node(cores, processes, rank) for cpu in core.cpus}
         return set()
 
-    def settle(self, before: Mapping[str, Any]) -> dict[str, Any]:
+    def autotune(self, before: Mapping[str, Any]) -> dict[str, Any]:
         if self.matmul != "auto":
             return {}
         name, _ = chip()
@@ -243,24 +233,20 @@ class CPU(Device):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16)
 
-    def why_fp32(self, dtype: torch.dtype) -> str:
-        if dtype != torch.bfloat16 or self.bf16 == "software" or _has_bf16():
+    def precision_fallback_reason(self, dtype: torch.dtype) -> str:
+        if dtype != torch.bfloat16 or self.bf16 == "software" or has_bf16():
             return ""
         return "this chip has no bf16 instructions, so training is in fp32 (device.bf16=software insists)"
 
-    def forms(self, dtype: torch.dtype) -> Forms:
-        chosen = "loop" if dtype == torch.bfloat16 and _has_bf16() else "fused"
-        return Forms(lstm=chosen if self.lstm == "auto" else self.lstm)
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        chosen = "loop" if dtype == torch.bfloat16 and has_bf16() else "fused"
+        return ComputePolicy(lstm=chosen if self.lstm == "auto" else self.lstm)
 
     def move(self, batch: Batch) -> Batch:
         return batch
 
     def memory(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _has_bf16() -> bool:
-    return bool(_BF16_FLAGS & chip()[1])
 
 
 def probe_matmul() -> dict[str, Any]:
@@ -314,11 +300,3 @@ def _timed(a: Tensor, b: Tensor, setting: str) -> tuple[float, Tensor]:
     begun = time.perf_counter()
     product = torch.mm(a, b)
     return time.perf_counter() - begun, product
-
-
-def available_memory() -> int:
-    """Bytes that may still be used on this host. Raises MachineError where the kernel does not say."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise MachineError("/proc/meminfo names no MemAvailable")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MachineError, one_line
 
 _BF16_CAPABILITY = (8, 0)  # Ampere
 
@@ -56,7 +56,7 @@ class CUDA(Device):
                 "or start more hosts"
             )
 
-    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
+    def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         if self.compile and not shapes:
             raise ConfigError(
                 "device.compile=true: with data.shapes=0 every batch would be compiled; set data.shapes=8"
@@ -68,7 +68,7 @@ class CUDA(Device):
             torch.cuda.set_device(local_rank)
             torch.zeros((), device=self.name)
         except (RuntimeError, AssertionError) as error:
-            problem = " ".join(str(error).split())[:200]
+            problem = one_line(str(error), 200)
             raise MachineError(f"device=cuda: GPU {local_rank} cannot be used ({problem})") from None
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
@@ -76,7 +76,7 @@ class CUDA(Device):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
-    def why_fp32(self, dtype: torch.dtype) -> str:
+    def precision_fallback_reason(self, dtype: torch.dtype) -> str:
         if dtype != torch.bfloat16 or not torch.cuda.device_count():
             return ""
         capability = torch.cuda.get_device_capability()

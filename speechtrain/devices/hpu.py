@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import Forms
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.base import Device
-from speechtrain.errors import MachineError
+from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain-doctor device=hpu judges the recipe"
@@ -48,7 +48,7 @@ class HPU(Device):
     name = "hpu"
     collectives = "hccl"
     static_shapes = True
-    switches: ClassVar = {"fused": False, "foreach": False}
+    optimizer_flags: ClassVar = {"fused": False, "foreach": False}
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class HPU(Device):
         if importlib.util.find_spec(_PACKAGE) is None:
             raise MachineError(f"device=hpu: {_PACKAGE} is not installed here; {_ADVICE}")
 
-    def expect(self, shapes: Sequence[tuple[int, int, int]]) -> None:
+    def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         if self.mode != "eager":
-            super().expect(shapes)
+            super().validate_shapes(shapes)
 
     # --- at the start -----------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class HPU(Device):
         try:
             self._core, self._hpu = [importlib.import_module(name) for name in modules][:2]
         except Exception as error:  # another torch, a missing driver: whatever it is, it does not load
-            problem = " ".join(str(error).split())[:200]
+            problem = one_line(str(error), 200)
             raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}); {_ADVICE}") from None
         cards = int(self._hpu.device_count()) if self._hpu.is_available() else 0
         if local_rank >= cards:
@@ -137,8 +137,8 @@ class HPU(Device):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16)
 
-    def forms(self, dtype: torch.dtype) -> Forms:
-        return Forms(static=True, lstm="loop")
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        return ComputePolicy(static=True, lstm="loop")
 
     def tensor(self, value: Tensor) -> Tensor:
         return value.to(self.name, non_blocking=True)
@@ -146,12 +146,12 @@ class HPU(Device):
     def move(self, batch: Batch) -> Batch:
         return batch.to(self.tensor)
 
-    def mark(self) -> None:
+    def mark_step(self) -> None:
         if self.mode == "lazy":
             self._core.mark_step()
 
     def synchronize(self) -> None:
-        self.mark()
+        self.mark_step()
         self._hpu.synchronize()
 
     def memory(self) -> int:

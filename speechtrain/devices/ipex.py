@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from speechtrain.devices.cpu import CPU
-from speechtrain.errors import MachineError
+from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "intel_extension_for_pytorch"
 _ADVICE = (
@@ -36,7 +36,7 @@ class IPEX(CPU):
         super().open(local_rank)
 
     @property
-    def takes_shards(self) -> bool:
+    def supports_fsdp(self) -> bool:
         return False  # it keeps copies of the parameters of its own, in other types and layouts
 
     def prepare(
@@ -72,7 +72,7 @@ def _import() -> Any:
             warnings.simplefilter("ignore")
             return importlib.import_module(_PACKAGE)
     except Exception as error:  # missing libraries, unknown processors: whatever it is, it does not load
-        problem = " ".join(str(error).split())[:200]
+        problem = one_line(str(error), 200)
         raise MachineError(
             f"device=ipex: {_PACKAGE} {version} does not load ({problem}); {_ADVICE}"
         ) from None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import Forms
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError
 
@@ -29,7 +29,7 @@ class Lazy(Device):
     name = "lazy"
     collectives = "gloo"
     static_shapes = True
-    switches: ClassVar = {"fused": False, "foreach": False}
+    optimizer_flags: ClassVar = {"fused": False, "foreach": False}
 
     def environment(self, processes: int) -> dict[str, str]:
         return {}
@@ -49,8 +49,8 @@ class Lazy(Device):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
 
-    def forms(self, dtype: torch.dtype) -> Forms:
-        return Forms(static=True, lstm="loop")
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        return ComputePolicy(static=True, lstm="loop")
 
     def tensor(self, value: Tensor) -> Tensor:
         return value.contiguous().to("lazy")
@@ -58,7 +58,7 @@ class Lazy(Device):
     def move(self, batch: Batch) -> Batch:
         return batch.to(self.tensor)
 
-    def mark(self) -> None:
+    def mark_step(self) -> None:
         import torch._lazy
 
         torch._lazy.mark_step()

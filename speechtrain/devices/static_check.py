@@ -41,7 +41,9 @@ class Unfit(SpeechtrainError):
 
     exit_code = MachineError.exit_code
 
-    def __init__(self, place: Place, operation: str, fault: str, forward: Place | None = None) -> None:
+    def __init__(
+        self, place: SourceLine, operation: str, fault: str, forward: SourceLine | None = None
+    ) -> None:
         within = f", in the backward of {forward}" if forward is not None and forward != place else ""
         code = f" ({place.code})" if place.code else ""
         super().__init__(f"{place}{code}: {operation} {fault}{within}")
@@ -51,7 +53,7 @@ class Unfit(SpeechtrainError):
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of code."""
 
     file: str
@@ -83,7 +85,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._known: set[tuple[str, torch.Size, torch.dtype]] = set()
-        self._places: dict[int, Place] = {}  # of the operations that will have a backward
+        self._places: dict[int, SourceLine] = {}  # of the operations that will have a backward
         self.on_host = WeakIdKeyDictionary()
         self._is_learning = False
         self._stack = ExitStack()
@@ -190,7 +192,7 @@ class _Methods(TorchFunctionMode):
         return output
 
 
-def _caller() -> tuple[Place, bool]:
+def _caller() -> tuple[SourceLine, bool]:
     """The innermost line outside torch and this file, and whether no backward was started between."""
     frame: FrameType | None = sys._getframe(1)
     is_direct = True
@@ -199,6 +201,6 @@ def _caller() -> tuple[Place, bool]:
         if code.co_name == _ENGINE:
             is_direct = False
         elif not code.co_filename.startswith((_TORCH, __file__, "<")):
-            return Place(code.co_filename, frame.f_lineno), is_direct
+            return SourceLine(code.co_filename, frame.f_lineno), is_direct
         frame = frame.f_back
-    return Place("?", 0), is_direct
+    return SourceLine("?", 0), is_direct

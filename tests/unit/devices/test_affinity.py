@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.devices import affinity as binding
+from speechtrain.devices import affinity
 from speechtrain.devices.affinity import Core
 from speechtrain.errors import MachineError
 
@@ -21,31 +21,31 @@ def host(cores: int, nodes: int = 1, hyperthreads: int = 2) -> list[Core]:
         for core in range(cores):
             node = core * nodes // cores
             text += f"{thread * cores + core},{core},{node},{node}\n"
-    return binding.parse(text)
+    return affinity.parse(text)
 
 
 def test_the_masks_of_record() -> None:
     cores = host(104, nodes=2)
-    assert binding.pin_domains(cores, 2, 4) == "[0xffffffffffff0,0xffffffffffff00000000000000,]"
-    assert binding.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 52, 53, 54, 55]
-    assert len(binding.share(cores, 2, 0, 4)) == 48
+    assert affinity.pin_domains(cores, 2, 4) == "[0xffffffffffff0,0xffffffffffff00000000000000,]"
+    assert affinity.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 52, 53, 54, 55]
+    assert len(affinity.share(cores, 2, 0, 4)) == 48
     cores = host(36, nodes=2)
-    assert binding.pin_domains(cores, 2, 4) == "[0x3fff0,0xfffc00000,]"
-    assert binding.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 18, 19, 20, 21]
-    assert len(binding.share(cores, 2, 1, 4)) == 14
+    assert affinity.pin_domains(cores, 2, 4) == "[0x3fff0,0xfffc00000,]"
+    assert affinity.reserved_cpus(cores, 2, 4) == [0, 1, 2, 3, 18, 19, 20, 21]
+    assert len(affinity.share(cores, 2, 1, 4)) == 14
 
 
 def test_shares_are_disjoint_and_stay_on_a_node() -> None:
     cores = host(12, nodes=2)
-    shares = [binding.share(cores, 4, p) for p in range(4)]
+    shares = [affinity.share(cores, 4, p) for p in range(4)]
     assert [core for share in shares for core in share] == cores
     assert [{core.node for core in share} for share in shares] == [{0}, {0}, {1}, {1}]
 
 
 def test_interleaved_cpus_are_sorted_by_node() -> None:
-    cores = binding.parse("0,0,0,0\n1,1,1,1\n2,2,0,0\n3,3,1,1\n")
+    cores = affinity.parse("0,0,0,0\n1,1,1,1\n2,2,0,0\n3,3,1,1\n")
     assert cores == [Core((0,), 0), Core((2,), 0), Core((1,), 1), Core((3,), 1)]
-    assert binding.mask(binding.share(cores, 2, 1)) == "0xa"
+    assert affinity.mask(affinity.share(cores, 2, 1)) == "0xa"
 
 
 @pytest.mark.parametrize(
@@ -54,24 +54,24 @@ def test_interleaved_cpus_are_sorted_by_node() -> None:
 )
 def test_memory_nodes_are_shared_in_order(nodes: int, processes: int, expected: list[set[int]]) -> None:
     cores = host(8, nodes=nodes)
-    found = [binding.on_node(cores, processes, rank) for rank in range(processes)]
+    found = [affinity.on_node(cores, processes, rank) for rank in range(processes)]
     assert [{core.node for core in share} for share in found] == expected
     assert {core for share in found for core in share} == set(cores)
 
 
 def test_too_many_ranks_are_told_so() -> None:
     with pytest.raises(MachineError, match="8 usable cores are too few for 4 ranks with 2 reserved"):
-        binding.share(host(8), 4, 0, reserved=2)
+        affinity.share(host(8), 4, 0, reserved=2)
 
 
 def test_what_may_not_be_used_is_left_out() -> None:
     cores = host(4)  # CPUs 0 to 3, hyperthreads 4 to 7
-    assert binding.usable(cores, {1, 5, 6}) == [Core((1, 5)), Core((6,))]
+    assert affinity.usable(cores, {1, 5, 6}) == [Core((1, 5)), Core((6,))]
 
 
 def test_the_kernels_lists() -> None:
-    assert binding.cpus_of("0-2,8,10-11") == [0, 1, 2, 8, 10, 11]
-    assert binding.cpus_of("") == []
+    assert affinity.cpus_of("0-2,8,10-11") == [0, 1, 2, 8, 10, 11]
+    assert affinity.cpus_of("") == []
 
 
 def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_the_topology_is_read_from_sys(tmp_path: Path) -> None:
     for node, cpus in enumerate(("0-1,4-5", "2-3,6-7")):
         (tmp_path / "node" / f"node{node}").mkdir(parents=True)
         (tmp_path / "node" / f"node{node}" / "cpulist").write_text(cpus)
-    assert binding.topology(tmp_path) == host(4, nodes=2)
-    assert len(binding.topology(tmp_path / "nothing")) == os.cpu_count()
+    assert affinity.topology(tmp_path) == host(4, nodes=2)
+    assert len(affinity.topology(tmp_path / "nothing")) == os.cpu_count()
 
 
 def test_this_host_agrees_with_lscpu() -> None:
@@ -95,7 +95,7 @@ def test_this_host_agrees_with_lscpu() -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"lscpu does not run here: {error}")
-    assert binding.parse(done.stdout) == binding.topology()
+    assert affinity.parse(done.stdout) == affinity.topology()
 
 
 def test_every_thread_is_bound() -> None:
@@ -106,7 +106,7 @@ event = threading.Event()
 thread = threading.Thread(target=event.wait)
 thread.start()
 cpu = min(os.sched_getaffinity(0))
-affinity.bind({cpu})
+affinity.pin({cpu})
 found = [os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")]
 event.set()
 assert len(found) >= 2 and all(cpus == {cpu} for cpus in found), found

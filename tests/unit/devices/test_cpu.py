@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.compute_policy import Forms
-from speechtrain.devices import affinity as binding
-from speechtrain.devices import cpu, preload
+from speechtrain.compute_policy import ComputePolicy
+from speechtrain.devices import affinity, cpu, preload
 from speechtrain.devices.affinity import Core
 from speechtrain.devices.cpu import CPU, chip, probe_matmul
 from speechtrain.errors import MachineError
@@ -37,7 +36,7 @@ def has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> list[Core]:
     """Two nodes of four cores with two hyperthreads each, all of them usable."""
     cores = [Core((c, c + 8), c // 4) for c in range(8)]
-    monkeypatch.setattr(binding, "topology", lambda: cores)
+    monkeypatch.setattr(affinity, "topology", lambda: cores)
     monkeypatch.setattr(cpu, "usable_cpus", lambda: set(range(16)))
     return cores
 
@@ -67,26 +66,26 @@ def test_the_chip_is_read(tmp_path: Path) -> None:
 
 
 def test_bf16_is_fp32_where_the_chip_has_none(has_no_bf16: None) -> None:
-    assert "no bf16 instructions" in CPU().why_fp32(torch.bfloat16)
-    assert not CPU().why_fp32(torch.float32)
-    assert not CPU(bf16="software").why_fp32(torch.bfloat16)
-    assert CPU(bf16="software").forms(torch.bfloat16) == Forms(lstm="fused")
+    assert "no bf16 instructions" in CPU().precision_fallback_reason(torch.bfloat16)
+    assert not CPU().precision_fallback_reason(torch.float32)
+    assert not CPU(bf16="software").precision_fallback_reason(torch.bfloat16)
+    assert CPU(bf16="software").policy(torch.bfloat16) == ComputePolicy(lstm="fused")
 
 
 def test_the_loop_is_for_bf16_where_the_chip_has_it(has_bf16: None) -> None:
-    assert not CPU().why_fp32(torch.bfloat16)
-    assert CPU().forms(torch.bfloat16) == Forms(lstm="loop")
-    assert CPU().forms(torch.float32) == Forms(lstm="fused")
-    assert CPU(lstm="fused").forms(torch.bfloat16) == Forms(lstm="fused")
-    assert CPU(lstm="loop").forms(torch.float32) == Forms(lstm="loop")
+    assert not CPU().precision_fallback_reason(torch.bfloat16)
+    assert CPU().policy(torch.bfloat16) == ComputePolicy(lstm="loop")
+    assert CPU().policy(torch.float32) == ComputePolicy(lstm="fused")
+    assert CPU(lstm="fused").policy(torch.bfloat16) == ComputePolicy(lstm="fused")
+    assert CPU(lstm="loop").policy(torch.float32) == ComputePolicy(lstm="loop")
 
 
-@pytest.mark.parametrize("key", ["matmul", "lstm", "bf16", "allocator", "openmp", "bind"])
+@pytest.mark.parametrize("key", ["matmul", "lstm", "bf16", "allocator", "openmp", "pin"])
 def test_a_key_of_no_such_value_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=rf"device\.{key} is 'x'; it is one of auto"):
         CPU(**{key: "x"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"device\.reserve is -1"):
-        CPU(reserve=-1)
+    with pytest.raises(ValueError, match=r"device\.comm_cores is -1"):
+        CPU(comm_cores=-1)
 
 
 # --- variables ----------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ def test_threads_share_the_physical_cores(two_nodes: list[Core], libraries: Path
 
 
 def test_reserved_cores_are_named_to_communication(two_nodes: list[Core], libraries: Path) -> None:
-    found = CPU(reserve=1, bind="cores").environment(2)
+    found = CPU(comm_cores=1, pin="cores").environment(2)
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["I_MPI_PIN_DOMAIN"] == "[0xe,0xe0,]"
     assert (found["CCL_WORKER_COUNT"], found["CCL_WORKER_AFFINITY"]) == ("1", "0,4")
@@ -137,7 +136,7 @@ def test_what_is_found_is_loaded_with_the_references_settings(libraries: Path) -
     )
     assert found["KMP_BLOCKTIME"] == "1"
     assert "KMP_AFFINITY" not in found
-    assert CPU(bind="cores").environment(1)["KMP_AFFINITY"] == "granularity=fine,compact,1,0"
+    assert CPU(pin="cores").environment(1)["KMP_AFFINITY"] == "granularity=fine,compact,1,0"
     found = CPU(allocator="tcmalloc", openmp="default").environment(1)
     assert found["LD_PRELOAD"] == str(libraries / "libtcmalloc.so.4")
     assert "MALLOC_CONF" not in found
@@ -169,7 +168,7 @@ def test_a_library_of_the_system_is_found() -> None:
     assert preload.library(["libm.so"], preload.folders(os.environ))
 
 
-# --- binding ------------------------------------------------------------------------------------
+# --- pinning ------------------------------------------------------------------------------------
 
 
 def shares(device: CPU, cores: list[Core], processes: int, is_bound: bool = False) -> list[set[int]]:
@@ -177,13 +176,13 @@ def shares(device: CPU, cores: list[Core], processes: int, is_bound: bool = Fals
 
 
 def test_ranks_are_bound_as_asked(two_nodes: list[Core]) -> None:
-    assert shares(CPU(bind="cores"), two_nodes, 2) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    assert shares(CPU(bind="cores", reserve=1), two_nodes, 2) == [{1, 2, 3}, {5, 6, 7}]
-    assert shares(CPU(bind="numa"), two_nodes, 2) == [
+    assert shares(CPU(pin="cores"), two_nodes, 2) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert shares(CPU(pin="cores", comm_cores=1), two_nodes, 2) == [{1, 2, 3}, {5, 6, 7}]
+    assert shares(CPU(pin="numa"), two_nodes, 2) == [
         {0, 1, 2, 3, 8, 9, 10, 11},
         {4, 5, 6, 7, 12, 13, 14, 15},
     ]
-    assert shares(CPU(bind="none"), two_nodes, 2) == [set(), set()]
+    assert shares(CPU(pin="none"), two_nodes, 2) == [set(), set()]
     assert shares(CPU(), two_nodes, 4) == [{0, 1, 8, 9}, {2, 3, 10, 11}, {4, 5, 12, 13}, {6, 7, 14, 15}]
 
 
@@ -198,14 +197,14 @@ _OPEN = """
 import os
 from speechtrain.devices.cpu import CPU
 cpus = sorted(os.sched_getaffinity(0))
-device = CPU(bind="cores", threads=1)
+device = CPU(pin="cores", threads=1)
 device.open(1)
 assert os.sched_getaffinity(0) == {cpus[len(cpus) // 2]}, os.sched_getaffinity(0)
 """
 
 
 def test_open_binds_this_process() -> None:
-    cores = binding.usable(binding.topology(), cpu.usable_cpus())
+    cores = affinity.usable(affinity.topology(), cpu.usable_cpus())
     if len(cores) != 2 or any(len(core.cpus) > 1 for core in cores):
         pytest.skip(f"written for two plain cores, here are {cores}")
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
@@ -259,14 +258,14 @@ def test_a_choice_is_kept_for_the_same_chip(monkeypatch: pytest.MonkeyPatch, has
     before = torch.get_float32_matmul_precision()
     try:
         device = CPU(matmul="auto")
-        assert device.settle({}) == {"chip": "Xeon", **measured}
+        assert device.autotune({}) == {"chip": "Xeon", **measured}
         kept = {"chip": "Xeon", "matmul": "medium", "speedup": 2.0}
-        assert device.settle(kept) == kept
+        assert device.autotune(kept) == kept
         assert torch.get_float32_matmul_precision() == "medium"
         device.open(0)
         assert torch.get_float32_matmul_precision() == "highest"
         for other in ({**kept, "chip": "Epyc"}, {**kept, "matmul": "x"}):
-            assert device.settle(other) == {"chip": "Xeon", **measured}
-        assert CPU(matmul="high").settle(kept) == {}
+            assert device.autotune(other) == {"chip": "Xeon", **measured}
+        assert CPU(matmul="high").autotune(kept) == {}
     finally:
         torch.set_float32_matmul_precision(before)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.compute_policy import Forms
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
 
@@ -70,7 +70,7 @@ def test_wrong_values_name_their_key(arguments: dict[str, object], named: str) -
 
 def test_what_it_declares() -> None:
     device = HPU()
-    assert device.forms(torch.bfloat16) == Forms(static=True, lstm="loop")
+    assert device.policy(torch.bfloat16) == ComputePolicy(static=True, lstm="loop")
     assert device.collectives == "hccl"
     assert not device.supports(torch.float16)
     assert device.graphs() == 0  # before it is open

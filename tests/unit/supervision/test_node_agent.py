@@ -13,7 +13,7 @@ import pytest
 from speechtrain.run_directory import RESULT, rank_folder
 from speechtrain.supervision import node_agent as node
 from speechtrain.supervision.node_agent import MODULE
-from speechtrain.supervision.process_tree import PROC
+from speechtrain.supervision.process_tree import is_running
 
 AGENT = """
 import pathlib, signal, subprocess, sys
@@ -48,19 +48,12 @@ def start(tmp_path: Path, answer: str, *options: str) -> tuple[subprocess.Popen[
     return process, int(ready.read_text())
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 @pytest.mark.parametrize("word", [node.ALIVE + node.STOP, node.STOP + node.STOP, b""])
 def test_told_to_stop_or_left_alone_it_asks_its_rank(tmp_path: Path, word: bytes) -> None:
     process, rank = start(tmp_path, "sys.exit(7)", "--attached=60")
     process.communicate(word, timeout=60)  # and closes the standard input
     assert process.returncode == 7
-    assert is_gone(rank)
+    assert not is_running(rank)
 
 
 @pytest.mark.parametrize("word", [node.KILL, b""])
@@ -68,7 +61,7 @@ def test_what_does_not_stop_is_killed(tmp_path: Path, word: bytes) -> None:
     process, rank = start(tmp_path, "None", "--attached=0.5")
     process.communicate(word, timeout=60)
     assert process.returncode == 130
-    while not is_gone(rank):
+    while is_running(rank):
         pass
 
 
@@ -80,7 +73,7 @@ def test_unattached_it_leaves_its_standard_input_alone(tmp_path: Path) -> None:
         process.wait(0.5)
     process.terminate()
     assert process.wait(60) == 7
-    assert is_gone(rank)
+    assert not is_running(rank)
 
 
 def test_silence_is_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
