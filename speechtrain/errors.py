@@ -64,3 +64,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return str(error).strip().partition("\n")[0]
+
+
+def one_line(message: str, limit: int | None = None) -> str:
+    """A message with its line breaks and runs of spaces closed up, cut to ``limit`` characters."""
+    return " ".join(message.split())[:limit]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,27 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace ``path`` by ``content`` in one step: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+@contextlib.contextmanager
+def atomic(path: Path, durable: bool = True) -> Iterator[Path]:
+    """A temporary path in the folder of ``path``; it replaces ``path`` where the block ends without an error.
+
+    A reader sees the old file or the new one. A missing folder is made first. An error removes the
+    temporary. ``durable`` flushes its bytes to the disk before the rename. Raises OSError where the
+    disk refuses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
+        yield temporary
+        if durable:
+            flush(temporary)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:
+    """Replace ``path`` by ``content`` in one step, as ``atomic`` does."""
+    with atomic(path, durable) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
-        flush(temporary)
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

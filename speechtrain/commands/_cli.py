@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from speechtrain.errors import EXIT_KILLED, ConfigError, Preempted, SpeechtrainError
+from speechtrain.errors import EXIT_KILLED, ConfigError, Preempted, SpeechtrainError, one_line
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,11 +19,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
-
-
-def one_line(message: str) -> str:
-    """A message with its line breaks and runs of spaces closed up."""
-    return " ".join(message.split())
 
 
 def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
@@ -49,6 +44,6 @@ def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
     except Exception as error:  # the boundary of the process
         path = trace or Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
-        told = one_line(f"{type(error).__name__}: {error}")[:300]
+        told = one_line(f"{type(error).__name__}: {error}", 300)
         print(f"speechtrain: internal error: {told} (trace in {path})", file=sys.stderr)
         return 1

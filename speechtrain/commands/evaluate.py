@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, guarded
 from speechtrain.errors import ConfigError, MachineError
+from speechtrain.files import atomic
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -63,7 +64,7 @@ def run(argv: list[str]) -> int:
     from speechtrain.commands._load_run import open_run
     from speechtrain.config.build import build
     from speechtrain.data.base import DataModule
-    from speechtrain.distributed.group import Solo
+    from speechtrain.distributed.group import SingleProcess
     from speechtrain.training.evaluation import evaluate
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
@@ -72,7 +73,9 @@ def run(argv: list[str]) -> int:
     offers = {"tokenizer": opened.tokenizer, "footprint": task.footprint(), "normalise": task.normalise_audio}
     data: DataModule = build(opened.config, "data", **offers)
     try:
-        outcomes = evaluate(opened.task, data.valid(), opened.device, opened.precision, Solo(), examples=None)
+        outcomes = evaluate(
+            opened.task, data.valid(), opened.device, opened.precision, SingleProcess(), examples=None
+        )
     finally:
         data.close()
     if arguments.out:
@@ -131,15 +134,12 @@ def _check_writable(path: Path) -> None:
 
 
 def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             for name, outcome in outcomes.items():
                 for example in outcome.examples:
                     file.write(json.dumps({"set": name, **vars(example)}, ensure_ascii=False) + "\n")
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise MachineError(f"--out {path}: {error.strerror or error}") from error
 
 

@@ -17,17 +17,27 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
+
+import numpy as np
+import soundfile
 
 from speechtrain.commands._cli import Parser, guarded
-from speechtrain.errors import ConfigError, DataError, MachineError
-
-if TYPE_CHECKING:
-    from speechtrain.data.source import Source
+from speechtrain.counter_rng import key_of
+from speechtrain.data.corpora.digits import Digits
+from speechtrain.data.corpora.fsdd import Fsdd
+from speechtrain.data.folder import files_below
+from speechtrain.data.manifests import Manifest, Record, header, seconds_of, simple_cut, text_of
+from speechtrain.data.source import Source
+from speechtrain.data.sources import names_in, open_source, parts_of
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line
+from speechtrain.files import atomic
+from speechtrain.text.normalise import normaliser
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-Record = dict[str, Any]
+Refusal = tuple[str, str]
+"""Why a recording cannot be used: a reason (see docs/data.md) and a detail."""
 
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # of PCM's size that FLAC takes at most, speech being about half
@@ -127,14 +137,13 @@ def run(argv: list[str]) -> int:
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
-    from speechtrain.text.normalise import normaliser
     from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 
     if not 0 < arguments.character_coverage <= 1:
         raise ConfigError(f"--character-coverage {arguments.character_coverage}: it is above 0 and at most 1")
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
-    with _writing(arguments.out):
+    with _out(arguments.out):
         train_sentencepiece(
             texts, arguments.out, arguments.kind, arguments.size, arguments.character_coverage
         )
@@ -161,40 +170,14 @@ def named_source(arguments: argparse.Namespace) -> Source:
     if bool(arguments.sources) == bool(arguments.corpus):
         raise ConfigError("name one or more SOURCEs, or a --corpus (digits or fsdd)")
     if arguments.corpus == "digits":
-        return digits_source("train", 2000)
+        return Digits("train", 2000)
     if arguments.corpus == "fsdd":
-        from speechtrain.data.corpora.fsdd import Fsdd
-
         return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
-    from speechtrain.data.sources import open_source
-
-    return open_source([part for name in arguments.sources for part in _parts(name)])
-
-
-def _parts(name: str) -> list[str]:
-    return [name] if Path(name).exists() else [part for part in name.split(",") if part]
-
-
-def digits_source(split: str, utterances: int) -> Source:
-    """The embedded corpus."""
-    from speechtrain.data.corpora.digits import Digits
-
-    return Digits(split, utterances)
-
-
-def text_of(cut: Record) -> str:
-    """Transcript of a cut in lhotse's JSON form."""
-    from speechtrain.data.manifests import text_of as text
-
-    return text(cut)
+    return open_source([part for name in arguments.sources for part in names_in(name)])
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
     """Every cut in lhotse's JSON form. Raises DataError for an id that is there twice."""
-    from speechtrain.counter_rng import key_of
-    from speechtrain.data.manifests import Manifest
-    from speechtrain.data.sources import parts_of
-
     seen: set[int] = set()  # keys, not ids: 60 MB for a million
     for part in parts_of(source):
         if isinstance(part, Manifest):
@@ -217,15 +200,10 @@ def measured(cut: Record, counts_samples: bool = False) -> Record:
     The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations. Where the manifest
     ``counts_samples``, and they are the header's, the length in seconds is the header's too.
     """
-    import soundfile
-
     recording = cut["recording"]
-    try:
-        info = soundfile.info(recording["sources"][0]["source"])
-    except (OSError, RuntimeError):
+    info = header(recording["sources"][0]["source"])
+    if info is None or info.frames < 1:
         return cut  # it stays, to be counted or named like any other bad recording
-    if info.frames < 1:
-        return cut
     if counts_samples and info.frames == recording["num_samples"]:
         cut["duration"] = info.duration
     channels = list(range(info.channels))
@@ -257,8 +235,6 @@ class Totals:
 
     def add(self, cut: Record) -> None:
         """Count one cut."""
-        from speechtrain.data.manifests import seconds_of
-
         text = text_of(cut)
         self.utterances += 1
         self.seconds += seconds_of(cut)
@@ -282,21 +258,32 @@ class Totals:
 
 def write_manifest(arguments: argparse.Namespace) -> int:
     """Write the sources' cuts; with --check 3 where a recording is bad, else 0."""
-    totals = Totals()
     cuts = cuts_of(named_source(arguments))
     looks = arguments.check or arguments.drop_bad
-    checked = parallel(_problem_of, cuts, arguments.jobs) if looks else ((cut, None) for cut in cuts)
-    with atomic(arguments.out) as file:
-        for cut, problem in checked:
-            if problem is not None:
-                totals.refuse(cut, *problem)
-                if arguments.drop_bad:
+    checked = parallel(_checked, cuts, arguments.jobs) if looks else ((cut, cut) for cut in cuts)
+    bad = write_cuts(arguments.out, checked, keeps_bad=not arguments.drop_bad)
+    return DataError.exit_code if bad and not arguments.drop_bad else 0
+
+
+def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], keeps_bad: bool = False) -> int:
+    """Write the second of each pair, or why there is none, and print what was written.
+
+    The number of bad recordings. ``keeps_bad`` writes the first in their place. Raises DataError
+    where nothing is left, MachineError where the disk refuses.
+    """
+    totals = Totals()
+    with writing(out) as file:
+        for cut, made in checked:
+            if isinstance(made, tuple):
+                totals.refuse(cut, *made)
+                if not keeps_bad:
                     continue
-            totals.add(cut)
-            file.write(line_of(cut))
-        _refuse_empty(totals, arguments.out)
-    print(f"{arguments.out}: {totals.describe()}")
-    return DataError.exit_code if totals.bad and not arguments.drop_bad else 0
+                made = cut
+            totals.add(made)
+            file.write(json.dumps(made, ensure_ascii=False).encode() + b"\n")
+        _refuse_empty(totals, out)
+    print(f"{out}: {totals.describe()}")
+    return totals.bad.total()
 
 
 def _refuse_empty(totals: Totals, out: Path) -> None:
@@ -304,31 +291,18 @@ def _refuse_empty(totals: Totals, out: Path) -> None:
         raise DataError(f"{out}: not written, as no usable recording is left")
 
 
-def _problem_of(cut: Record) -> tuple[str, str] | None:
-    """Why a cut's audio cannot be used: a reason (see docs/data.md) and a detail."""
+def _checked(cut: Record) -> Record | Refusal:
+    """A cut whose audio can be used, or why it cannot."""
     from speechtrain.data.audio import Unusable, read_cut
 
     try:
         read_cut(cut, 16_000)
     except Unusable as problem:
         return problem.reason, problem.detail
-    return None
-
-
-def line_of(cut: Record) -> bytes:
-    """A cut as a line of a manifest."""
-    return json.dumps(cut, ensure_ascii=False).encode() + b"\n"
+    return cut
 
 
 # --- fairseq ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a recording's header says."""
-
-    frames: int
-    seconds: float
 
 
 def write_tsv(arguments: argparse.Namespace) -> int:
@@ -343,18 +317,19 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     folder = arguments.folder.expanduser().resolve()
     if not _fits_tsv(str(folder)):
         raise DataError(f"{str(folder)!a}: a folder of this name cannot stand in a TSV; rename it")
-    names = _files_below(folder, f".{arguments.ext.lstrip('.').lower()}")
+    suffix = f".{arguments.ext.lstrip('.')}"
+    names = files_below(folder, (suffix.lower(),), hidden=False)
     if not names:
-        raise DataError(f"{folder}: no *.{arguments.ext.lstrip('.')} below it; --ext names another suffix")
+        raise DataError(f"{folder}: no *{suffix} below it; --ext names another suffix")
     draw = random.Random(arguments.seed).random
-    splits: dict[str, list[tuple[str, Header]]] = {"train": [], "valid": []}
+    splits: dict[str, list[tuple[str, Any]]] = {"train": [], "valid": []}
     totals = Totals()
     for name, found in parallel(lambda name: _header_of(folder, name), names, arguments.jobs):
         split = "train" if draw() > share else "valid"
-        if isinstance(found, Header):
-            splits[split].append((name, found))
-        else:
+        if isinstance(found, tuple):
             totals.refuse({"id": name if _fits_tsv(name) else ascii(name)}, *found)
+        else:
+            splits[split].append((name, found))
     totals.utterances = sum(map(len, splits.values()))
     _refuse_empty(totals, arguments.out)
     for split, chosen in splits.items():
@@ -365,28 +340,14 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     return DataError.exit_code if totals.bad else 0
 
 
-def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Header]]) -> None:
-    with atomic(path) as file:
+def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Any]]) -> None:
+    with writing(path) as file:
         file.write(f"{folder}\n".encode())
-        for name, header in chosen:
-            file.write(f"{name}\t{header.frames}\n".encode())
-    hours = sum(header.seconds for _, header in chosen) / 3600
+        for name, info in chosen:
+            file.write(f"{name}\t{info.frames}\n".encode())
+    hours = sum(info.frames / info.samplerate for _, info in chosen) / 3600
     more = "" if chosen else "; as data it is refused: change --valid-percent or --seed"
     print(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}")
-
-
-def _files_below(folder: Path, suffix: str) -> list[str]:
-    """Paths below ``folder`` of the files of one suffix, sorted; hidden ones are left out, as a glob does."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: {error.strerror}") from None
-
-    found = []
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        chosen = (n for n in names if n.lower().endswith(suffix) and not n.startswith("."))
-        found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
-    return sorted(found)
 
 
 def _fits_tsv(name: str) -> bool:
@@ -397,11 +358,9 @@ def _fits_tsv(name: str) -> bool:
         return False
 
 
-def _header_of(folder: Path, name: str) -> Header | tuple[str, str]:
-    """A recording's header, or why it cannot be in a TSV: a reason (see docs/data.md) and a detail."""
-    import soundfile
-
-    from speechtrain.data.audio import Unusable, check_file, one_line
+def _header_of(folder: Path, name: str) -> Any | Refusal:
+    """soundfile's facts about a recording, or why it cannot be in a TSV."""
+    from speechtrain.data.audio import Unusable, check_file
 
     if not _fits_tsv(name):
         return "unreadable", "its name cannot stand in a TSV; rename it"
@@ -412,10 +371,10 @@ def _header_of(folder: Path, name: str) -> Header | tuple[str, str]:
     except Unusable as problem:
         return problem.reason, problem.detail
     except (OSError, RuntimeError) as error:
-        return "unreadable", one_line(error)
+        return "unreadable", one_line(str(error), 300)
     if info.frames < 1 or info.samplerate < 1:
         return "no_samples", path
-    return Header(int(info.frames), info.frames / info.samplerate)
+    return info
 
 
 # --- converting ---------------------------------------------------------------------------------
@@ -431,8 +390,6 @@ class Converter:
 
     def path(self, cut: Record) -> Path:
         """Where a cut's audio goes: its id, with a hash where a file name cannot hold the id as it is."""
-        from speechtrain.counter_rng import key_of
-
         name = str(cut["id"])
         safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
         if safe != name:
@@ -444,11 +401,8 @@ class Converter:
         """Size of a file, at most."""
         return seconds * self.rate * 2 * (_FLAC_SHARE if self.format == "flac" else 1.0) + 4096
 
-    def __call__(self, cut: Record) -> Record | tuple[str, str]:
+    def __call__(self, cut: Record) -> Record | Refusal:
         """Write one file; its cut, or why its audio cannot be used. Raises OSError where the disk refuses."""
-        import numpy as np
-        import soundfile
-
         from speechtrain.data.audio import Unusable, read_cut
 
         path = self.path(cut)
@@ -461,46 +415,29 @@ class Converter:
             pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
             buffer = io.BytesIO()  # libsndfile tells nobody that a disk is full
             soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
+            with atomic(path, durable=False) as temporary:  # a sync for each of a million files takes hours
                 temporary.write_bytes(buffer.getvalue())
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
             samples = len(pcm)
         return self._cut(cut, path, samples)
 
     def _done(self, cut: Record, path: Path) -> int | None:
         """Samples of a file that an earlier call has written since its sources changed last."""
-        import soundfile
-
         from speechtrain.data.audio import files_of
 
         try:
             written = path.stat().st_mtime_ns
             if any(os.stat(file).st_mtime_ns > written for file in files_of(cut)):
                 return None
-            info = soundfile.info(str(path))
-        except (OSError, RuntimeError):
+        except OSError:
             return None
-        return int(info.frames) if info.samplerate == self.rate and info.channels == 1 else None
+        info = header(str(path))
+        return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
 
     def _cut(self, cut: Record, path: Path, samples: int) -> Record:
-        from speechtrain.data.manifests import simple_cut
-
         first = (cut.get("supervisions") or [{}])[0]
-        made: Record = simple_cut(
-            cut["id"],
-            str(path.absolute()),
-            0.0,
-            samples / self.rate,
-            text_of(cut),
-            rate=self.rate,
-            speaker=first.get("speaker"),
-            language=first.get("language"),
-        )
-        return made
+        told = {"speaker": first.get("speaker"), "language": first.get("language")}
+        seconds = samples / self.rate
+        return simple_cut(cut["id"], str(path.absolute()), 0.0, seconds, text_of(cut), rate=self.rate, **told)
 
 
 def convert_source(arguments: argparse.Namespace) -> int:
@@ -511,7 +448,7 @@ def convert_source(arguments: argparse.Namespace) -> int:
 def write_digits(arguments: argparse.Namespace) -> int:
     """Write the embedded corpus as files, ``train.jsonl`` and ``valid.jsonl``."""
     for split, utterances in (("train", arguments.train), ("valid", arguments.valid)):
-        convert(digits_source(split, utterances), arguments, f"{split}.jsonl")
+        convert(Digits(split, utterances), arguments, f"{split}.jsonl")
     return 0
 
 
@@ -521,24 +458,12 @@ def convert(source: Source, arguments: argparse.Namespace, name: str) -> int:
         raise ConfigError(f"--rate {arguments.rate}: it is in Hz, such as 16000")
     converter = Converter(arguments.out, arguments.format, arguments.rate)
     _check_room(converter, cuts_of(source))
-    totals = Totals()
-    out: Path = arguments.out / name
-    with atomic(out) as file:
-        for cut, made in parallel(converter, cuts_of(source), arguments.jobs):
-            if isinstance(made, tuple):
-                totals.refuse(cut, *made)
-                continue
-            totals.add(made)
-            file.write(line_of(made))
-        _refuse_empty(totals, out)
-    print(f"{out}: {totals.describe()}")
-    return DataError.exit_code if totals.bad else 0
+    bad = write_cuts(arguments.out / name, parallel(converter, cuts_of(source), arguments.jobs))
+    return DataError.exit_code if bad else 0
 
 
 def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
     """Say how much disk space the conversion takes. Raises MachineError where there is less."""
-    from speechtrain.data.manifests import seconds_of
-
     need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
     whole = converter.folder.absolute()
     folder = next(path for path in (whole, *whole.parents) if path.exists())
@@ -558,17 +483,13 @@ def _size(count: float) -> str:
 
 def write_sample(arguments: argparse.Namespace) -> int:
     """Write one utterance of the embedded validation set as WAV, and print what is said in it."""
-    import soundfile
-
-    from speechtrain.data.corpora.digits import Digits
-
     source = Digits("valid", _SAMPLE_UTTERANCES)
     if not 0 <= arguments.utterance < _SAMPLE_UTTERANCES:
         raise ConfigError(f"--utterance {arguments.utterance}: there are 0 to {_SAMPLE_UTTERANCES - 1}")
     chosen = source.plan()[arguments.utterance]
     buffer = io.BytesIO()
     soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
-    with atomic(arguments.out) as file:
+    with writing(arguments.out) as file:
         file.write(buffer.getvalue())
     print(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}")
     return 0
@@ -578,31 +499,21 @@ def write_sample(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def atomic(path: Path) -> Iterator[IO[bytes]]:
+def writing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write to (gzipped where it is named ``.gz``) that gets its name only when all is well.
 
     Raises MachineError where the disk refuses.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as raw:
-                if path.suffix == ".gz":
-                    with gzip.GzipFile(fileobj=raw, filename="", mode="wb", mtime=0) as file:
-                        yield cast("IO[bytes]", file)
-                else:
-                    yield raw
-                raw.flush()
-                os.fsync(raw.fileno())
-            temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with _out(path), atomic(path) as temporary, temporary.open("wb") as raw:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=raw, filename="", mode="wb", mtime=0) as file:
+                yield cast("IO[bytes]", file)
+        else:
+            yield raw
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _out(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

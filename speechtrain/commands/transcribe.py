@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, guarded, one_line
-from speechtrain.errors import ConfigError, DataError
+from speechtrain.commands._cli import Parser, guarded
+from speechtrain.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
     from speechtrain.batch import Batch

@@ -6,11 +6,12 @@ is longer than its manifest says costs no more than one that is not.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from speechtrain.data.manifests import SEGMENT, seconds_of
+from speechtrain.errors import one_line
 
 Samples = NDArray[np.float32]
 
@@ -43,23 +45,15 @@ def read_cut(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     its manifest knows of one only. Raises Unusable with ``missing``, ``empty_file``, ``unreadable``,
     ``no_samples``, ``wrong_length`` (further off than 0.1 s and 1 %) or ``not_finite``.
     """
-    try:
+    with _or_unusable(next(iter(files_of(cut)), "")):
         return _read_file(cut, sample_rate) if _is_simple(cut) else _read_mixed(cut, sample_rate)
-    except Unusable:
-        raise
-    except Exception as error:  # lhotse and libsndfile raise whatever a damaged file leads to
-        raise _unreadable(error, *files_of(cut)[:1]) from None
 
 
 def read_file(path: str, sample_rate: int) -> Samples:
     """A whole audio file (S,), mono, at ``sample_rate``. Raises Unusable."""
     check_file(path)
-    try:
+    with _or_unusable(path):
         samples, rate = _decode(path, 0.0, None)
-    except Unusable:
-        raise
-    except Exception as error:  # as above
-        raise _unreadable(error, path) from None
     return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path)
 
 
@@ -103,7 +97,7 @@ def check_file(path: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise Unusable("missing", path) from None
     except (OSError, ValueError) as error:
-        raise Unusable("unreadable", f"{path}: {one_line(error)}") from None
+        raise Unusable("unreadable", f"{path}: {one_line(str(error), 300)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise Unusable("unreadable", f"{path}: no regular file")
     if status.st_size == 0:
@@ -117,15 +111,16 @@ def files_of(cut: Mapping[str, Any]) -> list[str]:
     return [source["source"] for source in (cut.get("recording") or {}).get("sources", ())]
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message on one line, shortened."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _unreadable(error: Exception, path: str = "") -> Unusable:
-    message = one_line(error) if str(error) else type(error).__name__
-    return Unusable("unreadable", message if path in message else f"{path}: {message}")
+@contextlib.contextmanager
+def _or_unusable(path: str) -> Iterator[None]:
+    """Makes Unusable of any other error: lhotse and libsndfile raise whatever a damaged file leads to."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Exception as error:
+        message = one_line(str(error), 300) or type(error).__name__
+        raise Unusable("unreadable", message if path in message else f"{path}: {message}") from None
 
 
 def _is_simple(cut: Mapping[str, Any]) -> bool:

@@ -18,7 +18,6 @@ from speechtrain.data.audio import (
     Unusable,
     change_speed,
     files_of,
-    one_line,
     read_cut,
     read_file,
     standardise,
@@ -26,7 +25,7 @@ from speechtrain.data.audio import (
 from speechtrain.data.index import Index
 from speechtrain.data.manifests import Record, seconds_of, text_of
 from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
-from speechtrain.errors import DataError
+from speechtrain.errors import DataError, one_line
 from speechtrain.text.vocabulary import Tokenizer
 
 REASONS = {
@@ -61,7 +60,8 @@ class _Row:
     seconds: float = 0.0  # 0 for a filler row
 
 
-class Decoder:
+@dataclass(eq=False)
+class BatchLoader:
     """Turns planned micro-batches of one set into batches; plain data, so that workers can have it.
 
     In training a cut that cannot be used becomes a filler row and a ``Skip``. In an evaluation set
@@ -75,27 +75,15 @@ class Decoder:
     (fairseq's collater without padding).
     """
 
-    def __init__(
-        self,
-        index: Index,
-        tokenizer: Tokenizer,
-        sample_rate: int = 16_000,
-        max_labels_per_second: float = 50.0,
-        allow_empty: bool = False,
-        is_evaluation: bool = False,
-        normalise: bool = False,
-        crop_seconds: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.index = index
-        self.tokenizer = tokenizer
-        self.sample_rate = sample_rate
-        self.max_labels_per_second = max_labels_per_second
-        self.allow_empty = allow_empty
-        self.is_evaluation = is_evaluation
-        self.normalise = normalise
-        self.crop_seconds = crop_seconds
-        self.seed = seed
+    index: Index
+    tokenizer: Tokenizer
+    sample_rate: int = 16_000
+    max_labels_per_second: float = 50.0
+    allow_empty: bool = False
+    is_evaluation: bool = False
+    normalise: bool = False
+    crop_seconds: float | None = None
+    seed: int = 0
 
     def __call__(self, planned: MicroBatch) -> Batch:
         """Decode one micro-batch. Raises DataError in an evaluation set, or where a manifest has changed."""
@@ -153,7 +141,7 @@ class Decoder:
         try:
             labels = self.tokenizer.encode(text)
         except (KeyError, ValueError) as error:
-            raise Unusable("unknown_symbol", one_line(error)) from None
+            raise Unusable("unknown_symbol", one_line(str(error), 300)) from None
         most = self.max_labels_per_second * seconds_of(cut)
         if shape is not None:
             most = min(most, shape.labels)
@@ -215,7 +203,7 @@ def collate(
     )
 
 
-def filler_batch(shape: Shape, sample_rate: int) -> Batch:
+def padding_batch(shape: Shape, sample_rate: int) -> Batch:
     """A batch of filler rows alone, for a rank that has run out of an evaluation set."""
     return collate([], sample_rate, shape)
 

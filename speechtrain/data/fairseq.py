@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
 
-from speechtrain.data.manifests import ASSUMED_RATE, Entry, Manifest, digest, open_bytes, simple_cut, stamp
+from speechtrain.data.manifests import (
+    ASSUMED_RATE,
+    Entry,
+    Manifest,
+    decoded,
+    digest,
+    header,
+    numbered_lines,
+    simple_cut,
+    stamp,
+)
 from speechtrain.errors import DataError
 
 LABELS = (".wrd", ".ltr")
@@ -46,16 +55,9 @@ class Fairseq(Manifest):
     @cached_property
     def sampling_rate(self) -> int:
         """Sampling rate in Hz of the recordings."""
-        import soundfile
-
-        for _, name, _ in islice(self._recordings(), _TRIED):
-            path = os.path.join(self.root, name)
-            try:
-                if Path(path).is_file():  # a pipe would wait for its writer
-                    return int(soundfile.info(path).samplerate) or ASSUMED_RATE
-            except (OSError, RuntimeError):
-                continue
-        return ASSUMED_RATE
+        names = (name for _, name, _ in islice(self._recordings(), _TRIED))
+        infos = (header(os.path.join(self.root, name)) for name in names)
+        return next((int(info.samplerate) for info in infos if info is not None), 0) or ASSUMED_RATE
 
     @cached_property
     def root(self) -> str:
@@ -111,18 +113,8 @@ class Fairseq(Manifest):
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
         """(number, text without its end) of each line. Raises DataError naming file and line."""
-        line = 0
-        try:
-            with open_bytes(path) as file:
-                for line, raw in enumerate(file, 1):
-                    text = raw.decode("utf-8-sig" if line == 1 else "utf-8")
-                    yield line, text.rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}:{line}: is not UTF-8 ({error.reason} at byte {error.start + 1})"
-            ) from None
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
+        for line, raw in numbered_lines(path):
+            yield line, decoded(raw, path, line).rstrip("\r\n")
 
 
 def looks_like_fairseq(head: Sequence[bytes], folder: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from speechtrain.data.manifests import ASSUMED_RATE, Entry, Manifest, digest, simple_cut
+from speechtrain.data.manifests import ASSUMED_RATE, Entry, Manifest, digest, header, simple_cut
 from speechtrain.errors import DataError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
@@ -34,22 +34,13 @@ class Folder(Manifest):
     def _files(self) -> list[tuple[str, int, int]]:
         """(path below the folder, size, time of change in ns) of audio and text files, sorted."""
         found = []
-
-        def refuse(error: OSError) -> None:
-            raise DataError(f"{error.filename}: {error.strerror}") from None
-
-        for folder, _, names in os.walk(self.path, onerror=refuse, followlinks=True):
-            for name in names:
-                path = os.path.join(folder, name)
-                if not name.lower().endswith((*AUDIO_SUFFIXES, ".txt")):
-                    continue
-                try:
-                    status = os.stat(path)
-                except OSError:  # a link to nowhere: kept, it is a missing recording
-                    found.append((os.path.relpath(path, self.path), -1, -1))
-                else:
-                    found.append((os.path.relpath(path, self.path), status.st_size, status.st_mtime_ns))
-        return sorted(found)
+        for name in files_below(self.path, (*AUDIO_SUFFIXES, ".txt")):
+            try:
+                status = os.stat(self.path / name)
+                found.append((name, status.st_size, status.st_mtime_ns))
+            except OSError:  # a link to nowhere: kept, it is a missing recording
+                found.append((name, -1, -1))
+        return found
 
     def entries(self) -> Iterator[Entry]:
         names = {name for name, _, _ in self._files}
@@ -85,20 +76,31 @@ class Folder(Manifest):
         return text if keep_lines else " ".join(text.split())
 
 
+def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) -> list[str]:
+    """Relative paths of the files of some suffixes, sorted; without ``hidden`` as a glob finds them.
+
+    Raises DataError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+
+    found = []
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if not hidden:
+            folders[:] = [name for name in folders if not name.startswith(".")]
+        chosen = (n for n in names if n.lower().endswith(suffixes) and (hidden or not n.startswith(".")))
+        found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
+    return sorted(found)
+
+
 def _stem(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
 def _measure(path: str) -> tuple[float, int]:
     """Seconds and rate from a recording's header; a nominal second where there is none."""
-    import soundfile
-
-    try:
-        if not Path(path).is_file():  # a pipe would wait for its writer
-            return _UNKNOWN_SECONDS, ASSUMED_RATE
-        info = soundfile.info(path)
-    except (OSError, RuntimeError):
-        return _UNKNOWN_SECONDS, ASSUMED_RATE
-    if info.frames < 1 or info.samplerate < 1:
+    info = header(path)
+    if info is None or info.frames < 1 or info.samplerate < 1:
         return _UNKNOWN_SECONDS, ASSUMED_RATE
     return info.frames / info.samplerate, int(info.samplerate)

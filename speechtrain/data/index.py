@@ -1,8 +1,8 @@
 """The index over a source's cuts: what the sampler must know of each, in memory-mapped arrays.
 
-A folder of the cache holds flat binary arrays, one element for each cut (duration, transcript
-length, byte offset of its JSON line, key), and the cuts themselves as JSON lines where the source
-is no such file. Building streams, with bounded memory; loading maps the arrays and reads nothing.
+A folder of the cache holds flat binary arrays, one element for each cut (duration, byte offset of its
+JSON line, key), and the cuts themselves as JSON lines where the source is not such a file. Building
+streams, with bounded memory; loading maps the arrays and reads nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,15 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.counter_rng import key_of
-from speechtrain.data.corpora.connected import cache_folder
+from speechtrain.data.cache import cache_folder
 from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import DataError, MachineError
+from speechtrain.files import atomic, flush
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 1  # of the folder: an older one is built again
-_ARRAYS = {"seconds": "<f4", "characters": "<i4", "offset": "<i8", "key": "<i8", "part": "<i2"}
+FORMAT = 2  # of the folder: an older one is built again
+_ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _CHUNK = 65_536  # rows held in memory while building
 _UNSPELLABLE = -1
 
@@ -47,6 +47,11 @@ class Index:
         self.files = [Path(name) if os.path.isabs(name) else folder / name for name in meta["files"]]
         self._size: int = meta["cuts"]
         self._open: dict[int, IO[bytes]] = {}
+        self.seconds = self._map("seconds")
+        """Duration of each cut as its manifest tells it (float32); 0 where that is not a positive number."""
+        self.keys = self._map("key")
+        """``key_of`` each cut's id (int64)."""
+        self._offsets, self._parts = self._map("offset"), self._map("part")
 
     def __len__(self) -> int:
         return self._size
@@ -57,30 +62,8 @@ class Index:
     def __setstate__(self, folder: Path) -> None:
         Index.__init__(self, folder)
 
-    @cached_property
-    def seconds(self) -> NDArray[np.float32]:
-        """Duration of each cut as its manifest tells it; 0 where that is no positive number."""
-        return self._map("seconds", "<f4")
-
-    @cached_property
-    def characters(self) -> NDArray[np.int32]:
-        """Length of each raw transcript."""
-        return self._map("characters", "<i4")
-
-    @cached_property
-    def keys(self) -> NDArray[np.int64]:
-        """``key_of`` each cut's id."""
-        return self._map("key", "<i8")
-
-    @cached_property
-    def _offsets(self) -> NDArray[np.int64]:
-        return self._map("offset", "<i8")
-
-    @cached_property
-    def _parts(self) -> NDArray[np.int16]:
-        return self._map("part", "<i2")
-
-    def _map(self, name: str, dtype: str) -> NDArray[Any]:
+    def _map(self, name: str) -> NDArray[Any]:
+        dtype = _ARRAYS.get(name, "<i4")
         if not self._size:  # an empty file cannot be mapped
             return np.zeros(0, dtype)
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
@@ -105,18 +88,15 @@ class Index:
 
         The first call reads every transcript (about 20 s for a million); others map the result.
         """
-        path = self.folder / f"labels-{digest(tokenizer.state())}.bin"
+        name = f"labels-{digest(tokenizer.state())}"
+        path = self.folder / f"{name}.bin"
         if not path.exists():
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-            with _writing(self.folder), temporary.open("wb") as file:
+            with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
                 for begin in range(0, self._size, _CHUNK):
                     rows = range(begin, min(begin + _CHUNK, self._size))
                     counts = [_count(text_of(self.cut(row)), tokenizer) for row in rows]
                     np.array(counts, "<i4").tofile(file)
-            os.replace(temporary, path)
-        if not self._size:
-            return np.zeros(0, np.int32)
-        return np.memmap(path, "<i4", mode="r", shape=(self._size,))
+        return self._map(name)
 
 
 def _count(text: str, tokenizer: Tokenizer) -> int:
@@ -139,8 +119,7 @@ def open_index(source: Source, cache: str = "") -> Index:
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
     with _lock(folder) as alone:
-        index = _load(folder)
-        if index is not None and _is_current(index, source):
+        if (index := _load(folder, source)) is not None:
             return index
         temporary = root / f".{folder.name}.{secrets.token_hex(8)}"
         try:
@@ -148,7 +127,8 @@ def open_index(source: Source, cache: str = "") -> Index:
                 temporary.mkdir()
                 _build(source, temporary)
                 _check_unique(Index(temporary), parts_of(source))
-                _sync(temporary)
+                for path in temporary.iterdir():
+                    flush(path)
                 _replace(temporary, folder, source)
         finally:
             leftovers = root.glob(f".{folder.name}.*") if alone else [temporary]
@@ -159,8 +139,7 @@ def open_index(source: Source, cache: str = "") -> Index:
 
 def _replace(temporary: Path, folder: Path, source: Source) -> None:
     """Give a new index its name, unless another process has put one there meanwhile."""
-    index = _load(folder)
-    if index is not None and _is_current(index, source):
+    if _load(folder, source) is not None:
         return
     with contextlib.suppress(FileNotFoundError):  # stale or damaged
         folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(8)}"))
@@ -168,15 +147,8 @@ def _replace(temporary: Path, folder: Path, source: Source) -> None:
         temporary.rename(folder)
 
 
-def _sync(folder: Path) -> None:
-    """A name must never outlive a crash that its bytes did not."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _load(folder: Path) -> Index | None:
-    """The index in ``folder`` if it is whole."""
+def _load(folder: Path, source: Source) -> Index | None:
+    """The index in ``folder`` if it is whole and current."""
     try:
         index = Index(folder)
         sizes = {name: np.dtype(dtype).itemsize * len(index) for name, dtype in _ARRAYS.items()}
@@ -184,7 +156,7 @@ def _load(folder: Path) -> Index | None:
             return None
     except (OSError, ValueError, KeyError):
         return None
-    return index
+    return index if _is_current(index, source) else None
 
 
 def _is_current(index: Index, source: Source) -> bool:
@@ -195,7 +167,6 @@ def _is_current(index: Index, source: Source) -> bool:
     """
     if not all(file.is_file() for file in index.files):
         return False
-    row = 0
     for number, part in enumerate(parts_of(source)):
         if not isinstance(part, Manifest):
             row = int(np.searchsorted(index._parts, number))
@@ -214,53 +185,35 @@ def _build(source: Source, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
         for number, part in enumerate(parts_of(source)):
-            in_place = isinstance(part, Manifest) and part.in_place
-            files.append(
-                str(part.path) if isinstance(part, Manifest) and in_place else f"cuts-{number}.jsonl"
-            )
-            rows = _rows_in_place(part) if in_place else _rows_converted(part, folder / files[-1])
-            for chunk in _chunks(rows, number):
-                for name, values in chunk.items():
-                    values.tofile(arrays[name])
-                content.update(chunk["key"].tobytes() + chunk["seconds"].tobytes())
-                cuts += len(chunk["key"])
+            if isinstance(part, Manifest) and part.in_place:
+                files.append(str(part.path))
+                entries = part.entries()
+            else:
+                files.append(f"cuts-{number}.jsonl")
+                entries = _stored(part, folder / files[-1])
+            rows = ((seconds_of(e.cut), e.offset, key_of(e.cut["id"]), number) for e in entries)
+            while chunk := list(islice(rows, _CHUNK)):
+                values = dict(zip(_ARRAYS, zip(*chunk, strict=True), strict=True))
+                columns = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items()}
+                for name, column in columns.items():
+                    column.tofile(arrays[name])
+                content.update(columns["key"].tobytes() + columns["seconds"].tobytes())
+                cuts += len(chunk)
     meta = {"format": FORMAT, "cuts": cuts, "content": content.hexdigest(), "files": files}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    seconds: float
-    characters: int
-    offset: int
-    key: int
-
-
-def _row(cut: Record, offset: int) -> _Row:
-    return _Row(seconds_of(cut), len(text_of(cut)), offset, key_of(cut["id"]))
-
-
-def _rows_in_place(part: Source) -> Iterator[_Row]:
-    assert isinstance(part, Manifest)
-    for entry in part.entries():
-        yield _row(entry.cut, entry.offset)
-
-
-def _rows_converted(part: Source, path: Path) -> Iterator[_Row]:
-    """Rows of a source whose cuts are written to ``path`` on the way."""
-    entries = part.entries() if isinstance(part, Manifest) else _entries(part)
-    offset = 0
+def _stored(part: Source, path: Path) -> Iterator[Entry]:
+    """Each cut of ``part``, written to ``path`` as a line."""
+    if isinstance(part, Manifest):
+        cuts = (entry.cut for entry in part.entries())
+    else:
+        cuts = (cut.to_dict() for cut in part.cuts())
     with path.open("wb") as file:
-        for entry in entries:
-            line = _line(entry.cut)
-            file.write(line)
-            yield _row(entry.cut, offset)
-            offset += len(line)
-
-
-def _entries(source: Source) -> Iterator[Entry]:
-    for number, cut in enumerate(source.cuts(), 1):
-        yield Entry(cut.to_dict(), number, -1)
+        for line, cut in enumerate(cuts, 1):
+            offset = file.tell()
+            file.write(_line(cut))
+            yield Entry(cut, line, offset)
 
 
 def _line(cut: Record) -> bytes:
@@ -270,27 +223,6 @@ def _line(cut: Record) -> bytes:
         raise DataError(
             f"cut {cut.get('id')!r} holds audio in memory ({error}); save it as a file first"
         ) from None
-
-
-def _chunks(rows: Iterator[_Row], part: int) -> Iterator[dict[str, NDArray[Any]]]:
-    """The rows as arrays of at most ``_CHUNK`` elements."""
-    held: list[_Row] = []
-    for row in rows:
-        held.append(row)
-        if len(held) == _CHUNK:
-            yield _columns(held, part)
-            held = []
-    if held:
-        yield _columns(held, part)
-
-
-def _columns(rows: list[_Row], part: int) -> dict[str, NDArray[Any]]:
-    columns: dict[str, NDArray[Any]] = {
-        name: np.array([getattr(row, name) for row in rows], _ARRAYS[name])
-        for name in ("seconds", "characters", "offset", "key")
-    }
-    columns["part"] = np.full(len(rows), part, _ARRAYS["part"])
-    return columns
 
 
 def _check_unique(index: Index, parts: list[Source]) -> None:
@@ -337,18 +269,12 @@ def _lock(folder: Path) -> Iterator[bool]:
 
     Two builders are safe without it, only slower.
     """
-    try:
-        import fcntl
+    held = False
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
 
-        file = folder.with_name(folder.name + ".lock").open("w")
-    except (ImportError, OSError):
-        yield False
-        return
-    with file:
-        try:
+            file = stack.enter_context(folder.with_name(folder.name + ".lock").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            held = False
-        else:
             held = True
         yield held

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,7 @@ SEGMENT = "speechtrain_segment"
 ASSUMED_RATE = 16_000  # of recordings whose manifest does not tell; the decoder goes by the file's own
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 _READABLE = ("file",)
+_ELEMENT = re.compile(r"[^ \t\r\n,]")  # where the next one, or the closing bracket, begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,7 @@ class Nemo(JsonLines):
             raise self.bad(line, f"text_filepath {path} cannot be read ({error})") from None
 
 
-class Mlperf(Manifest):
+class Mlperf(JsonLines):
     """The JSON of MLPerf's and Intel's RNN-T: one array a file (JSON lines of the same objects, too).
 
     ``transcript``, ``original_duration`` in seconds and ``files``, of which the one of speed 1 is
@@ -274,10 +276,13 @@ class Mlperf(Manifest):
     kind = "mlperf"
 
     def entries(self) -> Iterator[Entry]:
+        if not first_line(self.path)[1].startswith(b"["):
+            yield from super().entries()
+            return
         for line, record in json_array(self.path):
-            yield Entry(self._cut_of(record, line), line, -1)
+            yield Entry(self.cut_of(record, line), line, -1)
 
-    def _cut_of(self, record: Record, line: int) -> Record:
+    def cut_of(self, record: Record, line: int) -> Record:
         text = self.text(record, "transcript", line)
         files = self.field(record, "files", line)
         if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
@@ -373,28 +378,52 @@ def open_bytes(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes) of each line. Raises DataError naming file and line for a damaged file."""
+    line = 0
+    try:
+        with open_bytes(path) as file:
+            for line, raw in enumerate(file, 1):
+                yield line, raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
+
+
+def first_line(path: Path) -> tuple[int, bytes]:
+    """Number and bytes of the first line that is not blank, without byte order mark and leading blanks.
+
+    Raises DataError for an empty file.
+    """
+    for line, raw in numbered_lines(path):
+        if raw.strip():
+            return line, raw.removeprefix(b"\xef\xbb\xbf").lstrip()
+    raise DataError(f"{path} is empty; it holds no cuts")
+
+
 def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
     """(line number from 1, byte offset, object) of each line that is not blank.
 
     Raises DataError naming file and line for what is no JSON object.
     """
-    offset, line = 0, 0
+    offset = 0
+    for line, raw in numbered_lines(path):
+        if raw.strip():
+            yield line, offset, parse(raw, path, line)
+        offset += len(raw)
+
+
+def decoded(raw: bytes, path: Path, line: int) -> str:
+    """A line of UTF-8, without a byte order mark. Raises DataError naming file and line."""
     try:
-        with open_bytes(path) as file:
-            for line, raw in enumerate(file, 1):
-                if raw.strip():
-                    yield line, offset, parse(raw, path, line)
-                offset += len(raw)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{line}: is not UTF-8 ({error.reason} at byte {error.start + 1})") from None
 
 
 def parse(raw: bytes, path: Path, line: int) -> Record:
     """One JSON object. Raises DataError naming file and line."""
     try:
-        record = json.loads(raw.decode("utf-8-sig") if line == 1 else raw)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{line}: is not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+        record = json.loads(decoded(raw, path, line))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{line}: bad JSON ({error.msg} at column {error.colno})") from None
     except RecursionError:
@@ -404,71 +433,39 @@ def parse(raw: bytes, path: Path, line: int) -> Record:
     return record
 
 
-def json_array(path: Path, chunk: int = 1 << 20) -> Iterator[tuple[int, Record]]:
-    """(line number, object) of each element of a JSON array, or of JSON lines, in bounded memory.
+def json_array(path: Path) -> Iterator[tuple[int, Record]]:
+    """(line number, object) of each element of a JSON array, whose text is held whole.
 
     Raises DataError naming file and line.
     """
-    decode = json.JSONDecoder().raw_decode
-    buffer, at, line, closed, ended = "", 0, 1, False, False
     try:
-        with open_bytes(path) as raw:
-            text = _Utf8(raw)
-            buffer = text.read(chunk).lstrip("\ufeff")
-            at = len(buffer) - len(buffer.lstrip())
-            line += buffer.count("\n", 0, at)
-            is_array = buffer.startswith("[", at)
-            at += is_array
-            while True:
-                skipped = at
-                while at < len(buffer) and buffer[at] in " \t\r\n,":
-                    at += 1
-                line += buffer.count("\n", skipped, at)
-                if is_array and at < len(buffer) and buffer[at] == "]":
-                    closed = True
-                    break
-                try:
-                    record, end = decode(buffer, at)
-                    if end == len(buffer) and not ended:
-                        raise json.JSONDecodeError("may go on", buffer, end)
-                except json.JSONDecodeError as error:
-                    if not ended:
-                        more = text.read(max(chunk, len(buffer) - at))
-                        ended = not more
-                        buffer, at = buffer[at:] + more, 0
-                        continue
-                    if at == len(buffer):
-                        break
-                    where = line + buffer.count("\n", at, error.pos)
-                    raise DataError(f"{path}:{where}: bad JSON ({error.msg})") from None
-                if not isinstance(record, dict):
-                    raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
-                yield line, record
-                line += buffer.count("\n", at, end)
-                at = end
+        text = b"".join(raw for _, raw in numbered_lines(path)).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{path}: is not UTF-8") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}:{line}: the file is damaged ({error})") from None
-    if is_array and not closed:
-        raise DataError(f"{path}:{line}: the file ends before the array's closing bracket")
+    decode = json.JSONDecoder().raw_decode
+    line, at, end = 1, 0, text.index("[") + 1
+    while (found := _ELEMENT.search(text, end)) is not None:
+        line, at = line + text.count("\n", at, found.start()), found.start()
+        if text[at] == "]":
+            return
+        try:
+            record, end = decode(text, at)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: bad JSON ({error.msg})") from None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
+        yield line, record
+    raise DataError(f"{path}:{text.count(chr(10)) + 1}: the file ends before the array's closing bracket")
 
 
-class _Utf8:
-    """Text of a byte stream in chunks that never split a character."""
+def header(path: str) -> Any:
+    """soundfile's facts about a recording (``frames``, ``samplerate``, …); None where it tells none."""
+    import soundfile
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        import codecs
-
-        self._raw = raw
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-
-    def read(self, size: int) -> str:
-        while True:
-            data = self._raw.read(size)
-            text = self._decoder.decode(data, final=not data)
-            if text or not data:
-                return text
+    try:
+        return soundfile.info(path) if os.path.isfile(path) else None  # a pipe would wait for its writer
+    except (OSError, RuntimeError):
+        return None
 
 
 def stamp(path: Path) -> tuple[str, int, int]:

@@ -16,18 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.compute_policy import usable_cpus
 from speechtrain.counter_rng import uniform_at
 from speechtrain.data.audio import files_of
 from speechtrain.data.base import DataModule
-from speechtrain.data.batches import Decoder, filler_batch
+from speechtrain.data.batches import BatchLoader, padding_batch
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.manifests import text_of
-from speechtrain.data.sampler import Packing, Plan, Sampler, Shape, evaluation_plan, speed_grid
+from speechtrain.data.sampler import BatchLimits, Plan, Sampler, Shape, evaluation_plan, speed_grid
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
+from speechtrain.files import atomic
 from speechtrain.text.vocabulary import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -64,8 +66,8 @@ class SpeechData(DataModule):
         valid: dict[str, Source | str | list[str]],
         tokenizer: Tokenizer,
         seed: int = 1,
-        batch: Packing | None = None,
-        valid_batch: Packing | None = None,
+        batch: BatchLimits | None = None,
+        valid_batch: BatchLimits | None = None,
         speed: list[float] | None = None,
         sample_rate: int = 16_000,
         min_seconds: float = 0.1,
@@ -102,8 +104,8 @@ class SpeechData(DataModule):
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer = tokenizer
         self.seed = seed
-        self.batch = batch or Packing()
-        self.valid_batch = valid_batch or Packing(count=16)
+        self.batch = batch or BatchLimits()
+        self.valid_batch = valid_batch or BatchLimits(count=16)
         self.speed = speed or [1.0, 1.0]
         self.sample_rate = sample_rate
         self.limits = (min_seconds, max_seconds)
@@ -166,9 +168,9 @@ class SpeechData(DataModule):
         )
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> BatchLoader:
         """What makes batches of the training cuts."""
-        return Decoder(
+        return BatchLoader(
             self.index,
             self.tokenizer,
             self.sample_rate,
@@ -212,16 +214,13 @@ class SpeechData(DataModule):
             return
         outside = np.ones(len(self.index), bool)
         outside[self._kept] = False
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w") as file:
+            with atomic(path) as temporary, temporary.open("w") as file:
                 for row in np.flatnonzero(outside).tolist():
                     seconds = float(self.index.seconds[row])
                     reason = "too_short" if seconds < self.limits[0] else "too_long"
                     entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": f"{seconds:.2f} s"}
                     file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            temporary.rename(path)
         except OSError as error:
             _log.warning("%s cannot be written (%s); filtered recordings are only counted", path, error)
 
@@ -241,7 +240,7 @@ class SpeechData(DataModule):
             plan = evaluation_plan(
                 index.seconds, labels, self.valid_batch, self.footprint, self.static_shapes, self.sample_rate
             )
-            decoder = Decoder(
+            decoder = BatchLoader(
                 index, self.tokenizer, self.sample_rate, is_evaluation=True, normalise=self.normalise
             )
             self._sets[name] = EvaluationSet(index, plan, decoder)
@@ -361,7 +360,7 @@ class EvaluationSet:
 
     index: Index
     plan: Plan
-    decoder: Decoder
+    decoder: BatchLoader
 
 
 class EvaluationBatches(Iterable[Batch]):
@@ -388,11 +387,10 @@ class EvaluationBatches(Iterable[Batch]):
         if len(own) < len(self):
             width = int(decoder.tokenizer.reads_text)
             last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)
-            yield filler_batch(last, decoder.sample_rate)
+            yield padding_batch(last, decoder.sample_rate)
 
 
 def automatic_workers() -> int:
     """One fewer than this rank's share of the usable cores, at most 8; torchrun tells how many share them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(0, min(8, cores // max(1, int(ranks) if ranks.isdigit() else 1) - 1))
+    return max(0, min(8, len(usable_cpus()) // max(1, int(ranks) if ranks.isdigit() else 1) - 1))

@@ -26,7 +26,7 @@ Counts = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Packing:
+class BatchLimits:
     """How many utterances make a micro-batch: it is full at the first limit that one more would break.
 
     ``count`` utterances; ``seconds`` of audio, padding included; ``memory_gib``, predicted by the
@@ -130,7 +130,7 @@ class Sampler:
         seconds: Seconds,
         keys: NDArray[np.int64],
         seed: int,
-        packing: Packing,
+        packing: BatchLimits,
         speed: Sequence[float] = (1.0, 1.0),
         rows: NDArray[np.int32] | None = None,
         labels: Counts | None = None,
@@ -267,7 +267,7 @@ class Sampler:
 def evaluation_plan(
     seconds: Seconds,
     labels: Counts | None,
-    packing: Packing,
+    packing: BatchLimits,
     footprint: Footprint | None = None,
     shapes: int = 0,
     sample_rate: int = 16_000,
@@ -294,7 +294,7 @@ def speed_grid(speed: Sequence[float]) -> tuple[int, int]:
     return round(speed[0] * 100), round(speed[1] * 100)
 
 
-def check_footprint(packing: Packing, footprint: Footprint | None) -> Footprint:
+def check_footprint(packing: BatchLimits, footprint: Footprint | None) -> Footprint:
     """The footprint to pack by. Raises ValueError where packing by memory has none."""
     footprint = footprint or Footprint(0.0)
     if packing.memory_gib is not None and footprint.per_second <= 0 and footprint.per_second_label <= 0:
@@ -314,7 +314,7 @@ def crop_samples(seconds: float, sample_rate: int) -> int:
 
 
 def pack(
-    seconds: Seconds, labels: Counts, packing: Packing, footprint: Footprint, width: int
+    seconds: Seconds, labels: Counts, packing: BatchLimits, footprint: Footprint, width: int
 ) -> NDArray[np.int64]:
     """Bounds of micro-batches over cuts that are sorted, longest first, within windows of ``width``.
 
@@ -323,7 +323,7 @@ def pack(
     """
     total = len(seconds)
     if packing.seconds is None and packing.memory_gib is None:
-        assert packing.count is not None  # Packing sees to it; windows are whole multiples of it
+        assert packing.count is not None  # BatchLimits sees to it; windows are whole multiples of it
         return np.append(np.arange(0, total, packing.even(packing.count)), total)
     longest = seconds.tolist()
     cap = packing.memory_gib * 2**30 if packing.memory_gib is not None else math.inf
@@ -350,7 +350,7 @@ _SLACK_SECONDS = 0.01  # of planned lengths, against rounding
 def shape_table(
     seconds: Seconds,
     labels: Counts | None,
-    packing: Packing,
+    packing: BatchLimits,
     footprint: Footprint,
     count: int,
     sample_rate: int,

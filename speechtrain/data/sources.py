@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from speechtrain.data.manifests import (
     Nemo,
     Record,
     digest,
+    first_line,
     json_array,
     open_bytes,
     parse,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("Fairseq", "Folder", "LhotseCuts", "LhotsePair", "Mlperf", "Nemo", "Union"),
-    *("open_source", "parts_of"),
+    *("names_in", "open_source", "parts_of"),
 ]
 
 
@@ -62,7 +62,7 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
     """
     if isinstance(spec, Source):
         return spec
-    names = _split(spec) if isinstance(spec, str) else list(spec)
+    names = names_in(spec) if isinstance(spec, str) else list(spec)
     if not names:
         raise DataError("no manifest is named; give a file, a folder or a list of them")
     paths = [Path(name).expanduser().absolute() for name in names]
@@ -72,24 +72,21 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
         if path in paths[:number]:
             raise DataError(f"{path} is named twice; each cut would be there twice")
     parts: list[Manifest] = []
-    waiting: Path | None = None  # a recording manifest, until its supervisions follow
-    for path in paths:
+    rest = iter(paths)
+    for path in rest:
         kind = _sniff(path)
-        if (kind == "supervisions") != (waiting is not None):
+        following = next(rest, None) if kind == "recordings" else None
+        if kind in _FORMATS:
+            parts.append(_FORMATS[kind](path))
+        elif following is not None and _sniff(following) == "supervisions":
+            parts.append(LhotsePair(path, following))
+        elif kind == "recordings" and following is None:
+            raise DataError(f"{path}: holds recordings only; name its supervision manifest after it")
+        else:
             raise DataError(
-                f"{waiting or path}: a lhotse recording manifest is followed by its supervision manifest; "
+                f"{path}: a lhotse recording manifest is followed by its supervision manifest; "
                 "name both in this order, or a cut manifest"
             )
-        if kind == "recordings":
-            waiting = path
-        elif kind == "supervisions":
-            assert waiting is not None
-            parts.append(LhotsePair(waiting, path))
-            waiting = None
-        else:
-            parts.append(_FORMATS[kind](path))
-    if waiting is not None:
-        raise DataError(f"{waiting}: holds recordings only; name its supervision manifest behind it")
     _tell_apart(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
 
@@ -103,7 +100,7 @@ _FORMATS: dict[str, type[Manifest]] = {
 }
 
 
-def _split(spec: str) -> list[str]:
+def names_in(spec: str) -> list[str]:
     """The names in a string: one, or several separated by commas where no file has that name."""
     if "," in spec and not Path(spec).expanduser().exists():
         return [part.strip() for part in spec.split(",") if part.strip()]
@@ -116,8 +113,7 @@ def _sniff(path: Path) -> str:
         return "folder"
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")
-    line, raw = _first_line(path)
-    start = raw.removeprefix(b"\xef\xbb\xbf").lstrip()
+    line, start = first_line(path)
     if start.startswith(b"["):
         record = next((record for _, record in json_array(path)), None)
         if record is None:
@@ -125,7 +121,7 @@ def _sniff(path: Path) -> str:
         found = "mlperf" if _format_of(record) == "mlperf" else ""
         wanted = "an array must hold MLPerf's objects ('transcript' and 'files')"
     elif start.startswith(b"{"):
-        found = _format_of(parse(raw, path, line))
+        found = _format_of(parse(start, path, line))
         wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
     elif looks_like_fairseq(_head(path), path.parent):
         found, wanted = "fairseq", ""
@@ -137,19 +133,6 @@ def _sniff(path: Path) -> str:
     if not found:
         raise DataError(f"{path}:{line}: is of no known format; {wanted}")
     return found
-
-
-def _first_line(path: Path) -> tuple[int, bytes]:
-    """Number and bytes of the first line that is not blank. Raises DataError for an empty file."""
-    line = 0
-    try:
-        with open_bytes(path) as file:
-            for line, raw in enumerate(file, 1):
-                if raw.strip():
-                    return line, raw
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
-    raise DataError(f"{path} is empty; it holds no cuts")
 
 
 def _head(path: Path) -> list[bytes]:

@@ -98,9 +98,6 @@ class Processes(Workers):
         """Process ids of the workers that run."""
         return [worker.process.pid for worker in self._workers]
 
-    def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        return self._stream(decode, planned)
-
     def start(self) -> None:
         """Start the processes in the background, unless that has been done."""
         if not self._is_started and not self._is_closed:
@@ -113,7 +110,7 @@ class Processes(Workers):
         self.start()
         self._starter.join()
 
-    def _stream(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
+    def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
         flight: deque[tuple[int, _Worker, MicroBatch]] = deque()
         try:
             while True:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import sentencepiece
 
 from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.files import atomic
 from speechtrain.text.normalise import normaliser as normaliser_of
 
 
@@ -199,7 +198,8 @@ class SentencePiece(Tokenizer):
         """Copy the model into the run. Raises RunError where the run holds another one."""
         path = Path(run_dir) / _SAVED_MODEL
         if not path.exists():
-            _write(path, self._model)
+            with atomic(path) as temporary:
+                temporary.write_bytes(self._model)
         elif path.read_bytes() != self._model:
             raise RunError(f"{path} is another tokenizer than tokenizer.model; use a new run_dir")
 
@@ -207,21 +207,6 @@ class SentencePiece(Tokenizer):
     def saved(cls, run_dir: str) -> dict[str, str]:
         path = Path(run_dir) / _SAVED_MODEL
         return {"model": str(path)} if path.exists() else {}
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write to a temporary name, then rename: a reader sees all or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high \(\d+\)\. Please set it to a value <= (\d+)")
@@ -264,7 +249,8 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         raise _training_error(str(error), size, len(lines)) from None
-    _write(Path(path), buffer.getvalue())
+    with atomic(Path(path)) as temporary:
+        temporary.write_bytes(buffer.getvalue())
 
 
 def _training_error(message: str, size: int, lines: int) -> DataError:

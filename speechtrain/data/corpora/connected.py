@@ -9,10 +9,6 @@ their FLAC; speed perturbation 3.1 against 5.6 ms; a stored cut 0.4 against 3.4 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import secrets
 import shutil
 import wave
 from abc import ABC, abstractmethod
@@ -24,7 +20,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from speechtrain.data.cache import cache_folder
+from speechtrain.data.manifests import digest
+from speechtrain.data.source import Source
 from speechtrain.errors import ConfigError, MachineError
+from speechtrain.files import atomic
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -71,21 +71,59 @@ class Joined:
         return np.concatenate(parts)
 
 
-def check_choice(owner: str, key: str, value: str, known: Sequence[str]) -> None:
-    """Raise ConfigError unless ``value`` is one of ``known``."""
-    if value not in known:
-        raise ConfigError(f"{owner}: {key}={value!r} is unknown; choose one of {', '.join(known)}")
+class Connected(Source):
+    """A corpus of such utterances. Raises ConfigError for arguments that no utterance could have."""
 
+    corpus: str
+    """Its name in errors, ids and fingerprints."""
+    splits: Sequence[str]
+    fewest: int
+    """Utterances that may be asked for at least."""
+    clips: Clips
 
-def check_sizes(owner: str, min_words: int, max_words: int, gap_seconds: Sequence[float]) -> None:
-    """Raise ConfigError for sizes or gaps that no utterance could have."""
-    if not 1 <= min_words <= max_words:
-        raise ConfigError(
-            f"{owner}: min_words={min_words} and max_words={max_words}; need 1 <= min_words <= max_words"
-        )
-    if len(gap_seconds) != 2 or not 0 <= gap_seconds[0] <= gap_seconds[1]:
-        raise ConfigError(
-            f"{owner}: gap_seconds={list(gap_seconds)}; give shortest and longest, such as [0.02, 0.12]"
+    def __init__(
+        self,
+        split: str,
+        utterances: int,
+        min_words: int,
+        max_words: int,
+        gap_seconds: Sequence[float],
+        seed: int,
+    ) -> None:
+        problem = ""
+        if split not in self.splits:
+            problem = f"split={split!r} is unknown; choose one of {', '.join(self.splits)}"
+        elif not 1 <= min_words <= max_words:
+            problem = f"min_words={min_words} and max_words={max_words}; need 1 <= min_words <= max_words"
+        elif len(gap_seconds) != 2 or not 0 <= gap_seconds[0] <= gap_seconds[1]:
+            problem = f"gap_seconds={list(gap_seconds)}; give shortest and longest, such as [0.02, 0.12]"
+        elif utterances < self.fewest:
+            problem = f"utterances={utterances}; need {self.fewest} or more"
+        if problem:
+            raise ConfigError(f"{self.corpus}: {problem}")
+        self.split = split
+        self.utterances = utterances
+        self.min_words = min_words
+        self.max_words = max_words
+        self.gap_seconds = [float(seconds) for seconds in gap_seconds]
+        self.seed = seed
+
+    @abstractmethod
+    def plan(self) -> list[Joined]:
+        """Which clips make up each utterance."""
+
+    @abstractmethod
+    def content(self) -> tuple[object, ...]:
+        """What the fingerprint knows of the clips, JSON-like."""
+
+    def cuts(self) -> Iterator[Cut]:
+        """One cut into the cached joined audio for each utterance."""
+        return joined_cuts(f"{self.corpus}-{self.split}-{self.fingerprint()}", self.clips, self.plan())
+
+    def fingerprint(self) -> str:
+        words, gaps = (self.min_words, self.max_words), self.gap_seconds
+        return digest(
+            FORMAT, self.corpus, self.split, self.utterances, *words, gaps, self.seed, *self.content()
         )
 
 
@@ -93,21 +131,6 @@ def gap_samples(draws: NDArray[np.float64], gap_seconds: Sequence[float]) -> NDA
     """Silences in samples, uniform between the two bounds, for draws in [0, 1)."""
     shortest, longest = gap_seconds
     return np.rint((shortest + draws * (longest - shortest)) * SAMPLE_RATE).astype(np.int64)
-
-
-def fingerprint(*parts: object) -> str:
-    """16 hexadecimal digits over this module's format and JSON-like ``parts``."""
-    return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else ``~/.cache/speechtrain``.
-
-    Everything in it is made again when it is missing.
-    """
-    own = os.environ.get("SPEECHTRAIN_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(own or f"{base}/speechtrain").expanduser().absolute()
 
 
 def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut]:
@@ -130,32 +153,16 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut
     )
     start = 0
     for utterance, length in zip(plan, lengths, strict=True):
-        duration = length / SAMPLE_RATE
-        supervision = SupervisionSegment(
-            id=utterance.id,
-            recording_id=name,
-            start=0.0,
-            duration=duration,
-            text=utterance.text,
-            language="en",
-            speaker=utterance.speaker,
+        begin, duration = start / SAMPLE_RATE, length / SAMPLE_RATE
+        said = SupervisionSegment(
+            utterance.id, name, 0.0, duration, text=utterance.text, language="en", speaker=utterance.speaker
         )
-        yield MonoCut(
-            id=utterance.id,
-            start=start / SAMPLE_RATE,
-            duration=duration,
-            channel=0,
-            recording=recording,
-            supervisions=[supervision],
-        )
+        yield MonoCut(utterance.id, begin, duration, 0, supervisions=[said], recording=recording)
         start += length
 
 
 def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -> Path:
-    """The cached WAV, written first where it is missing or cut short.
-
-    Processes that write it at once each write a file of their own; the first to finish gives it its name.
-    """
+    """The cached WAV, written first where it is missing or cut short. The last of several writers stays."""
     if 2 * samples + 44 > 2**32:
         raise ConfigError(
             f"utterances={len(plan)}: {samples / SAMPLE_RATE / 3600:.0f} h of audio exceed the 37 h of one "
@@ -163,18 +170,11 @@ def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -
         )
     folder = cache_folder() / "connected"
     path = folder / f"{name}.wav"
-    own = folder / f".{name}.{secrets.token_hex(8)}"
     try:
-        if _is_whole(path, samples):
-            return path
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            _check_room(folder, 2 * samples)
-            _write_wav(own, clips, plan, samples)
-            if not _is_whole(path, samples):
-                os.replace(own, path)
-        finally:
-            own.unlink(missing_ok=True)
+        if not _is_whole(path, samples):
+            with atomic(path) as temporary:
+                _check_room(folder, 2 * samples)
+                _write_wav(temporary, clips, plan, samples)
     except OSError as error:
         raise MachineError(
             f"{folder}: cannot write {2 * samples / 1e6:.0f} MB of joined audio ({error.strerror or error}); "
@@ -195,13 +195,10 @@ def _check_room(folder: Path, need: int) -> None:
 
 def _write_wav(path: Path, clips: Clips, plan: Sequence[Joined], samples: int) -> None:
     # Not soundfile: when a disk is full it gives no error that could be told to the user.
-    with open(path, "wb") as raw:
-        with wave.open(raw, "wb") as out:
-            out.setnchannels(1)
-            out.setsampwidth(2)
-            out.setframerate(SAMPLE_RATE)
-            out.setnframes(samples)
-            for utterance in plan:
-                out.writeframesraw(utterance.audio(clips).astype("<i2", copy=False).tobytes())
-        raw.flush()
-        os.fsync(raw.fileno())  # a name must never outlive a crash that its bytes did not
+    with path.open("wb") as raw, wave.open(raw, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(SAMPLE_RATE)
+        out.setnframes(samples)
+        for utterance in plan:
+            out.writeframesraw(utterance.audio(clips).astype("<i2", copy=False).tobytes())

@@ -9,37 +9,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from speechtrain.counter_rng import key_of, uniform_at
 from speechtrain.data.corpora.connected import (
+    FORMAT,
     GAP_SECONDS,
     SAMPLE_RATE,
     Clips,
+    Connected,
     Joined,
     Samples,
-    check_choice,
-    check_sizes,
-    fingerprint,
     gap_samples,
-    joined_cuts,
 )
-from speechtrain.data.source import Source
-from speechtrain.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from lhotse.cut import Cut
+from speechtrain.data.manifests import digest
+from speechtrain.errors import DataError
 
 EMBEDDED = Path(__file__).parent / "digits_audio"
 _SIZE, _WORD, _GAP = 0, 1, 2  # last part of a draw's address
 
 
-class Digits(Source):
+class Digits(Connected):
     """Connected utterances of one voice each, drawn from isolated words.
 
     Utterance i is spoken by voice i modulo the number of voices; its number of words, the words
@@ -52,6 +47,9 @@ class Digits(Source):
     missing or damaged.
     """
 
+    corpus, splits, fewest = "digits", ("train", "valid"), 1
+    clips: WordClips
+
     def __init__(
         self,
         split: str,
@@ -62,16 +60,7 @@ class Digits(Source):
         seed: int = 0,
         root: str = "",
     ) -> None:
-        check_choice("digits", "split", split, ("train", "valid"))
-        check_sizes("digits", min_words, max_words, gap_seconds)
-        if utterances < 1:
-            raise ConfigError(f"digits: utterances={utterances}; need 1 or more")
-        self.split = split
-        self.utterances = utterances
-        self.min_words = min_words
-        self.max_words = max_words
-        self.gap_seconds = [float(seconds) for seconds in gap_seconds]
-        self.seed = seed
+        super().__init__(split, utterances, min_words, max_words, gap_seconds, seed)
         self.clips = WordClips(Path(root).expanduser() if root else EMBEDDED, split)
 
     @property
@@ -80,7 +69,6 @@ class Digits(Source):
         return list(self.clips.voices)
 
     def plan(self) -> list[Joined]:
-        """Which clips make up each utterance."""
         clips, key = self.clips, key_of(self.split)
         rows, columns = np.arange(self.utterances)[:, None], np.arange(self.max_words)
         spread = self.max_words - self.min_words + 1
@@ -101,22 +89,9 @@ class Digits(Source):
             )
         return plan
 
-    def cuts(self) -> Iterator[Cut]:
-        """One cut into the cached joined audio for each utterance (see ``connected``)."""
-        return joined_cuts(f"digits-{self.split}-{self.fingerprint()}", self.clips, self.plan())
-
-    def fingerprint(self) -> str:
-        """Of the arguments and of the index with its recorded hashes; nothing is decoded."""
-        return fingerprint(
-            "digits",
-            self.split,
-            self.utterances,
-            self.min_words,
-            self.max_words,
-            self.gap_seconds,
-            self.seed,
-            self.clips.digest,
-        )
+    def content(self) -> tuple[object, ...]:
+        """The index with its recorded hashes; nothing is decoded."""
+        return (self.clips.digest,)
 
 
 class WordClips(Clips):
@@ -153,7 +128,7 @@ class WordClips(Clips):
         ):
             raise DataError(f"{path}: damaged (its counts do not agree); make the folder again")
         self._ends = np.cumsum(self._lengths)
-        self.digest = fingerprint(self.words, part)
+        self.digest = digest(FORMAT, self.words, part)
 
     @property
     def lengths(self) -> Sequence[int]:

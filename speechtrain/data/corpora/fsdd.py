@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,19 +23,12 @@ from speechtrain.data.corpora.connected import (
     GAP_SECONDS,
     SAMPLE_RATE,
     Clips,
+    Connected,
     Joined,
     Samples,
-    check_choice,
-    check_sizes,
-    fingerprint,
     gap_samples,
-    joined_cuts,
 )
-from speechtrain.data.source import Source
-from speechtrain.errors import ConfigError, DataError, nearest
-
-if TYPE_CHECKING:
-    from lhotse.cut import Cut
+from speechtrain.errors import DataError, nearest
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEST_INDICES = range(5)
@@ -54,7 +46,7 @@ class Take:
     path: Path
 
 
-class Fsdd(Source):
+class Fsdd(Connected):
     """Connected digits of one speaker each, joined from real recordings.
 
     A pass shuffles each speaker's recordings and deals them into groups of ``min_words`` to
@@ -70,6 +62,9 @@ class Fsdd(Source):
     unknown speakers, or (when the cuts are made) a recording that cannot be decoded.
     """
 
+    corpus, splits, fewest = "fsdd", ("train", "test"), 0
+    clips: Recordings
+
     def __init__(
         self,
         root: str,
@@ -82,16 +77,7 @@ class Fsdd(Source):
         exclude_speakers: list[str] | None = None,
         only_speakers: list[str] | None = None,
     ) -> None:
-        check_choice("fsdd", "split", split, ("train", "test"))
-        check_sizes("fsdd", min_words, max_words, gap_seconds)
-        if utterances < 0:
-            raise ConfigError(f"fsdd: utterances={utterances}; need 0 (each recording once) or more")
-        self.split = split
-        self.utterances = utterances
-        self.min_words = min_words
-        self.max_words = max_words
-        self.gap_seconds = [float(seconds) for seconds in gap_seconds]
-        self.seed = seed
+        super().__init__(split, utterances, min_words, max_words, gap_seconds, seed)
         takes = find_takes(root)
         self.all_speakers = sorted({take.speaker for take in takes})
         self.speakers = self._choose(only_speakers or self.all_speakers, exclude_speakers or [])
@@ -117,7 +103,6 @@ class Fsdd(Source):
         return sorted(set(wanted) - set(unwanted))
 
     def plan(self) -> list[Joined]:
-        """Which recordings make up each utterance."""
         passes = (utterance for turn in range(self.utterances or 1) for utterance in self._pass(turn))
         return list(islice(passes, self.utterances or None))
 
@@ -150,23 +135,9 @@ class Fsdd(Source):
         if left:
             yield tuple(left)
 
-    def cuts(self) -> Iterator[Cut]:
-        """One cut into the cached joined audio for each utterance (see ``connected``)."""
-        return joined_cuts(f"fsdd-{self.split}-{self.fingerprint()}", self.clips, self.plan())
-
-    def fingerprint(self) -> str:
-        """Of the arguments, and of the names and bytes of the recordings that are used."""
-        return fingerprint(
-            "fsdd",
-            self.split,
-            self.utterances,
-            self.min_words,
-            self.max_words,
-            self.gap_seconds,
-            self.seed,
-            [take.path.name for take in self.takes],
-            self.clips.digest,
-        )
+    def content(self) -> tuple[object, ...]:
+        """Names and bytes of the recordings that are used."""
+        return [take.path.name for take in self.takes], self.clips.digest
 
 
 def find_takes(root: str) -> list[Take]:

@@ -21,7 +21,7 @@ from speechtrain.batch import Skip
 from speechtrain.data.audio import Unusable, read_cut
 from speechtrain.data.manifests import simple_cut
 from speechtrain.data.module import SpeechData
-from speechtrain.data.sampler import Packing
+from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.skips import SkipLog
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
@@ -157,7 +157,7 @@ def manifest(folder: Path, kinds: dict[str, Any], name: str = "m") -> str:
 
 
 def make_data(train: Any, valid: Any = None, **options: Any) -> SpeechData:
-    options = {"workers": 0, "max_bad": 1000, "batch": Packing(count=4), **options}
+    options = {"workers": 0, "max_bad": 1000, "batch": BatchLimits(count=4), **options}
     return SpeechData(train, valid or {}, Characters(), **options)
 
 

@@ -13,7 +13,7 @@ import torch
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import Unusable, change_rate, change_speed, read_cut, read_file
-from speechtrain.data.batches import Decoder, audio_batch, filler_batch
+from speechtrain.data.batches import BatchLoader, audio_batch, padding_batch
 from speechtrain.data.index import open_index
 from speechtrain.data.sampler import MicroBatch, Shape
 from speechtrain.data.source import Source
@@ -44,7 +44,7 @@ def micro_batch(*rows: int, percents: tuple[int, ...] = (), shape: Shape | None 
 
 def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.corpus("m", 3, text="Cab")))
-    batch = Decoder(index, Characters(alphabet="abc"))(micro_batch(2, 0))
+    batch = BatchLoader(index, Characters(alphabet="abc"))(micro_batch(2, 0))
     assert batch.audio.shape == (2, 6720)
     assert batch.audio_lengths.tolist() == [6720, 6400]
     assert not batch.audio[1, 6400:].any()
@@ -142,7 +142,7 @@ def test_the_speed_change_is_lhotses(percent: int) -> None:
 
 def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the caller's number of threads, a batch is computed by one, as in a worker."""
-    decoder = Decoder(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
+    decoder = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
     threads, found, used = torch.get_num_threads(), [], []
 
     def watched(samples: Any, percent: int, sample_rate: int) -> Any:
@@ -164,26 +164,26 @@ def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch
 def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.corpus("m", 2)))
     shape = Shape(4, 8000, 16)
-    batch = Decoder(index, Characters())(micro_batch(0, 1, shape=shape))
+    batch = BatchLoader(index, Characters())(micro_batch(0, 1, shape=shape))
     assert (batch.audio.shape, batch.labels.shape) == ((4, 8000), (4, 16))
     assert batch.weight.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert batch.audio_lengths.tolist() == [6400, 6560, 8000, 8000]
     assert batch.label_lengths.tolist() == [7, 7, 0, 0]
     assert batch.ids[2:] == ("", "")
     assert batch.utterances == 2
-    alone = filler_batch(shape, RATE)
+    alone = padding_batch(shape, RATE)
     assert (alone.audio.shape, alone.labels.shape, alone.utterances) == ((4, 8000), (4, 16), 0)
     assert not alone.weight.any()
 
 
 def test_a_transcript_wider_than_its_shape_becomes_filler(cache: Path, recordings: Any) -> None:
     index = open_index(open_source(recordings.corpus("m", 1)))
-    batch = Decoder(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
+    batch = BatchLoader(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
     assert [skip.reason for skip in batch.skipped] == ["long_transcript"]
 
 
 def test_a_batch_goes_through_pickle_and_move(cache: Path, recordings: Any) -> None:
-    batch = Decoder(open_index(open_source(recordings.corpus("m", 1))), Characters())(micro_batch(0))
+    batch = BatchLoader(open_index(open_source(recordings.corpus("m", 1))), Characters())(micro_batch(0))
     moved = batch.to(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     assert moved.audio.dtype == torch.float64
     assert {f.name for f in dataclasses.fields(Batch)} == set(vars(moved))
@@ -209,7 +209,7 @@ def test_mixtures_of_cuts_are_batches_too(cache: Path, recordings: Any) -> None:
         return made
 
     index = open_index(Cuts(cut("a", "one").append(cut("b", "two"))))
-    batch = Decoder(index, Characters())(micro_batch(0))
+    batch = BatchLoader(index, Characters())(micro_batch(0))
     assert batch.texts == ("one two",)
     assert batch.audio_lengths.tolist() == [16_000]
 

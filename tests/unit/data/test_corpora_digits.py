@@ -16,6 +16,7 @@ import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from speechtrain.data.cache import cache_folder
 from speechtrain.data.corpora import connected
 from speechtrain.data.corpora.digits import EMBEDDED, Digits
 from speechtrain.errors import ConfigError, DataError, MachineError
@@ -213,11 +214,11 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "own"))
-    assert connected.cache_folder() == tmp_path / "own"
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("SPEECHTRAIN_CACHE")
-    assert connected.cache_folder() == tmp_path / "xdg/speechtrain"
+    assert cache_folder() == tmp_path / "xdg/speechtrain"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert connected.cache_folder() == tmp_path / "home/.cache/speechtrain"
+    assert cache_folder() == tmp_path / "home/.cache/speechtrain"
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import read_file, standardise
-from speechtrain.data.batches import Decoder, audio_batch
+from speechtrain.data.batches import BatchLoader, audio_batch
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
-from speechtrain.data.sampler import Packing, Sampler, planned_samples
+from speechtrain.data.sampler import BatchLimits, Sampler, planned_samples
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters, NoText
@@ -33,7 +33,7 @@ def lengths_of(count: int, longest: float = 24.0) -> dict[str, Any]:
 
 
 def pretraining(train: Any, **options: Any) -> SpeechData:
-    options = {"batch": Packing(count=3), "workers": 0, "valid": {}, **options}
+    options = {"batch": BatchLimits(count=3), "workers": 0, "valid": {}, **options}
     return SpeechData(train=train, tokenizer=NoText(), **options)
 
 
@@ -71,7 +71,7 @@ def test_without_text_no_transcript_is_counted(manifest: str, monkeypatch: pytes
 
 
 def test_a_set_that_runs_out_on_one_rank_has_no_labels_either(manifest: str) -> None:
-    data = pretraining(manifest, valid={"dev": manifest}, valid_batch=Packing(count=5))
+    data = pretraining(manifest, valid={"dev": manifest}, valid_batch=BatchLimits(count=5))
     last = [list(data.valid(rank, 2)["dev"])[-1] for rank in range(2)]
     assert [batch.utterances for batch in last] == [4, 0]
     assert all(batch.labels.shape[1] == 0 for batch in last)
@@ -97,7 +97,7 @@ def recording_of(manifest: str, name: str) -> np.ndarray:
 
 def test_rows_are_cut_to_the_shortest_of_their_batch_at_random(manifest: str) -> None:
     offsets: dict[str, list[int]] = {}
-    data = pretraining(manifest, crop_seconds=0.45, batch=Packing(count=4, window=1))
+    data = pretraining(manifest, crop_seconds=0.45, batch=BatchLimits(count=4, window=1))
     for batch in islice(data.train(), 3 * data.micro_batches_per_epoch):
         wholes = [recording_of(manifest, name) for name in batch.ids]
         length = min(7200, *(len(whole) for whole in wholes))
@@ -120,7 +120,7 @@ def test_crops_follow_the_cut_and_not_the_batch_the_worker_or_the_rank(manifest:
         return {(b.epoch, name): row for b in batches for name, row in zip(b.ids, b.audio, strict=True)}
 
     expected = crops(seed=5)
-    for found in (crops(seed=5, batch=Packing(count=5)), crops(seed=5, valid={"dev": manifest})):
+    for found in (crops(seed=5, batch=BatchLimits(count=5)), crops(seed=5, valid={"dev": manifest})):
         assert expected.keys() == found.keys()
         assert all(torch.equal(row, found[key]) for key, row in expected.items())
     other = crops(seed=6)
@@ -136,7 +136,7 @@ def test_crops_belong_to_the_recordings_and_not_to_the_manifests_order(
         (tmp_path / folder).mkdir()
         path = tmp_path / folder / "m.tsv"
         path.write_text("\n".join(["..", *(f"{name}\t8000" for name in order)]) + "\n")
-        batch = next(pretraining(str(path), crop_seconds=0.2, batch=Packing(count=6)).train())
+        batch = next(pretraining(str(path), crop_seconds=0.2, batch=BatchLimits(count=6)).train())
         found.append(dict(zip(batch.ids, batch.audio, strict=True)))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(row, found[1][name]) for name, row in found[0].items())
@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_with_the_same_crops(manifest: str, shapes: int) -
     options = {
         "crop_seconds": 0.42,
         "speed": [0.9, 1.1],
-        "batch": Packing(count=None, seconds=2.0, multiple=2),
+        "batch": BatchLimits(count=None, seconds=2.0, multiple=2),
         "shapes": shapes,
     }
     whole = list(islice(pretraining(manifest, **options).train(), 24))
@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_with_the_same_crops(manifest: str, shapes: int) -
 
 
 def test_a_lost_recording_leaves_the_length_of_its_batch(manifest: str, recordings: Any) -> None:
-    options = {"crop_seconds": 0.5, "batch": Packing(count=14)}
+    options = {"crop_seconds": 0.5, "batch": BatchLimits(count=14)}
     before = next(pretraining(manifest, **options).train())
     (recordings.folder / "m-audio/000.wav").unlink()  # the shortest
     after = next(pretraining(manifest, **options).train())
@@ -210,7 +210,7 @@ def test_the_rule_of_1_4_million_samples(
     count: int, multiple: int, speed: tuple[float, float], window: int
 ) -> None:
     """Rows × the longest, neither counted beyond the crop, are at most 87.5 s: fairseq's max_tokens."""
-    packing = Packing(count=None, seconds=87.5, multiple=multiple, window=window)
+    packing = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=window)
     data = lengths_of(count)
     sampler = Sampler(**data, seed=1, packing=packing, speed=speed, crop_seconds=15.625)
     plan = sampler.plan(0)
@@ -242,7 +242,7 @@ def fairseq_batches(samples: list[int], most: int, multiple: int) -> list[list[i
 @pytest.mark.parametrize("count", [40, 1000, 3001])
 def test_batches_are_fairseqs(count: int, multiple: int) -> None:
     data = lengths_of(count)
-    packing = Packing(count=None, seconds=87.5, multiple=multiple, window=10**6)
+    packing = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=10**6)
     plan = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625).plan(0)
     whole = np.rint(data["seconds"].astype(np.float64) * RATE).astype(np.int64)
     found = [
@@ -256,18 +256,18 @@ def test_batches_are_fairseqs(count: int, multiple: int) -> None:
 
 
 def test_batches_of_a_count_are_whole_multiples() -> None:
-    for packing, most in ((Packing(count=13, multiple=8), 8), (Packing(count=5, multiple=8), 5)):
+    for packing, most in ((BatchLimits(count=13, multiple=8), 8), (BatchLimits(count=5, multiple=8), 5)):
         sampler = Sampler(**lengths_of(45), seed=1, packing=packing)
         sizes = np.diff(sampler.plan(0).bounds).tolist()
         assert sorted(sizes)[1:] == [most] * (len(sizes) - 1)
         assert sampler.length(0) == len(sizes)
     with pytest.raises(ValueError, match="multiple=0"):
-        Packing(multiple=0)
+        BatchLimits(multiple=0)
 
 
 def test_cropping_wastes_what_it_says() -> None:
     data = lengths_of(500)
-    packing = Packing(count=None, seconds=87.5)
+    packing = BatchLimits(count=None, seconds=87.5)
     padded, lost = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625).waste(0)
     assert padded == 0
     kept = np.minimum(data["seconds"], 15.625).sum() / data["seconds"].sum()
@@ -275,7 +275,7 @@ def test_cropping_wastes_what_it_says() -> None:
     padded, lost = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625, shapes=7).waste(0)
     assert lost == pytest.approx(1 - kept, abs=1e-5)
     assert 0 < padded < 0.12
-    assert Sampler(**data, seed=1, packing=Packing(count=1)).waste(0) == (0, 0)
+    assert Sampler(**data, seed=1, packing=BatchLimits(count=1)).waste(0) == (0, 0)
 
 
 # --- fixed shapes -------------------------------------------------------------------------------
@@ -283,7 +283,12 @@ def test_cropping_wastes_what_it_says() -> None:
 
 @pytest.mark.parametrize("speed", [[1.0, 1.0], [0.9, 1.1]])
 def test_over_three_epochs_no_shape_is_new_and_none_unannounced(manifest: str, speed: list[float]) -> None:
-    options = {"shapes": 4, "crop_seconds": 0.45, "batch": Packing(count=None, seconds=1.9), "speed": speed}
+    options = {
+        "shapes": 4,
+        "crop_seconds": 0.45,
+        "batch": BatchLimits(count=None, seconds=1.9),
+        "speed": speed,
+    }
     data = pretraining(manifest, **options)
     printed = data.shapes()
     assert len(printed) <= 4
@@ -323,7 +328,7 @@ def test_rows_of_a_fixed_shape_are_cut_to_the_crop_and_padded_to_the_bucket(mani
 
 def test_normalising_is_layer_norm_over_the_whole_recording(manifest: str) -> None:
     index = open_index(open_source(manifest))
-    data = pretraining(manifest, normalise=True, valid={"dev": manifest}, batch=Packing(count=14))
+    data = pretraining(manifest, normalise=True, valid={"dev": manifest}, batch=BatchLimits(count=14))
     for batch in [next(data.train()), next(iter(data.valid()["dev"]))]:
         for name, row, length in zip(batch.ids, batch.audio, batch.audio_lengths.tolist(), strict=True):
             whole = torch.from_numpy(recording_of(manifest, name))
@@ -343,7 +348,7 @@ def test_a_crop_is_cut_from_the_normalised_whole(manifest: str) -> None:
 def test_silence_and_filler_stay_silent(manifest: str, recordings: Any) -> None:
     assert not standardise(np.zeros(100, np.float32)).any()
     (recordings.folder / "m-audio/003.wav").unlink()
-    batch = next(pretraining(manifest, normalise=True, batch=Packing(count=14)).train())
+    batch = next(pretraining(manifest, normalise=True, batch=BatchLimits(count=14)).train())
     assert [skip.reason for skip in batch.skipped] == ["missing"]
     assert not batch.audio[batch.ids.index("")].any()
 
@@ -361,5 +366,5 @@ def test_the_decoder_goes_to_workers_with_its_options(manifest: str) -> None:
 
     decoder = pretraining(manifest, normalise=True, crop_seconds=0.3, seed=9).decoder
     again = pickle.loads(pickle.dumps(decoder))
-    assert isinstance(again, Decoder)
+    assert isinstance(again, BatchLoader)
     assert (again.normalise, again.crop_seconds, again.seed) == (True, 0.3, 9)

@@ -14,7 +14,7 @@ from speechtrain.data.fairseq import Fairseq
 from speechtrain.data.index import open_index
 from speechtrain.data.manifests import Manifest
 from speechtrain.data.module import SpeechData
-from speechtrain.data.sampler import Packing
+from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import NoText
@@ -166,7 +166,7 @@ def test_other_rates_and_stereo_are_trained_on(tmp_path: Path, cache: Path, reco
     frames = [8000 + 2000 * n for n in range(4)]
     recordings.tone("other.wav", 1.0, rate=44_100)
     path = tsv(tmp_path / "m.tsv", ".", *zip(names, frames, strict=True), ("other.wav", 44_100))
-    data = SpeechData(path, {}, NoText(), batch=Packing(count=5), workers=0)
+    data = SpeechData(path, {}, NoText(), batch=BatchLimits(count=5), workers=0)
     batch = next(data.train())
     assert sorted(zip(batch.ids, batch.audio_lengths.tolist(), strict=True))[1:] == [
         (f"m/{name}", 16_000 + 4000 * n) for n, name in enumerate(names)

@@ -52,7 +52,6 @@ def test_arrays_and_cuts_of_a_converted_manifest(cache: Path, recordings: Any) -
     index = open_index(open_source(recordings.nemo("m.jsonl", nemo_records(5))))
     assert len(index) == 5
     assert index.seconds.tolist() == [1.0, 1.25, 1.5, 1.75, 2.0]
-    assert index.characters.tolist() == [0, 1, 2, 3, 4]
     assert index.keys.tolist() == [key_of(f"m:{i + 1}:{i}") for i in range(5)]
     assert [index.cut(row)["id"] for row in (4, 0, 2)] == ["m:5:4", "m:1:0", "m:3:2"]
     assert index.folder.parent == cache / "index"
@@ -67,7 +66,6 @@ def test_plain_lhotse_lines_are_read_where_they_are(cache: Path, tmp_path: Path,
     index = open_index(open_source(str(path)))
     assert index.files == [path]
     assert [index.cut(row) for row in range(4)] == lines
-    assert index.characters.tolist() == [0, 1, 2, 3]
 
 
 def test_a_union_is_one_index(cache: Path, tmp_path: Path, recordings: Any, lhotse_line: Any) -> None:

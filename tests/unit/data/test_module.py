@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from speechtrain.batch import Batch, Footprint
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.module import SpeechData, automatic_workers
-from speechtrain.data.sampler import Packing
+from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.workers import Processes
 from speechtrain.errors import DataError, MachineError
 from speechtrain.text.vocabulary import Characters
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def make_data(corpus: Path, **options: Any) -> SpeechData:
-    options = {"batch": Packing(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
+    options = {"batch": BatchLimits(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
     options.setdefault("train", Digits("train", utterances=31))
     options.setdefault("valid", {"unheard": Digits("valid", utterances=21)})
     return SpeechData(tokenizer=Characters(), cache=str(corpus), **options)
@@ -56,10 +56,12 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
     steps=st.integers(0, 30),
     accumulate=st.integers(1, 4),
     into=st.integers(0, 3),
-    packing=st.sampled_from([Packing(count=3), Packing(count=None, seconds=9.0), Packing(count=4, window=1)]),
+    packing=st.sampled_from(
+        [BatchLimits(count=3), BatchLimits(count=None, seconds=9.0), BatchLimits(count=4, window=1)]
+    ),
 )
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
-    corpus: Path, steps: int, accumulate: int, into: int, packing: Packing
+    corpus: Path, steps: int, accumulate: int, into: int, packing: BatchLimits
 ) -> None:
     """Also from the midst of a global batch, which begins again, and over the ends of epochs."""
     first = make_data(corpus, batch=packing)
@@ -129,7 +131,7 @@ def test_ranks_and_accumulation_share_one_global_order(
 ) -> None:
     world, accumulate = split
     size = world * accumulate
-    options = {"batch": Packing(count=count)}
+    options = {"batch": BatchLimits(count=count)}
     expected = ids_of(islice(make_data(corpus, **options).train(accumulate=size), steps * size))
     modules = [make_data(corpus, **options) for _ in range(world)]
     streams = [module.train(rank, world, accumulate) for rank, module in enumerate(modules)]
@@ -159,9 +161,9 @@ def test_no_utterance_is_lost_or_met_twice_in_an_epoch(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("packing", [Packing(count=4), Packing(count=None, seconds=8.0)])
+@pytest.mark.parametrize("packing", [BatchLimits(count=4), BatchLimits(count=None, seconds=8.0)])
 def test_evaluation_has_every_utterance_once_over_ranks_of_equal_counts(
-    corpus: Path, world: int, packing: Packing
+    corpus: Path, world: int, packing: BatchLimits
 ) -> None:
     data = make_data(corpus, valid_batch=packing, max_seconds=0.5, min_seconds=0.2)
     shares = [data.valid(rank, world)["unheard"] for rank in range(world)]
@@ -202,7 +204,7 @@ def test_evaluation_needs_no_training_data(corpus: Path) -> None:
 
 
 def test_fixed_shapes_are_the_only_ones(corpus: Path) -> None:
-    data = make_data(corpus, shapes=3, valid_batch=Packing(count=5))
+    data = make_data(corpus, shapes=3, valid_batch=BatchLimits(count=5))
     assert 1 <= len(data.shapes()) <= 3
     batches = list(islice(data.train(), 3 * data.micro_batches_per_epoch))
     met = {(*batch.audio.shape, batch.labels.shape[1]) for batch in batches}
@@ -222,7 +224,7 @@ def test_fixed_shapes_are_the_only_ones(corpus: Path) -> None:
 
 def test_packing_by_memory_follows_the_models_prediction(corpus: Path) -> None:
     footprint = Footprint(per_second=1e8, per_second_label=1e6)
-    data = make_data(corpus, batch=Packing(count=None, memory_gib=1.0), footprint=footprint)
+    data = make_data(corpus, batch=BatchLimits(count=None, memory_gib=1.0), footprint=footprint)
     for batch in islice(data.train(), 20):
         rows, samples = batch.audio.shape
         assert rows == 1 or footprint.bytes(rows, samples / 16_000, batch.labels.shape[1]) <= 1.01 * 2**30
@@ -251,8 +253,8 @@ def test_check_accepts_the_embedded_corpus_and_report_begins_empty(corpus: Path)
     data.check()
     assert data.report() == {}
     assert data.micro_batches_per_epoch == 11
-    assert make_data(corpus, batch=Packing(count=None, seconds=9.0)).micro_batches_per_epoch == len(
-        make_data(corpus, batch=Packing(count=None, seconds=9.0)).sampler.plan(0)
+    assert make_data(corpus, batch=BatchLimits(count=None, seconds=9.0)).micro_batches_per_epoch == len(
+        make_data(corpus, batch=BatchLimits(count=None, seconds=9.0)).sampler.plan(0)
     )
 
 

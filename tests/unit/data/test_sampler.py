@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import key_of
 from speechtrain.data.sampler import (
+    BatchLimits,
     MicroBatch,
-    Packing,
     Plan,
     Sampler,
     evaluation_plan,
@@ -22,12 +22,12 @@ from speechtrain.data.sampler import (
 
 FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)
 PACKINGS = [
-    Packing(count=4),
-    Packing(count=7, window=1),
-    Packing(count=None, seconds=20.0),
-    Packing(count=3, seconds=20.0, window=3),
-    Packing(count=None, memory_gib=0.3),
-    Packing(count=5, seconds=30.0, memory_gib=0.3, window=2),
+    BatchLimits(count=4),
+    BatchLimits(count=7, window=1),
+    BatchLimits(count=None, seconds=20.0),
+    BatchLimits(count=3, seconds=20.0, window=3),
+    BatchLimits(count=None, memory_gib=0.3),
+    BatchLimits(count=5, seconds=30.0, memory_gib=0.3, window=2),
 ]
 
 
@@ -55,7 +55,7 @@ def all_of(plan: Plan) -> list[MicroBatch]:
     shapes=st.sampled_from([0, 1, 4]),
 )
 def test_every_cut_is_there_once_in_every_epoch(
-    count: int, packing: Packing, epoch: int, speed: tuple[float, float], shapes: int
+    count: int, packing: BatchLimits, epoch: int, speed: tuple[float, float], shapes: int
 ) -> None:
     data = corpus(count)
     sampler = Sampler(**data, seed=1, packing=packing, speed=speed, shapes=shapes)
@@ -91,7 +91,7 @@ def test_every_cut_is_there_once_in_every_epoch(
     shapes=st.sampled_from([0, 3]),
 )
 def test_any_position_is_found_at_once(
-    count: int, packing: Packing, begin: int, steps: int, shapes: int
+    count: int, packing: BatchLimits, begin: int, steps: int, shapes: int
 ) -> None:
     def fresh() -> Sampler:
         return Sampler(**corpus(count), seed=3, packing=packing, speed=(0.9, 1.1), shapes=shapes)
@@ -107,7 +107,7 @@ def test_any_position_is_found_at_once(
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return Sampler(**corpus(100), seed=seed, packing=Packing(count=4)).plan(epoch).rows.tolist()
+        return Sampler(**corpus(100), seed=seed, packing=BatchLimits(count=4)).plan(epoch).rows.tolist()
 
     assert order(1, 0) == order(1, 0)
     assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
@@ -116,31 +116,31 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_the_order_belongs_to_the_cuts_and_not_to_the_manifest() -> None:
     data = corpus(50)
     turned = {key: value[::-1] if isinstance(value, np.ndarray) else value for key, value in data.items()}
-    plan = Sampler(**data, seed=1, packing=Packing(count=5), speed=(0.8, 1.2)).plan(2)
-    other = Sampler(**turned, seed=1, packing=Packing(count=5), speed=(0.8, 1.2)).plan(2)
+    plan = Sampler(**data, seed=1, packing=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
+    other = Sampler(**turned, seed=1, packing=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
     assert data["keys"][plan.rows].tolist() == turned["keys"][other.rows].tolist()
     assert plan.percents.tolist() == other.percents.tolist()
 
 
 def test_speeds_lie_on_the_grid_and_fill_it() -> None:
-    sampler = Sampler(**corpus(4000), seed=1, packing=Packing(), speed=(0.9, 1.1))
+    sampler = Sampler(**corpus(4000), seed=1, packing=BatchLimits(), speed=(0.9, 1.1))
     percents = sampler.percents(0)
     assert sorted(set(percents.tolist())) == list(range(90, 111))
     assert np.bincount(percents - 90).min() > 100  # 190 expected
     assert (percents != sampler.percents(1)).mean() > 0.9
-    assert set(Sampler(**corpus(9), seed=1, packing=Packing()).percents(0).tolist()) == {100}
+    assert set(Sampler(**corpus(9), seed=1, packing=BatchLimits()).percents(0).tolist()) == {100}
 
 
 def test_windows_save_padding_and_keep_the_order_random() -> None:
     data = corpus(4000)
 
     def padding(window: int) -> float:
-        plan = Sampler(**data, seed=1, packing=Packing(count=8, window=window)).plan(0)
+        plan = Sampler(**data, seed=1, packing=BatchLimits(count=8, window=window)).plan(0)
         padded = sum(float(data["seconds"][b.rows].max()) * len(b.rows) for b in all_of(plan))
         return padded / float(data["seconds"].sum()) - 1
 
     assert padding(20) < 0.1 < 0.5 < padding(1)
-    plan = Sampler(**data, seed=1, packing=Packing(count=8, window=20)).plan(0)
+    plan = Sampler(**data, seed=1, packing=BatchLimits(count=8, window=20)).plan(0)
     firsts = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
     assert abs(np.corrcoef(firsts[:-1], firsts[1:])[0, 1]) < 0.15  # lengths do not come in runs
 
@@ -148,7 +148,7 @@ def test_windows_save_padding_and_keep_the_order_random() -> None:
 def test_shapes_are_few_and_finite() -> None:
     data = corpus(500)
     data["labels"][7] = 5000  # one odd transcript does not widen every shape
-    sampler = Sampler(**data, seed=1, packing=Packing(count=4), speed=(0.9, 1.1), shapes=5)
+    sampler = Sampler(**data, seed=1, packing=BatchLimits(count=4), speed=(0.9, 1.1), shapes=5)
     assert len(sampler.shapes) <= 5
     met = {batch.shape for epoch in range(3) for batch in all_of(sampler.plan(epoch))}
     assert met <= set(sampler.shapes)
@@ -161,7 +161,9 @@ def test_shapes_are_few_and_finite() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(count=st.integers(0, 80), packing=st.sampled_from(PACKINGS), shapes=st.sampled_from([0, 3]))
-def test_evaluation_has_every_cut_once_the_longest_first(count: int, packing: Packing, shapes: int) -> None:
+def test_evaluation_has_every_cut_once_the_longest_first(
+    count: int, packing: BatchLimits, shapes: int
+) -> None:
     data = corpus(count)
     plan = evaluation_plan(data["seconds"], data["labels"], packing, FOOTPRINT, shapes)
     batches = all_of(plan)
@@ -184,7 +186,7 @@ def test_evaluation_has_every_cut_once_the_longest_first(count: int, packing: Pa
 )
 def test_packing_refuses_limits_that_hold_nothing(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Packing(**arguments)
+        BatchLimits(**arguments)
 
 
 @pytest.mark.parametrize("speed", [(1.1, 0.9), (0.1, 1.0), (1.0, 3.0), (1.0,)])
@@ -195,4 +197,4 @@ def test_speeds_that_are_no_range_are_refused(speed: tuple[float, ...]) -> None:
 
 def test_packing_by_memory_needs_a_model_that_predicts_it() -> None:
     with pytest.raises(ValueError, match="does not predict its memory"):
-        Sampler(**{**corpus(3), "footprint": None}, seed=1, packing=Packing(memory_gib=1.0))
+        Sampler(**{**corpus(3), "footprint": None}, seed=1, packing=BatchLimits(memory_gib=1.0))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.data.batches import Decoder
+from speechtrain.data.batches import BatchLoader
 from speechtrain.data.index import open_index
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
@@ -48,8 +48,8 @@ def wait_for_the_end_of(pids: list[int]) -> bool:
 
 
 @pytest.fixture
-def decoder(cache: Path, recordings: Any) -> Decoder:
-    return Decoder(open_index(open_source(recordings.corpus("m", 4))), Characters())
+def decoder(cache: Path, recordings: Any) -> BatchLoader:
+    return BatchLoader(open_index(open_source(recordings.corpus("m", 4))), Characters())
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def ready(pool: Processes) -> Processes:
 
 
 def test_batches_are_the_same_and_in_order_wherever_they_are_decoded(
-    decoder: Decoder, workers: Processes
+    decoder: BatchLoader, workers: Processes
 ) -> None:
     expected = list(InProcess().map(decoder, planned(12)))
     stream = workers.map(decoder, planned(12))
@@ -122,11 +122,11 @@ def test_batches_are_the_same_and_in_order_wherever_they_are_decoded(
         theirs.audio.add_(1)  # writable, as the trainer may want
 
 
-def test_streams_take_turns(decoder: Decoder, workers: Processes) -> None:
+def test_streams_take_turns(decoder: BatchLoader, workers: Processes) -> None:
     """Validation in the midst of training, and a validation that is given up."""
     ready(workers)
     training = workers.map(decoder, planned(100))
-    other = Decoder(decoder.index, decoder.tokenizer, is_evaluation=True)
+    other = BatchLoader(decoder.index, decoder.tokenizer, is_evaluation=True)
     found = [next(training).index for _ in range(5)]
     assert [batch.index for batch in workers.map(other, planned(9, 50))] == list(range(50, 59))
     given_up = workers.map(other, planned(50))
@@ -155,14 +155,14 @@ def test_errors_come_back_where_they_belong(workers: Processes, decoders: Any) -
         next(workers.map(decoders.broken, planned(1)))
 
 
-def test_a_decoder_that_does_not_travel_is_an_error(workers: Processes, decoder: Decoder) -> None:
+def test_a_decoder_that_does_not_travel_is_an_error(workers: Processes, decoder: BatchLoader) -> None:
     ready(workers)
     with pytest.raises(MachineError, match=r"cannot load what it was sent.*data\.workers=0"):
         next(workers.map(unknown, planned(1)))
     assert next(workers.map(decoder, planned(1))).index == 0
 
 
-def test_a_killed_worker_is_an_error_that_says_so(decoder: Decoder, workers: Processes) -> None:
+def test_a_killed_worker_is_an_error_that_says_so(decoder: BatchLoader, workers: Processes) -> None:
     ready(workers)
     stream = workers.map(decoder, planned(1000))
     next(stream)
@@ -186,7 +186,7 @@ def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
     assert wait_for_the_end_of(pids)
 
 
-def test_a_worker_outlives_the_signals_of_its_group(decoder: Decoder, workers: Processes) -> None:
+def test_a_worker_outlives_the_signals_of_its_group(decoder: BatchLoader, workers: Processes) -> None:
     """Ctrl-C and Slurm signal every process; the rank still needs batches up to its last step."""
     ready(workers)
     stream = workers.map(decoder, planned(50))
@@ -198,7 +198,10 @@ def test_a_worker_outlives_the_signals_of_its_group(decoder: Decoder, workers: P
 
 
 def test_workers_that_cannot_be_started_are_done_without(
-    decoder: Decoder, workers: Processes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decoder: BatchLoader,
+    workers: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("speechtrain.data.workers._work", unknown)  # its module is unknown to them
     assert [batch.index for batch in workers.map(decoder, planned(1))] == [0]
@@ -208,7 +211,7 @@ def test_workers_that_cannot_be_started_are_done_without(
     assert any("cannot be started" in record.message for record in caplog.records)
 
 
-def test_closing_ends_the_workers(decoder: Decoder, workers: Processes) -> None:
+def test_closing_ends_the_workers(decoder: BatchLoader, workers: Processes) -> None:
     ready(workers)
     stream = workers.map(decoder, planned(100))
     next(stream)

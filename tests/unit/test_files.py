@@ -1,0 +1,77 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from speechtrain.files import atomic, write_json
+
+
+def test_a_reader_sees_the_old_file_until_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file.txt"
+    with atomic(path) as temporary:
+        temporary.write_text("old")
+        assert temporary.parent == path.parent
+        assert temporary.name.startswith(".")
+        assert not path.exists()
+    with atomic(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is full"), ValueError("ours"), KeyboardInterrupt()])
+def test_an_error_leaves_the_old_file_and_no_temporary(error: BaseException, tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def write() -> None:
+        with atomic(path) as temporary:
+            temporary.write_text("ne")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_cannot_be_taken_leaves_no_temporary(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_json(tmp_path / "folder", {})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+
+
+def test_two_writers_of_one_file_have_a_temporary_each(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    with atomic(path) as first, atomic(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"  # its block ends last
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_the_mode_is_that_of_an_ordinary_open(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "file.json", {"a": 1})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file.json").stat().st_mode & 0o777 == mode
+    assert json.loads((tmp_path / "file.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_bytes_reach_the_disk_before_the_name(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append((tmp_path / "file.json").exists()))
+    write_json(tmp_path / "file.json", {}, durable)
+    assert flushed == ([False] if durable else [])
