@@ -27,7 +27,7 @@ setup(
     ],
     package_dir={"speechtrain.conf": "conf", "speechtrain.launchers": "launchers"},
     package_data={
-        "speechtrain": ["py.typed", "data/corpora/digits_audio/*"],
+        "speechtrain": ["py.typed", "data/corpora/digits_audio/*", "report/*.html"],
         "speechtrain.conf": ["*.yaml", "**/*.yaml"],
         "speechtrain.launchers": ["templates/*"],
     },
@@ -45,8 +45,11 @@ setup(
         "rapidfuzz",
         "safetensors",
         "psutil",
+        "num2words",
         "rich",
         "tensorboard",
+        "matplotlib",
+        "jinja2",
     ],
     extras_require={
         # GPL-3 espeak-ng as a wheel: only to synthesise more words and voices, never at run time

@@ -28,7 +28,7 @@ import transducer_loss as lattice
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import Forms, adapt
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.devices.cpu import CPU, chip, probe_matmul
 from speechtrain.encoders.lstm import LSTMEncoder
 from speechtrain.features.augment import Augment
@@ -84,7 +84,7 @@ def full_lattice(
 @dataclass(frozen=True)
 class Contender:
     dtype: torch.dtype = torch.float32
-    forms: Forms = field(default_factory=Forms)
+    policy: ComputePolicy = field(default_factory=ComputePolicy)
     is_plain: bool = False  # the loss
     matmul: str = "highest"
 
@@ -102,7 +102,7 @@ class Contender:
     def step(self, task: RNNT, batch: Batch) -> float:
         """Forward and backward; the loss of an utterance."""
         task.zero_grad(set_to_none=True)
-        adapt(task, self.forms)
+        apply_policy(task, self.policy)
         torch.set_float32_matmul_precision(self.matmul)
         torch.manual_seed(0)
         with self.loss(), torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
@@ -114,15 +114,15 @@ class Contender:
 def contenders() -> dict[str, Contender]:
     """By name; the first is what the others are measured against."""
     device = CPU()
-    loop = Forms(lstm="loop")
+    loop = ComputePolicy(lstm="loop")
     known = {
         BASELINE: Contender(is_plain=True),
         "torch's LSTM, chunked, fp32": Contender(),
-        "loop LSTM, chunked, fp32": Contender(forms=loop),
+        "loop LSTM, chunked, fp32": Contender(policy=loop),
     }
     if probe_matmul()["matmul"] == "medium":
         known["torch's LSTM, chunked, fp32 by oneDNN"] = Contender(matmul="medium")
-    if not device.why_fp32(torch.bfloat16):
+    if not device.precision_fallback_reason(torch.bfloat16):
         known["torch's LSTM in fp32, chunked, bf16"] = Contender(torch.bfloat16)
         known["loop LSTM, chunked, bf16"] = Contender(torch.bfloat16, loop)
     return known
@@ -188,7 +188,7 @@ def main() -> None:
 
     task = model(given.smoke)
     name, _ = chip()
-    has_bf16 = not CPU().why_fp32(torch.bfloat16)
+    has_bf16 = not CPU().precision_fallback_reason(torch.bfloat16)
     print(f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load ", end="")
     print(f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start")
     print(f"bf16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")

@@ -90,7 +90,7 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
 
     from speechtrain.data.index import open_index
     from speechtrain.data.module import SpeechData
-    from speechtrain.data.sampler import Packing
+    from speechtrain.data.sampler import BatchLimits
     from speechtrain.data.sources import open_source
     from speechtrain.text.vocabulary import Characters
 
@@ -98,7 +98,7 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
     if case.get("index_only"):
         open_index(open_source(case["train"]))
     else:
-        packing = Packing(**case["batch"])
+        packing = BatchLimits(**case["batch"])
         data = SpeechData(
             case["train"], {}, Characters(), batch=packing, speed=[0.9, 1.1], workers=case["workers"]
         )

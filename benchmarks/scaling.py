@@ -43,7 +43,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.devices.cpu import CPU, chip
-from speechtrain.distributed.group import Group, Solo, open_group
+from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.launcher import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
@@ -51,7 +51,7 @@ from speechtrain.precision import Precision
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.train_rank import build_task
-from speechtrain.trainer_config import Limits
+from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Interval, Trainer
 
 BUCKET = 25 * 2**20  # bytes that DDP reduces at once
@@ -79,7 +79,7 @@ class Steps:
     def __init__(self, group: Group, task: Task, module: torch.nn.Module, batch: Batch, folder: Path) -> None:
         precision: Precision = build(compose(["precision=fp32"], None), "precision")
         tracker = Jsonl(str(folder))
-        limits = Limits(clip=1.0)
+        limits = TrainerConfig(clip=1.0)
         self.group, self.task, self.module, self.batch = group, task, module, batch
         self.trainer = Trainer(
             limits, CPU(), precision, group, Checkpointer(folder), tracker, seed=1, run_dir=folder
@@ -106,11 +106,11 @@ class Steps:
         self.trainer._log(interval, 0.0, 0.0, torch.zeros(()), None)
         return time.perf_counter() - begun
 
-    def agree(self) -> float:
+    def all_reduce_status(self) -> float:
         """The agreement of ranks that arrive together; its seconds."""
         self.group.barrier()
         begun = time.perf_counter()
-        self.group.agree(torch.ones(()), stop=False, late=False, skip=torch.tensor(False))
+        self.group.all_reduce_status(torch.ones(()), stop=False, late=False, skip=torch.tensor(False))
         return time.perf_counter() - begun
 
 
@@ -139,7 +139,7 @@ def rank(number: int, size: int, port: int, given: argparse.Namespace, out: str)
     for name in given.models if size == 2 else []:
         task, batch = task_and_batch(name, given.smoke)
         folder = Path(tempfile.mkdtemp())
-        alone = Steps(Solo(), task, task, batch, folder)
+        alone = Steps(SingleProcess(), task, task, batch, folder)
         together = Steps(group, task, group.wrap(task), batch, folder)
         together.optimizer = alone.optimizer
         times: dict[str, list[float]] = {"alone": [], "together": []}
@@ -157,7 +157,7 @@ def rank(number: int, size: int, port: int, given: argparse.Namespace, out: str)
         found[name] = {
             **times,
             "bytes": gradients,
-            "agree": statistics.median(together.agree() for _ in range(50)),
+            "agree": statistics.median(together.all_reduce_status() for _ in range(50)),
             "log": statistics.median(together.log() for _ in range(9)),
         }
         del together

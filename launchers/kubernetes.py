@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
-from speechtrain.launcher import AGENT, Job, Launcher, Result, travelling, unexpanded
+from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
@@ -216,7 +216,7 @@ class Kubernetes(Launcher):
     ) -> dict[str, Any]:
         """The one of each pod. ``node``, ``address`` and ``port`` may be what Kubernetes expands."""
         environment = {
-            **travelling(job, self.forward),
+            **forwarded_environment(job, self.forward),
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
         }
@@ -256,7 +256,7 @@ class Kubernetes(Launcher):
             *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
             *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),
             *(f"--master-port={port}", f"--rdzv-conf=timeout={_WAIT_SECONDS}"),
-            *("--no-python", python, *(_literal(word) for word in unexpanded(job.command[1:]))),
+            *("--no-python", python, *(_literal(word) for word in escape_for_torchrun(job.command[1:]))),
         ]
 
     def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, travelling
+from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
@@ -108,7 +108,7 @@ class Mpi(Launcher):
 
     def _command(self, job: Job) -> list[str]:
         environment = {
-            **travelling(job, self.forward),
+            **forwarded_environment(job, self.forward),
             "MASTER_ADDR": self._first_host(),
             "MASTER_PORT": str(self._port(job)),
         }

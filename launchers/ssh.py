@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import AGENT, Job, Launcher, Result, travelling, unexpanded
+from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
 from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
 from speechtrain.supervision.rendezvous import RESTARTABLE, rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
@@ -142,7 +142,7 @@ class Ssh(Launcher):
         """What reaches each host's shell: go to this folder, then one command with its environment."""
         ranks = self._ranks_per_host(job, hosts)
         environment = {
-            **travelling(job, self.forward),
+            **forwarded_environment(job, self.forward),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
             **(RESTARTABLE if self.max_restarts else {}),
         }
@@ -153,7 +153,7 @@ class Ssh(Launcher):
             agent = [
                 *(self.python, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
                 *(f"--nproc-per-node={ranks}", *self._meeting(job, hosts, index)),
-                *("--no-python", self.python, *unexpanded(job.command[1:])),
+                *("--no-python", self.python, *escape_for_torchrun(job.command[1:])),
             ]
             node = [
                 self.python,
@@ -212,7 +212,8 @@ class Ssh(Launcher):
         """What ``host`` lacks, with the way out; empty where nothing is missing. Port 0 is always free."""
         look = ["look", str(path), str(port), host if port else ""]
         probe = [self.python, "-m", MODULE, *look]
-        kept = travelling(Job(job.config, job.run_dir), self.forward)  # PYTHONPATH, where it is forwarded
+        # PYTHONPATH, where it is forwarded
+        kept = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
         folder = shlex.quote(str(Path.cwd()))
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from speechtrain.errors import ConfigError
-from speechtrain.launcher import AGENT, Job, Launcher, Result, shell_line, unexpanded
+from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
 from speechtrain.supervision.rendezvous import RESTARTABLE
 from speechtrain.supervision.supervise import supervise
 
@@ -55,5 +55,5 @@ class Torchrun(Launcher):
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={job.world_size}", f"--max-restarts={self.max_restarts}"),
             # the worker line as every launcher has it
-            *("--no-python", job.command[0], *unexpanded(job.command[1:])),
+            *("--no-python", job.command[0], *escape_for_torchrun(job.command[1:])),
         ]

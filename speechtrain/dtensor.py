@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain.errors import one_line
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this rank holds a share of ``tensor`` only."""
@@ -117,5 +119,5 @@ def load_shares(folder: Path, into: Mapping[str, Tensor]) -> None:
             warnings.simplefilter("ignore")
             load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
-        cause = " ".join(str(next(iter(error.failures.values()))[0]).split())[:200]
+        cause = one_line(str(next(iter(error.failures.values()))[0]), 200)
         raise RuntimeError(f"{folder}: {cause}") from error

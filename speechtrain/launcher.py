@@ -80,7 +80,7 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def travelling(job: Job, patterns: Iterable[str]) -> dict[str, str]:
+def forwarded_environment(job: Job, patterns: Iterable[str]) -> dict[str, str]:
     """The environment that a job's processes get on machines other than this one.
 
     That is the job's own, as the user has overridden it, and this process's variables whose names
@@ -100,7 +100,7 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*assignments, shlex.join(command)])
 
 
-def unexpanded(words: Iterable[str]) -> list[str]:
+def escape_for_torchrun(words: Iterable[str]) -> list[str]:
     """Arguments that torchrun, which fills in macros and takes ``$$`` for ``$``, hands on as they are."""
     return [word.replace("$", "$$") for word in words]
 

@@ -9,9 +9,6 @@ import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
-Operation = tuple[str, str, str]
-"""``(op, reference word, hypothesis word)``; op is equal, substitute, delete or insert."""
-
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
     """Levenshtein distance in words, and the words of the reference; words are split at white space."""
@@ -37,27 +34,6 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Ten
         both = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts)], dtype=torch.float64)
         rates[name] = (both[0], both[1])
     return rates
-
-
-def align(reference: str, hypothesis: str) -> list[Operation]:
-    """One operation for each word said or heard, in order, with the fewest errors.
-
-    ``align("the cat sat", "cat sits")`` is ``[("delete", "the", ""), ("equal", "cat", "cat"),
-    ("substitute", "sat", "sits")]``; an insertion has an empty reference word.
-    """
-    said, heard = reference.split(), hypothesis.split()
-    operations: list[Operation] = []
-    for op in Levenshtein.opcodes(said, heard):
-        old = said[op.src_start : op.src_end]
-        new = heard[op.dest_start : op.dest_end]
-        if op.tag == "delete":
-            operations += [("delete", word, "") for word in old]
-        elif op.tag == "insert":
-            operations += [("insert", "", word) for word in new]
-        else:
-            name = "equal" if op.tag == "equal" else "substitute"
-            operations += [(name, *pair) for pair in zip(old, new, strict=True)]
-    return operations
 
 
 _PENDING = 4096  # batches whose scalars are kept on the device before they are read

@@ -94,8 +94,17 @@ def read_device(run_dir: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def about(argv: list[str], overrides: list[str]) -> dict[str, Any]:
-    """How this run came to be: command line, code version, library versions, host."""
+def read_about(run_dir: Path) -> dict[str, Any]:
+    """What ``run.json`` says of the first start: at least ``overrides``, and ``written`` by file."""
+    try:
+        content = json.loads((run_dir / ABOUT).read_text())
+    except (OSError, ValueError):
+        content = None
+    return {"overrides": [], "written": {}, **(content if isinstance(content, dict) else {})}
+
+
+def about(argv: list[str]) -> dict[str, Any]:
+    """How a start came to be: command line, code version, library versions, host."""
     names = (
         "speechtrain",
         "torch",
@@ -114,7 +123,6 @@ def about(argv: list[str], overrides: list[str]) -> dict[str, Any]:
             continue
     return {
         "argv": argv,
-        "overrides": overrides,
         "git": git_state(Path(__file__).resolve().parent),
         "versions": versions,
         "host": platform.node(),

@@ -27,26 +27,26 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import adapt
+from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build
 from speechtrain.config.resolved import load
 from speechtrain.counter_rng import seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
-from speechtrain.distributed.group import Group, PeerLost, Solo, open_group
-from speechtrain.distributed.watchdog import MARGIN_SECONDS, Note, Stuck, Verdict, Watch
+from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
+from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
 from speechtrain.files import write_json
 from speechtrain.launcher import PARENT, World
 from speechtrain.optim.ema import EMA, Average, NoEMA
-from speechtrain.precision import FP32, Precision
+from speechtrain.precision import FP32, NAMES, Precision
 from speechtrain.run_directory import DEVICE, ERROR, RESULT, STUCK, RunLock, rank_folder, read_device
 from speechtrain.supervision.process_tree import ancestors_of, is_running, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
-from speechtrain.trainer_config import Limits
+from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Progress, Trainer, planned_steps
 
 _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
@@ -98,23 +98,22 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
     device: Device = build(config, "device")
     precision: Precision = build(config, "precision")
     if not device.supports(precision.dtype):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        others = " or ".join(f"precision={name}" for dtype, name in names.items() if device.supports(dtype))
+        others = " or ".join(f"precision={name}" for dtype, name in NAMES.items() if device.supports(dtype))
         raise MachineError(
             f"precision={precision.name}: device={device.name} does not train in it; use {others}"
         )
     device.open(local_rank)
-    if reason := device.why_fp32(precision.dtype):
+    if reason := device.precision_fallback_reason(precision.dtype):
         _LOG.warning(f"precision={precision.name}: {reason}")
         precision = FP32()
     return device, precision
 
 
-def settle(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
+def autotune(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
     """What the device chooses by measurement: rank 0's choice for all, for the whole life of the run."""
-    with group.first():
+    with group.main_process_first():
         before = read_device(run_dir)
-        chosen = device.settle(before)
+        chosen = device.autotune(before)
         if not group.world.rank and chosen not in ({}, before):
             write_json(run_dir / DEVICE, chosen)
     return chosen
@@ -158,7 +157,7 @@ class Attempt:
     progress: Progress = field(default_factory=Progress)
     metric: str = "loss"
     tracker: Tracker | None = None
-    group: Group = field(default_factory=Solo)
+    group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None
 
     def result(self) -> dict[str, Any]:
@@ -185,21 +184,21 @@ class Attempt:
             self.tracker.close()
 
 
-def limits_for(config: DictConfig, world: World) -> Limits:
+def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
     """The trainer's settings in this world. Raises ConfigError or MachineError where they do not fit it."""
     if world.size != config.world_size:
         raise MachineError(
             f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}; "
             "unset RANK and WORLD_SIZE, or start as many processes"
         )
-    limits = Limits(**{str(k): v for k, v in config.trainer.items()})
-    if limits.simulate_world is not None:
-        if limits.simulate_world % world.size:
+    settings = TrainerConfig(**{str(k): v for k, v in config.trainer.items()})
+    if settings.simulate_world is not None:
+        if settings.simulate_world % world.size:
             raise ConfigError(
-                f"trainer.simulate_world={limits.simulate_world}: world_size={world.size} does not divide it"
+                f"trainer.simulate_world={settings.simulate_world} is not a multiple of world_size={world.size}"
             )
-        limits.accumulate = limits.simulate_world // world.size
-    return limits
+        settings.accumulate = settings.simulate_world // world.size
+    return settings
 
 
 def backends_of(device: Device) -> str:
@@ -218,13 +217,13 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     begun = float(group.sum(torch.tensor([own], dtype=torch.float64))[0])
     folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun))
 
-    def leave(verdict: Verdict, note: Note) -> None:
+    def leave(verdict: HangDiagnosis, note: HangReport) -> None:
         _leave_stuck(attempt, rank_folder(run_dir, world.rank), verdict, note)
 
-    return Watch(group.place, world.rank, world.size, folder, seconds, leave).start()
+    return Watch(group.rank_status, world.rank, world.size, folder, seconds, leave).start()
 
 
-def _leave_stuck(attempt: Attempt, folder: Path, verdict: Verdict, note: Note) -> NoReturn:
+def _leave_stuck(attempt: Attempt, folder: Path, verdict: HangDiagnosis, note: HangReport) -> NoReturn:
     """End this rank, whatever its main thread hangs in; the outcome names the rank that is to blame."""
     speaker = verdict.rank  # for one that cannot, the first of the others
     while speaker in verdict.silent:
@@ -248,24 +247,26 @@ def _leave_stuck(attempt: Attempt, folder: Path, verdict: Verdict, note: Note) -
     os._exit(Stuck.exit_code)
 
 
-def open_ranks(limits: Limits, world: World, device: Device, run_dir: Path) -> tuple[Group, Checkpointer]:
+def open_ranks(
+    settings: TrainerConfig, world: World, device: Device, run_dir: Path
+) -> tuple[Group, Checkpointer]:
     """The group of this run's ranks, and what saves their state: whole, or where they share it in shards.
 
     Raises ConfigError where ``trainer.shard`` and the device do not go together.
     """
-    backends, timeout = backends_of(device), limits.timeout_seconds + MARGIN_SECONDS
-    if limits.shard == "none" or world.size == 1:
-        return open_group(world, backends, timeout), Checkpointer(run_dir, limits.keep)
-    if not device.takes_shards:
+    backends, timeout = backends_of(device), settings.timeout_seconds + MARGIN_SECONDS
+    if settings.shard == "none" or world.size == 1:
+        return open_group(world, backends, timeout), Checkpointer(run_dir, settings.keep)
+    if not device.supports_fsdp:
         raise ConfigError(
-            f"trainer.shard={limits.shard}: device={device.name} needs whole parameters; "
+            f"trainer.shard={settings.shard}: device={device.name} needs whole parameters; "
             "use trainer.shard=none"
         )
     from speechtrain.checkpoint.sharded import ShardedCheckpointer  # a second of imports
     from speechtrain.distributed.fsdp import ShardedGroup  # a second of imports
 
     group = ShardedGroup(world, backends, timeout)
-    return group, ShardedCheckpointer(run_dir, limits.keep, group)
+    return group, ShardedCheckpointer(run_dir, settings.keep, group)
 
 
 def train(
@@ -273,31 +274,31 @@ def train(
 ) -> None:
     """Build everything and train; ``attempt`` says how it went. Raises what stopped it."""
     run_dir = Path(config.run_dir)
-    limits = limits_for(config, world)
+    settings = trainer_config_for(config, world)
     seed_everything(config.seed)
     early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there is somebody to tell
     logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
-    group, checkpointer = open_ranks(limits, world, device, run_dir)
+    group, checkpointer = open_ranks(settings, world, device, run_dir)
     attempt.group = group
     if is_watched:
-        attempt.watch = watch(attempt, run_dir, limits.timeout_seconds)
+        attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
-    adapt(task, device.forms(precision.dtype))
+    apply_policy(task, device.policy(precision.dtype))
     data: DataModule = build(
         config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
     )
-    with group.first():  # what it reads of a large set, the others find in the cache
+    with group.main_process_first():  # what it reads of a large set, the others find in the cache
         data.check()
-    device.expect(data.shapes())
+    device.validate_shapes(data.shapes())
     begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
 
-    per_epoch = data.micro_batches_per_epoch / (world.size * limits.accumulate)
-    planned = planned_steps(limits, per_epoch)
+    per_epoch = data.micro_batches_per_epoch / (world.size * settings.accumulate)
+    planned = planned_steps(settings, per_epoch)
     offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
     schedule = build(config, "schedule", **offers)
-    switches = {name: value for name, value in device.switches.items() if name in config.optimizer}
+    switches = {name: value for name, value in device.optimizer_flags.items() if name in config.optimizer}
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **switches)
     module, optimizer = device.prepare(task, optimizer, precision.dtype)
     assert isinstance(module, Task)
@@ -313,16 +314,16 @@ def train(
     checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
-    if chosen := settle(device, group, run_dir):
+    if chosen := autotune(device, group, run_dir):
         tracker.log("device", chosen)
     parameters = sum(p.numel() for p in task.parameters())
-    counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": limits.accumulate}
+    counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
     own = rank_folder(run_dir, world.rank)
-    trainer = Trainer(limits, device, precision, group, checkpointer, tracker, config.seed, own, stop)
+    trainer = Trainer(settings, device, precision, group, checkpointer, tracker, config.seed, own, stop)
     attempt.progress = trainer.progress
     try:
-        average = average_of(task, limits.ema)
+        average = average_of(task, settings.ema)
         attempt.status = trainer.fit(module, data, optimizer, schedule, average, config.resume)
     except (RuntimeError, MemoryError) as error:
         if explained := device.explain(error, trainer.latest, task.footprint(), tokenizer.size):
@@ -408,7 +409,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     try:
         train(load(path), World.from_environment(os.environ), stop, attempt, is_watched)
         result = attempt.result()
-        attempt.group.place.at(attempt.progress.step, "end")
+        attempt.group.rank_status.at(attempt.progress.step, "end")
         attempt.group.close()
         attempt.unwatch()
     except Exception as raised:  # the boundary of the process: whatever it is, the parent must be told

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Limits:
+class TrainerConfig:
     """Settings of the shared trainer. A step is one optimizer update."""
 
     max_steps: int | None = None  # optimizer updates
@@ -23,7 +23,7 @@ class Limits:
     save_every: int | None = None  # steps; null: after each validation
     keep: int = 2  # newest checkpoints kept, beside the best
     on_save_error: str = "continue"  # continue | stop, when a checkpoint cannot be written
-    on_collapse: str = "stop"  # stop | rollback | warn, when the task sees training collapse
+    on_collapse: str = "stop"  # stop | warn, when the task sees training collapse
     max_graphs: int | None = None  # compilations that a device which counts them may make; null: no limit
     max_bad_updates: int = 10  # non-finite updates in a row that end the run
     timeout_seconds: float = 1800.0  # without a move, or kept waiting by a peer: the stuck rank is named

@@ -61,7 +61,7 @@ settings.load_profile("suite")
 
 KEPT_PROCESSES = ("starting.py", "pretraining.py", "multiprocessing", "torch/_inductor", "/usr/sbin/sshd")
 """In the command lines of processes that serve all tests: what runs are forked from, Python's own helpers."""
-KEPT_FILES = ("cache", "started-", "pymp-", "torchinductor_", "torchelastic_", "ompi.")
+KEPT_FILES = ("cache", "pytest-of-", "started-", "pymp-", "torchinductor_", "torchelastic_", "ompi.")
 """The last two are those of torchrun and Open MPI, which leave them there."""
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PATH")
 """Environment variables that libraries set once; PATH by audioread, which lhotse tries last."""

@@ -239,11 +239,8 @@ class Checkpointer:
                 raise RunError(f"{folder / name} does not match its sha256")
         return manifest
 
-    def restore(self, states: Mapping[str, Stateful], before: int | None = None) -> int | None:
+    def restore(self, states: Mapping[str, Stateful]) -> int | None:
         """Load the newest sound checkpoint into ``states``; its step, or None where there is none.
-
-        With ``before``, checkpoints of that step and later ones are set aside as ``<name>.left``
-        first: the run goes another way from here.
 
         Raises RunError where a sound checkpoint does not fit the run, or is of another format.
         """
@@ -252,13 +249,6 @@ class Checkpointer:
             if not folder.exists():
                 aside.rename(folder)
         folders = self.folders()
-        if before is not None:
-            name = f"step-{before:08d}"
-            for left in (folder for folder in folders if folder.name >= name):
-                aside = left.with_name(left.name + ".left")
-                shutil.rmtree(aside, ignore_errors=True)
-                left.rename(aside)
-            folders = [folder for folder in folders if folder.name < name]
         for folder in reversed(folders):
             try:
                 manifest = self.verify(folder)

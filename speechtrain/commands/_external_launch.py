@@ -21,7 +21,7 @@ from speechtrain.run_directory import CONFIG, rank_folder, read_result
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
-MEETING = "meeting.json"
+RENDEZVOUS = "rendezvous.json"
 """In the run directory: what rank 0 tells the others of this start."""
 
 _POLL_SECONDS = 0.1
@@ -65,7 +65,7 @@ def _start(world: World) -> list[str]:
 
 
 @dataclass
-class Together(Launcher):
+class ExternalLaunch(Launcher):
     """Rank 0's launcher: the other ranks are there already, and only need to be told."""
 
     world: World
@@ -95,12 +95,12 @@ class Together(Launcher):
     def tell(self, run_dir: Path, content: dict[str, Any]) -> None:
         """Let the others go on, or leave."""
         self.told = True
-        write_json(run_dir / MEETING, {"start": _start(self.world), **content})
+        write_json(run_dir / RENDEZVOUS, {"start": _start(self.world), **content})
 
     @contextmanager
     def telling(self, run_dir: Path) -> Iterator[None]:
         """Whatever becomes of rank 0, the others hear of it."""
-        (run_dir / MEETING).unlink(missing_ok=True)
+        (run_dir / RENDEZVOUS).unlink(missing_ok=True)
         code = 1
         try:
             yield
@@ -131,11 +131,11 @@ def _heard(run_dir: Path, world: World) -> dict[str, Any]:
     begun = time.monotonic()
     while time.monotonic() - begun < _WAIT_SECONDS:
         with contextlib.suppress(OSError, ValueError):
-            content: dict[str, Any] = json.loads((run_dir / MEETING).read_text())
+            content: dict[str, Any] = json.loads((run_dir / RENDEZVOUS).read_text())
             if content.get("start") == _start(world):
                 return content
         time.sleep(_POLL_SECONDS)
     raise MachineError(
-        f"rank {world.rank} has waited {_WAIT_SECONDS:.0f} s for rank 0's {run_dir / MEETING}; set run_dir "
-        f"to a folder that all hosts share (this is {socket.gethostname()}, {sys.executable})"
+        f"rank {world.rank} has waited {_WAIT_SECONDS:.0f} s for rank 0's {run_dir / RENDEZVOUS}; set "
+        f"run_dir to a folder that all hosts share (this is {socket.gethostname()}, {sys.executable})"
     )

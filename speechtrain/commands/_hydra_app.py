@@ -7,9 +7,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -19,12 +20,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.commands._cli import one_line
-from speechtrain.config.resume_fields import fingerprint
-from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, first_line, nearest
+from speechtrain.commands._find_run import base_folder, run_name, written_files
+from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
+from speechtrain.errors import (
+    ConfigError,
+    MachineError,
+    Preempted,
+    SpeechtrainError,
+    first_line,
+    nearest,
+    one_line,
+)
 
 CONFIG_PATH = "pkg://speechtrain.conf"
-RunJob = Callable[[DictConfig, Path, list[str]], float | None]
+RunJob = Callable[[DictConfig, Path, list[str], dict[str, str]], float | None]
 
 # each with whether a value follows it
 _FLAGS = {
@@ -37,25 +46,13 @@ _FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO}
 
 
 def _run_name(*, _root_: DictConfig) -> str:
-    choices = _root_.hydra.runtime.choices
-    # a group deleted by ~GROUP is complained of later, by check()
-    return f"{choices.get('model')}-{choices.get('data')}-{fingerprint(_plain(_root_))}"
+    settings = _root_.hydra
+    return run_name(settings.runtime.choices, _typed(settings), config_dir(sys.argv))
 
 
-def _plain(root: DictConfig) -> dict[str, object]:
-    """The job's config while Hydra's node is still in it; what is not set yet stays as it is written."""
-    job = {key: value for key, value in root.items_ex(resolve=False) if key != "hydra"}
-    copy = OmegaConf.create(job)
-    try:
-        plain = OmegaConf.to_container(copy, resolve=True)
-    except OmegaConfBaseException:  # the command says so in its own words later
-        plain = OmegaConf.to_container(copy, resolve=False)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def _base() -> str:
-    return os.environ.get("OUTPUT_DIR", "runs")
+def _typed(settings: Any) -> list[str]:
+    """The overrides as typed: an interpolation in a value would be looked up in Hydra's own node."""
+    return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
 
 
 class _Folders:
@@ -77,11 +74,11 @@ class _Folders:
 
 def _run_dir(*, _root_: DictConfig) -> str:
     given = _root_.run_dir
-    return str(given) if given else f"{_base()}/{_run_name(_root_=_root_)}"
+    return str(given) if given else str(base_folder() / _run_name(_root_=_root_))
 
 
 def _sweep_dir(*, _root_: DictConfig) -> str:
-    return str(_root_.run_dir or _base())
+    return str(_root_.run_dir or base_folder())
 
 
 class _Stop(BaseException):
@@ -99,12 +96,12 @@ class _Jobs:
 
     def __call__(self, config: DictConfig) -> float | None:
         settings = HydraConfig.get()
-        # as typed: an interpolation in a value would be looked up from here, in Hydra's own node
-        overrides = [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
+        overrides = _typed(settings)
+        written = written_files(settings.runtime.choices, config_dir(sys.argv))
         self.count += 1
         try:
             # absolute: ranks on other hosts and a resumed command must mean the same folder
-            return self.job(config, Path(settings.runtime.output_dir), overrides)
+            return self.job(config, Path(settings.runtime.output_dir), overrides, written)
         except Exception as error:
             if (
                 os.getpid() != self.process
@@ -132,13 +129,13 @@ class _Jobs:
 
 
 def run_composed(argv: list[str], job: RunJob) -> None:
-    """Compose and call ``job`` with each job's config, run directory and overrides.
+    """Compose and call ``job`` with each job's config, run directory, overrides and YAML files of the user's.
 
     One job, or with ``-m`` all of a sweep through Hydra's sweeper and launcher; a failed job of a
     sweep is reported and the others run. Folders that stay empty are removed. Raises ConfigError
     for what Hydra refuses, MachineError where a folder cannot be made, and whatever ``job`` raises.
     """
-    _check_flags(argv)
+    check_flags(argv)
     folders, jobs = _Folders(), _Jobs(job)
     resolvers: dict[str, Callable[..., str]] = {
         "run_dir": lambda *, _root_: folders.expect(_run_dir(_root_=_root_)),
@@ -152,7 +149,8 @@ def run_composed(argv: list[str], job: RunJob) -> None:
         return jobs(config)
 
     previous = sys.argv
-    sys.argv = [previous[0], *_options_first(argv)]
+    flags, overrides = options(argv)
+    sys.argv = [previous[0], *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
     try:
         _refuse_callbacks(argv)
@@ -177,7 +175,8 @@ def run_composed(argv: list[str], job: RunJob) -> None:
     jobs.conclude()
 
 
-def _config_dir(argv: list[str]) -> str | None:
+def config_dir(argv: Sequence[str]) -> str | None:
+    """The folder of ``--config-dir``, the last one where there are several."""
     folder = None
     for flag, value in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, attached = flag.partition("=")
@@ -188,7 +187,7 @@ def _config_dir(argv: list[str]) -> str | None:
 
 def _refuse_callbacks(argv: list[str]) -> None:
     """Hydra builds ``hydra.callbacks`` from any class: a stranger's config folder may not name one."""
-    folder = _config_dir(argv)
+    folder = config_dir(argv)
     if folder is None or not Path(folder).is_dir():  # Hydra itself says that it is missing
         return
     overrides = [a for a in argv if "=" in a and not a.startswith("-")]
@@ -199,7 +198,7 @@ def _refuse_callbacks(argv: list[str]) -> None:
         raise ConfigError(f"hydra.callbacks: {folder} may not set it, a callback runs code; remove it there")
 
 
-def _check_flags(argv: list[str]) -> None:
+def check_flags(argv: list[str]) -> None:
     """Refuse options that Hydra would answer with a page of usage, or that replace the config."""
     waiting = ""
     for argument in argv:
@@ -224,16 +223,15 @@ def _check_flags(argv: list[str]) -> None:
         raise ConfigError(f"{waiting} needs a value{_listed(waiting)}")
 
 
-def _options_first(argv: list[str]) -> list[str]:
-    """Hydra's parser refuses overrides on both sides of an option; the order among each kind stays."""
-    options: list[str] = []
-    overrides: list[str] = []
+def options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's options with their values, and the overrides: its parser refuses them mixed."""
+    found: tuple[list[str], list[str]] = ([], [])
     takes_next = False
     for argument in argv:
         is_option = takes_next or argument.startswith("-")
-        (options if is_option else overrides).append(argument)
+        found[not is_option].append(argument)
         takes_next = not takes_next and _FLAGS.get(argument, False)
-    return [*options, *overrides]
+    return found
 
 
 def _check_flag_value(name: str, value: str) -> None:
@@ -331,7 +329,7 @@ def _composed_keys(choices: tuple[str, ...], folder: str | None) -> set[str]:
 def _known_keys(argv: list[str]) -> set[str]:
     """Every key of the config that the command line's group choices compose."""
     choices = []
-    folder = _config_dir(argv)
+    folder = config_dir(argv)
     for argument in argv:
         key, equals, value = argument.partition("=")
         if equals and "." not in key and value and not key.startswith(("-", "+", "~")) and "," not in value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import adapt
+from speechtrain.compute_policy import apply_policy
 from speechtrain.config.check import mismatch
 from speechtrain.config.resolved import load
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
@@ -55,13 +55,29 @@ def open_config(run_dir: Path, overrides: Sequence[str]) -> DictConfig:
     """
     if not (run_dir / CONFIG).is_file():
         raise RunError(f"{run_dir} holds no {CONFIG}; give the run directory that speechtrain-train printed")
-    config = load(run_dir / CONFIG)
-    config.run_dir = str(run_dir.resolve())
+    config = own_config(run_dir)
     apply_overrides(config, overrides)
+    return config
+
+
+def own_config(run_dir: Path) -> DictConfig:
+    """The config that a run keeps, its own paths and its copy of the tokenizer where the run lies now."""
+    config = load(run_dir / CONFIG)
+    _relocate(config, str(config.run_dir), str(run_dir.resolve()))
     tokenizer_class = target_class(str(config.tokenizer._target_), "tokenizer")
     if issubclass(tokenizer_class, Tokenizer):
         config.tokenizer.update(tokenizer_class.saved(str(run_dir.resolve())))
     return config
+
+
+def _relocate(node: Any, before: str, now: str) -> None:
+    """Replace the run's folder wherever a part was given it."""
+    for key in node if isinstance(node, DictConfig) else ():
+        value = node._get_node(key)
+        if isinstance(value, DictConfig):
+            _relocate(value, before, now)
+        elif key == "run_dir" and str(value) == before:
+            node[key] = now
 
 
 def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> OpenedRun:
@@ -74,9 +90,9 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
     config = open_config(run_dir, overrides)
     folder, weights = read_weights(run_dir, checkpoint)
     device, precision = open_device(config, 0)
-    device.settle(read_device(run_dir))
+    device.autotune(read_device(run_dir))
     task, tokenizer = build_task(config)
-    adapt(task, device.forms(precision.dtype))
+    apply_policy(task, device.policy(precision.dtype))
     try:
         task.load_state_dict(weights)
     except RuntimeError as error:
@@ -114,43 +130,61 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{override!r} is no KEY=VALUE")
+            raise ConfigError(f"{override!r} is not KEY=VALUE")
         if key == "allow_targets":
             os.environ[ALLOW_TARGETS] = text.strip("[]")
         elif key in _CHOICES:
-            config[key] = _choice(key, text)
+            choose(config, key, text)
         else:
-            _set(config, key, override)
+            try:
+                value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+            except ValueError as error:  # OmegaConf's own, of a value that is not YAML
+                raise ConfigError(f"{override!r} cannot be read: {first_line(error)}") from None
+            set_key(config, key, value)
 
 
-def _choice(group: str, choice: str) -> Any:
-    """The node of another choice of a group, its interpolations left to the run's config."""
+def choose(config: DictConfig, group: str, choice: str) -> None:
+    """Put another choice of a group into a run's config, its interpolations left to that config."""
     from speechtrain.commands._hydra_app import compose, explain
 
     try:
         node = compose([f"{group}={choice}"])[group]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, []) from None
-    return OmegaConf.create(OmegaConf.to_container(node, resolve=False))
+    config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
 
 
-def _set(config: DictConfig, key: str, override: str) -> None:
-    parent_key, _, leaf = key.rpartition(".")
+def set_key(config: DictConfig, key: str, value: Any) -> None:
+    """Set one key of a run's config. Raises ConfigError for one that it has not, or of another type."""
     try:
-        parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
-        if not isinstance(parent, DictConfig) or leaf not in parent:
-            raise ConfigError(f"{key}: the run's config has no such key{_near(config, key)}")
-        given = OmegaConf.from_dotlist([override])
-        if isinstance(parent._get_node(leaf), DictConfig) and not OmegaConf.is_dict(
-            OmegaConf.select(given, key)
-        ):
+        parent, leaf = _parent(config, key)
+        is_mapping = isinstance(value, Mapping | DictConfig)
+        if isinstance(parent._get_node(leaf), DictConfig) and not is_mapping:
             raise ConfigError(f"{key}: a trained run keeps its {key}; set keys below it, as {key}.KEY=VALUE")
-        config.merge_with(given)
+        OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {first_line(error)}") from None
-    except ValueError as error:  # OmegaConf's own, of a value that is no YAML
-        raise ConfigError(f"{override!r} cannot be read: {first_line(error)}") from None
     _check_type(parent, key, leaf)
+
+
+def stored_value(config: DictConfig, key: str) -> Any:
+    """A run's value of a key. Raises ConfigError for a key that its config has not."""
+    parent, leaf = _parent(config, key)
+    value = parent[leaf]
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
+    """The node that holds ``key``, and its last part; one that came later has its constructor's default."""
+    parent_key, _, leaf = key.rpartition(".")
+    parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
+    if isinstance(parent, DictConfig) and leaf not in parent and "_target_" in parent:
+        known = inspect.signature(target_class(str(parent._target_), parent_key)).parameters.get(leaf)
+        if known is not None and known.default is not known.empty:
+            parent[leaf] = known.default
+    if not isinstance(parent, DictConfig) or leaf not in parent:
+        raise ConfigError(f"{key}: the run's config has no such key{_near(config, key)}")
+    return parent, leaf
 
 
 def _near(config: DictConfig, key: str) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from speechtrain import errors
-from speechtrain.commands._external_launch import MEETING, Together, world_of
-from speechtrain.config.build import build, rehearse
+from speechtrain.commands._external_launch import RENDEZVOUS, ExternalLaunch, world_of
+from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
-from speechtrain.config.resolved import dump, load, resolved
-from speechtrain.config.resume_fields import identity
+from speechtrain.config.migrations import migrate_limits
+from speechtrain.config.resolved import dump
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
@@ -32,6 +33,7 @@ from speechtrain.run_directory import (
     RunLock,
     about,
     rank_folder,
+    read_about,
     read_failure,
     read_result,
 )
@@ -40,36 +42,34 @@ _USERS = (ConfigError, DataError, MachineError)
 _MIN_FREE = 256 * 2**20  # bytes below which no run is begun
 
 
-def launch(config: DictConfig, run_dir: Path, argv: list[str], overrides: list[str]) -> dict[str, Any]:
+def launch(config: DictConfig, run_dir: Path, argv: list[str], began: Mapping[str, Any]) -> dict[str, Any]:
     """Start the run in ``run_dir``, or continue it, and return its result.
 
-    A finished run returns its result at once. Raises the SpeechtrainError that stopped it, be it
-    found here or in a rank.
+    ``began`` is kept with a new run: the overrides and YAML files that it began with. A finished run
+    returns its result at once. Raises the SpeechtrainError that stopped it, be it found here or in a rank.
     """
     run_dir = run_dir.resolve()
     config.run_dir = str(run_dir)
     world = world_of(argv)
     if world.size == 1:
-        return _launched(config, run_dir, argv, overrides, None)
-    together = Together(world)
+        return _launched(config, run_dir, argv, began, None)
+    together = ExternalLaunch(world)
     if config.world_size == 1:
         config.world_size = world.size
     with together.telling(run_dir):
-        return _launched(config, run_dir, argv, overrides, together)
+        return _launched(config, run_dir, argv, began, together)
 
 
 def _launched(
-    config: DictConfig, run_dir: Path, argv: list[str], overrides: list[str], together: Launcher | None
+    config: DictConfig, run_dir: Path, argv: list[str], began: Mapping[str, Any], together: Launcher | None
 ) -> dict[str, Any]:
     plain = check(config)
-    rehearse(config)
+    dry_build(config)
     device, launcher = _parts(config)
     launcher = together or launcher
     job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
     launcher.check(job)
     _check_disk(run_dir)
-    _check_same_run(run_dir, config)
-    plain = resolved(config)
     if config.dry_run:
         print(launcher.render(job))
         return {"status": "dry run", "metric": None}
@@ -78,7 +78,7 @@ def _launched(
     done = read_result(run_dir)
     if (
         done
-        and done.get("limits") == plain["trainer"]
+        and migrate_limits(done.get("limits")) == plain["trainer"]
         and done.get("status") in ("finished", "target", "time")
     ):
         print(f"{run_dir} is done: {_describe(done)}")
@@ -87,7 +87,7 @@ def _launched(
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run_dir).acquire()
     (run_dir / CONFIG).write_text(dump(config))
-    write_json(run_dir / ABOUT, {**about(argv, overrides), "seed": config.seed, "device": device.name})
+    _write_about(run_dir, is_new, {**about(argv), "seed": config.seed, "device": device.name}, began)
     for rank in range(max(job.world_size, _ranks_before(run_dir))):
         (rank_folder(run_dir, rank) / RESULT).unlink(missing_ok=True)
     lock.release()  # rank 0 takes it over
@@ -160,60 +160,15 @@ def _ranks_before(run_dir: Path) -> int:
     return 1 + max((int(p.name) for p in (run_dir / RANKS).glob("*") if p.name.isdigit()), default=0)
 
 
-def _check_same_run(run_dir: Path, config: DictConfig) -> None:
-    """Refuse a run directory that belongs to another config, naming the keys that differ.
-
-    Another world size trains the same global batch: ``accumulate`` is derived from it again.
-    """
-    path = run_dir / CONFIG
-    if not path.exists():
-        return
-    then = load(path)
-    before, now = identity(resolved(then)), identity(resolved(config))
-    if _has_same_batch(then, config, run_dir):
-        for key in ("trainer.accumulate", "trainer.simulate_world"):
-            before.pop(key, None)
-            now.pop(key, None)
-    differ = [
-        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} now"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if differ:
-        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise RunError(
-            f"{run_dir} belongs to another config ({'; '.join(differ[:3])}{more}); set another run_dir"
-        )
-
-
-def _has_same_batch(then: DictConfig, config: DictConfig, run_dir: Path) -> bool:
-    """Whether an update takes as many micro-batches as before; it is made to where the world has changed.
-
-    Raises ConfigError for a world that cannot share them evenly.
-    """
-    total, wanted = _micro_batches(then), _micro_batches(config)
-    is_derived = then.trainer.simulate_world is not None
-    is_open = then.world_size != config.world_size and then.trainer.accumulate == config.trainer.accumulate
-    if total == wanted or config.trainer.simulate_world is not None or not (is_derived or is_open):
-        return total == wanted
-    if total % config.world_size:
-        raise ConfigError(
-            f"{run_dir} has {total} micro-batches an update, which world_size={config.world_size} does not "
-            "divide; set another world_size or run_dir"
-        )
-    config.trainer.simulate_world = total
-    config.trainer.accumulate = total // config.world_size
-    return True
-
-
-def _micro_batches(config: DictConfig) -> int:
-    """Micro-batches of one update, over all ranks."""
-    return int(config.trainer.simulate_world or config.world_size * config.trainer.accumulate)
+def _write_about(run_dir: Path, is_new: bool, start: dict[str, Any], began: Mapping[str, Any]) -> None:
+    """Keep what the first start was; the latest one stands beside it."""
+    first = {**start, **began} if is_new else {**read_about(run_dir), "latest": start}
+    write_json(run_dir / ABOUT, first)
 
 
 def _discard(run_dir: Path) -> None:
     """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
-    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, MEETING}
+    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, RENDEZVOUS}
     if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for name in begun:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechtrain import __version__
-from speechtrain.commands._cli import guarded, one_line
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
+from speechtrain.commands._cli import guarded
+from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -133,29 +133,28 @@ def machine() -> Iterator[Finding]:
     good = sys.version_info >= (3, 11)
     version = platform.python_version()
     yield Finding(GREEN if good else RED, "python", version + ("" if good else "; 3.11 or newer is needed"))
-    from speechtrain.devices.cpu import available_memory, usable_cores
+    import psutil
 
-    yield Finding(GREEN, "cores", f"{usable_cores()} usable of {os.cpu_count()} ({platform.machine()})")
+    from speechtrain.compute_policy import usable_cpus
+
+    yield Finding(GREEN, "cores", f"{len(usable_cpus())} usable of {os.cpu_count()} ({platform.machine()})")
     yield _threads()
-    try:
-        memory = available_memory() / 2**30
-    except (OSError, MachineError):
-        yield Finding(AMBER, "memory", "this system does not say how much there is")
-    else:
-        small = "" if memory >= 2 else "; small: use model=rnnt_small"
-        yield Finding(AMBER if small else GREEN, "memory", f"{memory:.1f} GiB available{small}")
+    memory = psutil.virtual_memory().available / 2**30
+    small = "" if memory >= 2 else "; small: use model=rnnt_small"
+    yield Finding(AMBER if small else GREEN, "memory", f"{memory:.1f} GiB available{small}")
     yield _room("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
-    from speechtrain.data.corpora.connected import cache_folder
+    from speechtrain.data.cache import cache_folder
 
     yield _room("cache", cache_folder(), "SPEECHTRAIN_CACHE")
 
 
 def _threads() -> Finding:
     """Physical cores, memory nodes, and what a rank would get of them."""
-    from speechtrain.devices import affinity as binding
-    from speechtrain.devices.cpu import CPU, usable_cpus
+    from speechtrain.compute_policy import usable_cpus
+    from speechtrain.devices import affinity
+    from speechtrain.devices.cpu import CPU
 
-    cores = binding.usable(binding.topology(), usable_cpus())
+    cores = affinity.usable(affinity.topology(), usable_cpus())
     nodes = sorted({core.node for core in cores})
     shares = [f"{len([c for c in cores if c.node == node])} on memory node {node}" for node in nodes]
     threads = os.environ.get("OMP_NUM_THREADS") or CPU().environment(1)["OMP_NUM_THREADS"]
@@ -187,13 +186,15 @@ def packages() -> Iterator[Finding]:
         yield Finding(AMBER, "tensorboard", "not installed, events are not written; pip install tensorboard")
     import torch
 
+    from speechtrain.devices.cpu import has_bf16
+
     yield _libraries()
     yield devices()
     capability = torch.backends.cpu.get_cpu_capability()
     yield Finding(
         GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
     )
-    if not {"avx512_bf16", "amx_bf16", "bf16"} & _cpu_flags():
+    if not has_bf16():
         yield Finding(AMBER, "bf16", "this chip computes bf16 in software; precision=fp32 will be faster")
 
 
@@ -219,12 +220,10 @@ def _libraries() -> Finding:
 
 def devices() -> Finding:
     """Which devices are here, in which precisions they train, and what the others miss."""
-    import torch
-
     from speechtrain.commands._hydra_app import compose
     from speechtrain.config.build import build
+    from speechtrain.precision import NAMES
 
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     here, missing = [], []
     for choice in _device_choices():
         device: Device = build(compose([f"device={choice}"], None), "device")
@@ -233,7 +232,7 @@ def devices() -> Finding:
         except MachineError as error:
             missing.append(one_line(str(error)).partition(";")[0].removeprefix("device="))
             continue
-        able = [name for dtype, name in names.items() if device.supports(dtype)]
+        able = [name for dtype, name in NAMES.items() if device.supports(dtype)]
         here.append(f"{choice} ({' '.join(able)})")
     absent = f"; not here: {', '.join(missing)}" if missing else ""
     return Finding(GREEN, "devices", f"{', '.join(here)}{absent}")
@@ -244,16 +243,6 @@ def _device_choices() -> list[str]:
 
     folder = resources.files("speechtrain.conf") / "device"
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return set()
-    return set(
-        next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "").split()
-    )
 
 
 def decode_sample() -> str:
@@ -345,11 +334,11 @@ def fitness(device: Device, data: DataModule, task: Task) -> str:
     """
     import torch
 
-    from speechtrain.compute_policy import adapt
+    from speechtrain.compute_policy import apply_policy
     from speechtrain.devices.static_check import Guard
 
-    device.expect(data.shapes())
-    adapt(task, device.forms(torch.float32))
+    device.validate_shapes(data.shapes())
+    apply_policy(task, device.policy(torch.float32))
     guard, known = Guard(), set[tuple[int, ...]]()
     task.train()
     for number, batch in enumerate(smallest_batches(data, _GUARDED)):
@@ -498,10 +487,10 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     """Forward, backward and update on the largest batch. Raises ValueError where it is not finite."""
     import torch
 
-    from speechtrain.compute_policy import adapt
+    from speechtrain.compute_policy import apply_policy
     from speechtrain.config.build import build
 
-    adapt(task, device.forms(precision.dtype))
+    apply_policy(task, device.policy(precision.dtype))
     batch = task.prepare(largest_batch(data), seed=0)
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
     torch.manual_seed(0)
@@ -509,12 +498,12 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     with precision.autocast(device.name):
         loss = task.train()(device.move(batch))
     torch.autograd.backward(loss.total)
-    device.mark()
+    device.mark_step()
     norm = torch.nn.utils.get_total_norm([p.grad for p in task.parameters() if p.grad is not None])
     if not (torch.isfinite(loss.total) and torch.isfinite(norm)):
         raise ValueError("the loss or the gradient of the largest batch is not finite")
     optimizer.step()
-    device.mark()
+    device.mark_step()
     device.synchronize()
     seconds = int(batch.audio.shape[1]) / int(config.data.get("sample_rate") or 16_000)
     rows, labels = batch.labels.shape

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain import __version__
 from speechtrain.commands._cli import guarded
+from speechtrain.run_directory import CONFIG
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,19 +67,32 @@ def run(argv: list[str]) -> int:
     if "--version" in argv:
         print(f"speechtrain {__version__}")
         return 0
-    from speechtrain.commands._external_launch import join, world_of
-    from speechtrain.commands._hydra_app import run_composed
+    from speechtrain.commands._continue_run import continued, run_to_continue
+    from speechtrain.commands._external_launch import explicit_run_dir, join, world_of
+    from speechtrain.commands._hydra_app import check_flags, config_dir, options, run_composed
     from speechtrain.commands._start_run import launch
 
     world = world_of(argv)
     if world.rank:
         return join(argv, world)
+    arguments = rewrite(argv)
+    check_flags(arguments)
+    folder = config_dir(arguments)
+    ranks = world.size if world.size > 1 else None
+    run_dir = run_to_continue(arguments, explicit_run_dir(argv))
+    if run_dir is not None:
+        launch(continued(run_dir, options(arguments)[1], folder, ranks), run_dir, argv, {})
+        return 0
 
-    def job(config: DictConfig, run_dir: Path, overrides: list[str]) -> float | None:
-        metric: float | None = launch(config, run_dir, argv, overrides)["metric"]
+    def job(config: DictConfig, run_dir: Path, overrides: list[str], written: dict[str, str]) -> float | None:
+        if (run_dir / CONFIG).is_file():
+            config = continued(run_dir, overrides, folder, ranks)
+        metric: float | None = launch(config, run_dir, argv, {"overrides": overrides, "written": written})[
+            "metric"
+        ]
         return metric  # what an optimizing sweeper reads
 
-    run_composed(rewrite(argv), job)
+    run_composed(arguments, job)
     return 0
 
 

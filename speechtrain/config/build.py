@@ -48,7 +48,7 @@ def _construct_nested(path: str, value: Any) -> Any:
     return value
 
 
-def rehearse(config: DictConfig) -> None:
+def dry_build(config: DictConfig) -> None:
     """Build every part that costs nothing: what a constructor refuses is known before a process starts.
 
     Networks are built on torch's meta device, which holds no numbers; one that cannot be built there

@@ -23,7 +23,7 @@ from speechtrain.config.resolved import resolved
 from speechtrain.config.schema import INTERFACES, OFFERED, Config
 from speechtrain.config.targets import import_class, target_class
 from speechtrain.errors import ConfigError, nearest
-from speechtrain.trainer_config import Limits
+from speechtrain.trainer_config import TrainerConfig
 
 # --- checking -----------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def check(config: DictConfig) -> dict[str, Any]:
 
 def _check_root(plain: Mapping[str, Any]) -> None:
     """Keys that a + or a file added to the typed root, or a ~ took from it."""
-    for prefix, typed in (("", fields(Config)), ("trainer.", fields(Limits))):
+    for prefix, typed in (("", fields(Config)), ("trainer.", fields(TrainerConfig))):
         node = plain["trainer"] if prefix else plain
         if not isinstance(node, dict):
             raise ConfigError(f"{prefix[:-1]} is {node!r}; set its keys, as in trainer.max_steps=100")
@@ -87,8 +87,8 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
         )
     if limits["on_save_error"] not in ("continue", "stop"):
         raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: it is continue or stop")
-    if limits["on_collapse"] not in ("stop", "rollback", "warn"):
-        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: it is stop, rollback or warn")
+    if limits["on_collapse"] not in ("stop", "warn"):
+        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: it is stop or warn")
     if limits["shard"] not in ("none", "parameters"):
         raise ConfigError(f"trainer.shard={limits['shard']}: it is none or parameters")
     if plain["world_size"] < 1:
@@ -99,7 +99,7 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
     simulated = limits["simulate_world"]
     if simulated is not None and simulated % plain["world_size"]:
         raise ConfigError(
-            f"trainer.simulate_world={simulated}: world_size={plain['world_size']} does not divide it"
+            f"trainer.simulate_world={simulated} is not a multiple of world_size={plain['world_size']}"
         )
     if simulated is not None and limits["accumulate"] != 1 and world != simulated:
         raise ConfigError(

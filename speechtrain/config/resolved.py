@@ -10,20 +10,25 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from speechtrain.config.migrations import FORMAT, migrate
 from speechtrain.config.schema import Config
-from speechtrain.errors import ConfigError, first_line
+from speechtrain.errors import ConfigError, first_line, one_line
 
 
 def load(path: Path) -> DictConfig:
-    """A resolved config file as the typed root. Raises ConfigError naming the file."""
+    """A config file of this or an earlier release as the typed root. Raises ConfigError naming the file."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{path} is not a mapping of keys")
+        merged = OmegaConf.merge(
+            OmegaConf.structured(Config), migrate(typing.cast("dict[str, Any]", plain), str(path))
+        )
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
     except (OmegaConfBaseException, OSError, ValueError, YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-    if not isinstance(merged, DictConfig):
-        raise ConfigError(f"{path} holds no mapping of keys; it is no config")
+        raise ConfigError(f"{path}: {one_line(str(error), 300)}") from None
+    assert isinstance(merged, DictConfig)
     return merged
 
 
@@ -32,7 +37,8 @@ def dump(config: DictConfig) -> str:
     raw = OmegaConf.to_container(config, resolve=False)
     # resolved a second time with a mark for such values: what refers to one has the mark as well
     marked = OmegaConf.to_container(OmegaConf.create(_mark(raw)), resolve=True)
-    return OmegaConf.to_yaml(OmegaConf.create(_keep_environment(raw, marked, resolved(config))))
+    kept = _keep_environment(raw, marked, resolved(config))
+    return OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **kept}))
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from speechtrain.trainer_config import Limits
+from speechtrain.trainer_config import TrainerConfig
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Config:
     resume: str = "auto"  # auto | never | must
     dry_run: bool = False
     init_from: str | None = None
-    trainer: Limits = field(default_factory=Limits)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: Any = MISSING
     encoder: Any = MISSING
     tokenizer: Any = MISSING

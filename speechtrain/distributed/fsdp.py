@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from speechtrain.distributed.group import TorchGroup
 from speechtrain.dtensor import is_sharded
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MachineError, one_line
 from speechtrain.launcher import World
 
 
@@ -69,7 +69,7 @@ class ShardedGroup(TorchGroup):
                 fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
         except (ValueError, NotImplementedError) as error:  # parameters without a dimension, or not in order
-            cause = " ".join(str(error).split())[:200]
+            cause = one_line(str(error), 200)
             raise ConfigError(
                 f"trainer.shard=parameters cannot spread this model ({cause}); use trainer.shard=none"
             ) from error
@@ -88,13 +88,13 @@ class ShardedGroup(TorchGroup):
         """``module``, which ``shard`` has spread, with rank 0's buffers everywhere."""
         self._share_buffers(module)
         self._module = module
-        return _Sharded(module)
+        return _FSDPWrapper(module)
 
-    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
-        assert isinstance(module, _Sharded)
-        return module.hold()
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
+        assert isinstance(module, _FSDPWrapper)
+        return module.no_sync()
 
-    def agree(
+    def all_reduce_status(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
         if self._module is not None and not all(map(is_sharded, self._module.parameters())):
@@ -103,7 +103,7 @@ class ShardedGroup(TorchGroup):
                 f"torch {torch.__version__} has not reduced the gradients of trainer.shard=parameters; "
                 "use trainer.shard=none"
             )
-        return super().agree(weight, stop=stop, late=late, skip=skip)
+        return super().all_reduce_status(weight, stop=stop, late=late, skip=skip)
 
     def close(self) -> None:
         self._module = None
@@ -123,7 +123,7 @@ def _free_after(module: Any, name: str) -> None:
     setattr(module, name, called)
 
 
-class _Sharded(nn.Module):
+class _FSDPWrapper(nn.Module):
     """A sharded module whose backward leaves this rank's rows of the sums of all ranks' gradients."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -131,7 +131,7 @@ class _Sharded(nn.Module):
         self.module: Any = module
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """A context in which gradients stay whole and on their rank, one for each whole parameter."""
         self.module.set_requires_gradient_sync(False)
         try:

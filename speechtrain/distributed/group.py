@@ -1,6 +1,6 @@
 """World and Group: how many processes there are, and how they speak to each other.
 
-Nothing above asks whether a run is distributed: one process is ``Solo``, a full group of its own.
+Nothing above asks whether a run is distributed: one process is ``SingleProcess``, a full group of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speechtrain.distributed.watchdog import Place, collective
-from speechtrain.errors import MachineError
+from speechtrain.distributed.watchdog import RankStatus, collective
+from speechtrain.errors import MachineError, one_line
 from speechtrain.launcher import World
 
 _BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
@@ -37,9 +37,9 @@ class Group(ABC):
     world: World
 
     @cached_property
-    def place(self) -> Place:
+    def rank_status(self) -> RankStatus:
         """Where this rank stands; waiting for peers is noted there."""
-        return Place()
+        return RankStatus()
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
         """Spread parameters and optimizer over the group, where it does so; before anything is loaded."""
@@ -49,7 +49,7 @@ class Group(ABC):
         """The module whose forward synchronises gradients as sums over the group."""
 
     @abstractmethod
-    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
         """A context in which backward does not synchronise (all micro-batches but the last)."""
 
     @abstractmethod
@@ -59,11 +59,11 @@ class Group(ABC):
     @abstractmethod
     def barrier(self) -> None: ...
 
-    def first(self) -> AbstractContextManager[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """A context that rank 0 goes through before the others: what it leaves there, they find."""
         return nullcontext()
 
-    def agree(
+    def all_reduce_status(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
         """After backward: the global weight, whether anyone must stop, is out of time, or skips.
@@ -87,7 +87,7 @@ class Group(ABC):
         """Leave the group. Call after the wrapped module has been dropped."""
 
 
-class Solo(Group):
+class SingleProcess(Group):
     """A group of one."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Solo(Group):
     def wrap(self, module: nn.Module) -> nn.Module:
         return module
 
-    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
         return nullcontext()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Solo(Group):
     def barrier(self) -> None:
         return None
 
-    def agree(
+    def all_reduce_status(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
         return weight, stop, late, skip
@@ -147,7 +147,7 @@ class TorchGroup(Group):
         ``running_*`` (BatchNorm's) are averaged over the group in every ``agree``.
         """
         self._share_buffers(module)
-        return _Summed(module, self.place)
+        return _DDPWrapper(module, self.rank_status)
 
     def _share_buffers(self, module: nn.Module) -> None:
         """Give all ranks rank 0's buffers, and note those that ``agree`` averages."""
@@ -160,9 +160,9 @@ class TorchGroup(Group):
             if name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point()
         ]
 
-    def hold(self, module: nn.Module) -> AbstractContextManager[object]:
-        assert isinstance(module, _Summed)
-        return module.hold()
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
+        assert isinstance(module, _DDPWrapper)
+        return module.no_sync()
 
     @collective
     def sum(self, tensor: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class TorchGroup(Group):
         self.any(False)  # a host reduction: nccl's own barrier takes memory on a device of its choice
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         if self.world.rank:
             self.barrier()
         yield
@@ -182,7 +182,7 @@ class TorchGroup(Group):
             self.barrier()
 
     @collective
-    def agree(
+    def all_reduce_status(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
         dtype = torch.float64 if weight.is_cpu else torch.float32  # accelerators may lack float64
@@ -198,8 +198,8 @@ class TorchGroup(Group):
 
     def explained(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
-            cause = " ".join(str(error).split())[:200]
-            lost = f"rank {self.world.rank} ({self.place}) has lost a peer, or waited for it in vain"
+            cause = one_line(str(error), 200)
+            lost = f"rank {self.world.rank} ({self.rank_status}) has lost a peer, or waited for it in vain"
             return PeerLost(f"{lost}: {cause}")
         return error
 
@@ -221,7 +221,7 @@ class TorchGroup(Group):
         tensor.copy_(content.view(tensor.dtype).view_as(tensor))
 
 
-class _Summed(nn.Module):
+class _DDPWrapper(nn.Module):
     """A module whose backward leaves the sums of all ranks' gradients.
 
     DDP overlaps the reductions with the backward pass, but takes the parameters that require a
@@ -229,10 +229,10 @@ class _Summed(nn.Module):
     that says ``skips_parameters`` has its graph searched for parameters that an update leaves out.
     """
 
-    def __init__(self, module: nn.Module, place: Place) -> None:
+    def __init__(self, module: nn.Module, rank_status: RankStatus) -> None:
         super().__init__()
         self.module = module
-        self.place = place
+        self.rank_status = rank_status
         self.ddp: DistributedDataParallel | None = None
         self._trainable: list[bool] = []
         self._renew()
@@ -255,9 +255,9 @@ class _Summed(nn.Module):
                 init_sync=is_first,
                 find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
             )
-        self.ddp.register_comm_hook(self.place, lambda place, bucket: _sum_bucket(place, bucket))
+        self.ddp.register_comm_hook(self.rank_status, lambda status, bucket: _sum_bucket(status, bucket))
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         self._renew()
         held: AbstractContextManager[object] = nullcontext() if self.ddp is None else self.ddp.no_sync()
         return held
@@ -267,15 +267,15 @@ class _Summed(nn.Module):
         return self.module(*inputs) if self.ddp is None else self.ddp(*inputs)
 
 
-def _sum_bucket(place: Place, bucket: Any) -> torch.futures.Future[Tensor]:
+def _sum_bucket(rank_status: RankStatus, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's reduction without its average, which fp16 would round and the trainer would have to undo."""
 
     def summed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         content = done.value()[0]  # raises where the reduction failed: it has not come to its end
-        place.leave()
+        rank_status.leave()
         return content
 
-    place.enter()
+    rank_status.enter()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     reduced: torch.futures.Future[Tensor] = work.get_future().then(summed)
     return reduced
@@ -283,4 +283,4 @@ def _sum_bucket(place: Place, bucket: Any) -> torch.futures.Future[Tensor]:
 
 def open_group(world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> Group:
     """The group of ``world``'s processes. Raises MachineError where they do not find each other."""
-    return Solo() if world.size == 1 else TorchGroup(world, backends, timeout_seconds)
+    return SingleProcess() if world.size == 1 else TorchGroup(world, backends, timeout_seconds)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from speechtrain.errors import MachineError
+from speechtrain.files import write_json
 
 ALARM = "alarm"
 START_SECONDS = 1800.0  # that a peer may take at least before the first step: it reads data, compiles
@@ -39,7 +40,7 @@ _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 
 
-class Place:
+class RankStatus:
     """Where a rank stands, for its watch to read. Notes are attributes: 0.2 µs, no input or output."""
 
     def __init__(self) -> None:
@@ -87,16 +88,16 @@ def collective(
 
     @functools.wraps(method)
     def noted(self: Any, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Answer:
-        self.place.enter()
+        self.rank_status.enter()
         answer = method(self, *arguments, **named)  # where it raises, its end has not come
-        self.place.leave()
+        self.rank_status.leave()
         return answer
 
     return noted
 
 
 @dataclass(frozen=True)
-class Note:
+class HangReport:
     """A rank's answer to an alarm."""
 
     rank: int
@@ -116,7 +117,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangDiagnosis:
     """Who stands still, and what is to be said of it."""
 
     rank: int
@@ -129,7 +130,7 @@ class Stuck(MachineError):
     """A rank stands still, or is not where its peers wait for it."""
 
 
-def judge(notes: Iterable[Note], size: int, seconds: float) -> Verdict:
+def diagnose(notes: Iterable[HangReport], size: int, seconds: float) -> HangDiagnosis:
     """Name the rank that keeps the others waiting; the same answers give the same verdict on every rank.
 
     A rank without an answer is the cause, else of those outside of collectives the one furthest behind.
@@ -143,7 +144,7 @@ def judge(notes: Iterable[Note], size: int, seconds: float) -> Verdict:
         rank = min(silent)
         waiting = ", ".join(str(note) for note in sorted(known.values(), key=lambda n: n.rank)[:3])
         message = f"rank {rank} gives no sign of life: stopped, or hanging with the interpreter's lock"
-        return Verdict(rank, f"{message}; {waiting} waited for it; {limit}", silent=silent)
+        return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent=silent)
     outside = [note for note in known.values() if not note.is_waiting]
     if outside:
         cause = min(outside, key=lambda note: (note.moved, -note.still, note.rank))
@@ -153,10 +154,10 @@ def judge(notes: Iterable[Note], size: int, seconds: float) -> Verdict:
     else:
         cause, message = _out_of_step(list(known.values()))
     where = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
-    return Verdict(cause.rank, f"{where}, {message}; at {cause.at}; {limit}", cause.stack)
+    return HangDiagnosis(cause.rank, f"{where}, {message}; at {cause.at}; {limit}", cause.stack)
 
 
-def _listed(notes: list[Note]) -> str:
+def _listed(notes: list[HangReport]) -> str:
     shown = [
         f"{note} {'waits' if note.is_waiting else 'stands still'}"
         for note in sorted(notes, key=lambda n: n.rank)
@@ -164,8 +165,8 @@ def _listed(notes: list[Note]) -> str:
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _out_of_step(notes: list[Note]) -> tuple[Note, str]:
-    places: dict[int, list[Note]] = {}
+def _out_of_step(notes: list[HangReport]) -> tuple[HangReport, str]:
+    places: dict[int, list[HangReport]] = {}
     for note in notes:
         places.setdefault(note.moved, []).append(note)
     groups = sorted(
@@ -189,15 +190,15 @@ class Watch:
 
     def __init__(
         self,
-        place: Place,
+        rank_status: RankStatus,
         rank: int,
         size: int,
         folder: Path,
         seconds: float,
-        leave: Callable[[Verdict, Note], None],
+        leave: Callable[[HangDiagnosis, HangReport], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.place = place
+        self.rank_status = rank_status
         self.rank = rank
         self.size = size
         self.folder = folder
@@ -208,7 +209,7 @@ class Watch:
         least, most = ANSWER_SECONDS
         self.patience = min(most, max(least, seconds / _TICKS))
         self.still = 0.0
-        self._mark = place.mark
+        self._mark = rank_status.mark
         self._looked = clock()
         self._main = threading.main_thread().ident or 0
         self._done = threading.Event()
@@ -232,7 +233,7 @@ class Watch:
                 # it needs neither the interpreter's lock nor a disk
                 faulthandler.dump_traceback_later(self.patience + _LAST_SECONDS, exit=True, file=2)
                 note = self.answer()
-                self.leave(judge(self._answers(note), self.size, self.seconds), note)
+                self.leave(diagnose(self._answers(note), self.size, self.seconds), note)
                 faulthandler.cancel_dump_traceback_later()  # where leaving is a test's
                 return
 
@@ -241,7 +242,7 @@ class Watch:
         now = self.clock()
         # a longer one was spent stopped
         passed, self._looked = min(now - self._looked, 2 * self.tick), now
-        mark = self.place.mark
+        mark = self.rank_status.mark
         self.still = self.still + passed if mark == self._mark else 0.0
         self._mark = mark
         if self._is_stuck():
@@ -253,40 +254,37 @@ class Watch:
 
     def _is_stuck(self) -> bool:
         """Whether this rank has been where it is for too long; before the first step, whether a peer has."""
-        if self.place.step:
+        if self.rank_status.step:
             return self.still >= self.seconds
-        return self.place.is_waiting and self.still >= max(self.seconds, START_SECONDS)
+        return self.rank_status.is_waiting and self.still >= max(self.seconds, START_SECONDS)
 
-    def answer(self) -> Note:
+    def answer(self) -> HangReport:
         """Leave this rank's note for all to read."""
-        place = self.place
+        rank_status = self.rank_status
         frame = sys._current_frames().get(self._main)
-        note = Note(
+        note = HangReport(
             self.rank,
-            place.step,
-            place.phase,
-            place.moved,
-            place.is_waiting,
-            place.is_waiting and place.phase not in place.usual,
+            rank_status.step,
+            rank_status.phase,
+            rank_status.moved,
+            rank_status.is_waiting,
+            rank_status.is_waiting and rank_status.phase not in rank_status.usual,
             self.still,
             platform.node(),
             _innermost(frame),
             *_stacks(self._main),
         )
-        path = self.folder / f"rank-{self.rank}.json"
-        temporary = path.with_suffix(".new")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(asdict(note), indent=2) + "\n")
-            temporary.rename(path)
+            write_json(self.folder / f"rank-{self.rank}.json", asdict(note), durable=False)
         return note
 
-    def _answers(self, own: Note) -> list[Note]:
+    def _answers(self, own: HangReport) -> list[HangReport]:
         """The notes of all ranks, or of those that have answered in time."""
         deadline = time.monotonic() + self.patience + self.tick
         missing, notes = set(range(self.size)) - {self.rank}, [own]
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
-                if (note := read_note(self.folder / f"rank-{rank}.json")) is not None:
+                if (note := read_report(self.folder / f"rank-{rank}.json")) is not None:
                     missing.discard(rank)
                     notes.append(note)
             if missing:
@@ -294,10 +292,10 @@ class Watch:
         return notes
 
 
-def read_note(path: Path) -> Note | None:
+def read_report(path: Path) -> HangReport | None:
     """A rank's answer; None where there is none yet."""
     try:
-        return Note(**json.loads(path.read_text()))
+        return HangReport(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from speechtrain.compute_policy import Adaptive, Forms
+from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.counter_rng import uniform_at
 from speechtrain.errors import ConfigError
 from speechtrain.nn.autocast import full_precision
@@ -120,7 +120,7 @@ def _dither_table() -> Tensor:
     return torch.from_numpy((radius * np.cos(2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index))).astype("f4"))
 
 
-class LogMel(nn.Module, Adaptive):
+class LogMel(nn.Module, PolicyAware):
     """Normalised, spliced log-mel features of a batch of waveforms, in fp32 whatever the precision.
 
     Order: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per
@@ -345,8 +345,8 @@ class LogMel(nn.Module, Adaptive):
             constants["noise"] = _dither_table()
         return {name: value.float().contiguous() for name, value in constants.items()}
 
-    def adapt(self, forms: Forms) -> None:
-        if forms.static and self.fourier != "conv":  # an FFT and views of memory leave a recorded graph
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        if policy.static and self.fourier != "conv":  # an FFT and views of memory leave a recorded graph
             self.fourier = "conv"
             self.register_buffer("basis", self._constants()["basis"].to(self.window.device), persistent=False)
 

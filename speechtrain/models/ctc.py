@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import Adaptive, Forms
+from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.decoding.greedy import best_path
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
@@ -15,7 +15,7 @@ from speechtrain.task import Evaluation, Loss, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
 
 
-class CTC(Task, Adaptive):
+class CTC(Task, PolicyAware):
     """A linear layer on an encoder's frames, trained by CTC: how wav2vec 2.0 is usually fine-tuned.
 
     The loss of a batch is the sum over its utterances, its weight their number; an utterance of more
@@ -42,8 +42,8 @@ class CTC(Task, Adaptive):
         self.skips_parameters = freeze_encoder_steps > 0
         self._is_static = False
 
-    def adapt(self, forms: Forms) -> None:
-        self._is_static = forms.static
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self._is_static = policy.static
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import Adaptive, Forms, adapt
+from speechtrain.compute_policy import ComputePolicy, PolicyAware, apply_policy
 from speechtrain.decoding.greedy import greedy
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
@@ -68,11 +68,11 @@ class Prediction(nn.Module):
 def _on_host(module: _Module) -> _Module:
     """A copy of ``module`` on the host, computing in its plain forms."""
     copied = copy.deepcopy(module).cpu()
-    adapt(copied, Forms())
+    apply_policy(copied, ComputePolicy())
     return copied
 
 
-class RNNT(Task, Adaptive):
+class RNNT(Task, PolicyAware):
     """RNN-T recognition, trained by the exact transducer loss, judged by its greedy WER.
 
     ``joint_bias`` ``both`` gives each of the two joint projections a bias (MLPerf); ``single`` only
@@ -146,8 +146,8 @@ class RNNT(Task, Adaptive):
         self.skips_parameters = freeze_encoder_steps > 0
         self._is_static = False
 
-    def adapt(self, forms: Forms) -> None:
-        self._is_static = forms.static
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self._is_static = policy.static
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps

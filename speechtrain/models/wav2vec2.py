@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import Adaptive, Forms, times
+from speechtrain.compute_policy import ComputePolicy, PolicyAware, times
 from speechtrain.counter_rng import seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError
@@ -76,7 +76,7 @@ class CollapseWatch:
         return ""
 
 
-class Wav2Vec2(Task, Adaptive):
+class Wav2Vec2(Task, PolicyAware):
     """Contrastive pretraining of an encoder on raw audio; no transcripts are read.
 
     Every row of a batch masks the same number of frames; what the loss needs is gathered by index,
@@ -147,8 +147,8 @@ class Wav2Vec2(Task, Adaptive):
             codebooks, codes, chance=math.log2(1 + negatives), chance_updates=chance_updates
         )
 
-    def adapt(self, forms: Forms) -> None:
-        self.fixed_width = self.fixed_width or forms.static
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self.fixed_width = self.fixed_width or policy.static
 
     def advance(self, step: int, seed: int) -> None:
         self._step = step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from speechtrain.compute_policy import Adaptive, Forms
+from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError
 from speechtrain.nn.autocast import autocast_dtype
 
@@ -210,7 +210,7 @@ class ConvBlock(nn.Module):
         return F.gelu(y)
 
 
-class ConvExtractor(nn.Module, Adaptive):
+class ConvExtractor(nn.Module, PolicyAware):
     """Raw audio (B, S) to features (B, T, C) by strided convolutions without padding.
 
     ``layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
@@ -261,8 +261,8 @@ class ConvExtractor(nn.Module, Adaptive):
         if gradient_scale == 0:
             self.requires_grad_(False)
 
-    def adapt(self, forms: Forms) -> None:
-        if forms.static:
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        if policy.static:
             self.use("conv2d")
 
     def use(self, form: str) -> None:

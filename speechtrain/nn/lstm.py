@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speechtrain.compute_policy import Adaptive, Forms
+from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.nn.autocast import at_least_fp32, autocast_dtype, full_precision
 
 State = tuple[Tensor, Tensor]
 
 
-class LSTM(nn.Module, Adaptive):
+class LSTM(nn.Module, PolicyAware):
     """``layers`` LSTM layers, dropout between them and on the output, then LayerNorm where asked.
 
     Shapes are batch-first: (B, T, ``inputs``) to (B, T, ``hidden``). Uni-directional, so padding at
@@ -50,7 +50,7 @@ class LSTM(nn.Module, Adaptive):
         self.lstm = nn.LSTM(inputs, hidden, layers, dropout=dropout if layers > 1 else 0.0)
         self.dropout = nn.Dropout(dropout)
         self.norm: nn.Module = nn.LayerNorm(hidden) if layer_norm else nn.Identity()
-        self._forms = Forms()
+        self._policy = ComputePolicy()
         with torch.no_grad():
             for name, parameter in self.lstm.named_parameters():
                 if name.startswith("bias"):
@@ -58,13 +58,13 @@ class LSTM(nn.Module, Adaptive):
                     forget.fill_(forget_gate_bias if name.startswith("bias_ih") else 0.0)
                 parameter.mul_(init_scale)
 
-    def adapt(self, forms: Forms) -> None:
-        self._forms = forms
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self._policy = policy
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """(B, T, inputs) to (B, T, hidden), and the state (layers, B, hidden) × 2 behind the last frame."""
         is_narrow = autocast_dtype(x.device) == torch.bfloat16  # float16 is too narrow
-        is_loop = self._forms.lstm == "loop" and (self._forms.static or torch.is_grad_enabled())
+        is_loop = self._policy.lstm == "loop" and (self._policy.static or torch.is_grad_enabled())
         # autocast stops here: oneDNN's bf16 LSTM backward is slower than its fp32 one (1.4 to 2.1 times
         # on an AVX512-BF16 machine), and the loop does its own casting
         with full_precision(x.device):
@@ -81,7 +81,7 @@ class LSTM(nn.Module, Adaptive):
             if layer:
                 x = F.dropout(x, self.lstm.dropout, self.training)
             before = (start, start) if state is None else (state[0][layer], state[1][layer])
-            x, hidden, cell = _Layer.apply(x, *before, *weights, products, self._forms.static)  # type: ignore[no-untyped-call]
+            x, hidden, cell = _Layer.apply(x, *before, *weights, products, self._policy.static)  # type: ignore[no-untyped-call]
             hiddens.append(hidden[None])
             cells.append(cell[None])
         return x, (torch.cat(hiddens), torch.cat(cells))  # stack's backward fails on lazy tensors

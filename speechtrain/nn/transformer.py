@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speechtrain.compute_policy import Adaptive, Forms
+from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError
 
 FORBIDDEN = -(2.0**30)  # a score that softmax turns into exactly 0, and finite where a row has no key
@@ -122,7 +122,7 @@ class TransformerLayer(nn.Module):
         return y
 
 
-class Transformer(nn.Module, Adaptive):
+class Transformer(nn.Module, PolicyAware):
     """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
 
     Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
@@ -184,8 +184,8 @@ class Transformer(nn.Module, Adaptive):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def adapt(self, forms: Forms) -> None:
-        if forms.static:
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        if policy.static:
             self.use("slices")
 
     def use(self, attention: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, final
 
+from speechtrain.errors import one_line
 from speechtrain.tracking.base import Tracker
 
 
@@ -33,7 +34,7 @@ class Trackers(Tracker):
         for member in self._members:
             member.log(event, values)
         if event == "warning" and not self.visible:
-            _report("warning: " + " ".join(str(values.get("message", "")).split()))
+            _report("warning: " + one_line(str(values.get("message", ""))))
 
     def close(self) -> None:
         """Close every member; never raises."""

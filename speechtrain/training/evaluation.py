@@ -60,7 +60,7 @@ def evaluate(
                 batch = task.prepare(batch, seed_at(*(key_of(utterance) for utterance in batch.ids)))
                 with torch.no_grad(), precision.autocast(device.name):
                     result = task.evaluate(device.move(batch))
-                device.mark()
+                device.mark_step()
                 sums.add(result.metrics)
                 kept.extend(result.examples[: None if examples is None else max(0, examples - len(kept))])
             sums.reduce(group.sum)

@@ -13,7 +13,7 @@ from speechtrain.batch import Batch
 from speechtrain.optim.ema import Average
 
 
-def filler(rows: int, samples: int, labels: int) -> Batch:
+def padding_batch(rows: int, samples: int, labels: int) -> Batch:
     """A batch of that shape, all its rows silent and of weight 0."""
     return Batch(
         audio=torch.zeros(rows, samples),
@@ -28,7 +28,9 @@ def filler(rows: int, samples: int, labels: int) -> Batch:
 
 
 @contextmanager
-def uncounted(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average) -> Iterator[None]:
+def without_side_effects(
+    module: nn.Module, optimizer: torch.optim.Optimizer, average: Average
+) -> Iterator[None]:
     """A context in which updates that are not taken leave nothing behind, the host's counters included.
 
     Weights, moments and average are such an update's own business; buffers (BatchNorm's statistics) are

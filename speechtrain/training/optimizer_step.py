@@ -14,7 +14,7 @@ from speechtrain.optim.ema import Average
 from speechtrain.precision import Precision, gradients_of
 
 
-class Verdict(Enum):
+class StepOutcome(Enum):
     """What became of an update."""
 
     TAKEN = "taken"
@@ -46,7 +46,7 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def verdicts(self, due: bool) -> list[Verdict]:
+    def outcomes(self, due: bool) -> list[StepOutcome]:
         """Of the updates since the last answer; those that the device still holds come when ``due``."""
 
     def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -54,12 +54,12 @@ class Update(ABC):
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
-class Decided(Update):
+class HostCheckedUpdate(Update):
     """The host reads whether the update is finite, and leaves it out where it is not."""
 
     def __init__(self, precision: Precision, clip: float) -> None:
         super().__init__(precision, clip)
-        self._verdicts: list[Verdict] = []
+        self._outcomes: list[StepOutcome] = []
 
     def __call__(
         self,
@@ -80,19 +80,19 @@ class Decided(Update):
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)
-            verdict = Verdict.TAKEN
+            outcome = StepOutcome.TAKEN
         else:
-            verdict = Verdict.SCALED if self.precision.overflow(optimizer) else Verdict.REFUSED
-        self._verdicts.append(verdict)
+            outcome = StepOutcome.SCALED if self.precision.overflow(optimizer) else StepOutcome.REFUSED
+        self._outcomes.append(outcome)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def verdicts(self, due: bool) -> list[Verdict]:
-        found, self._verdicts = self._verdicts, []
+    def outcomes(self, due: bool) -> list[StepOutcome]:
+        found, self._outcomes = self._outcomes, []
         return found
 
 
-class Selected(Update):
+class BranchFreeUpdate(Update):
     """Every update is computed, and within the graph either taken or undone: nothing is read back.
 
     Costs a copy of the weights and of the optimizer's state in every step. The counter of updates that
@@ -150,9 +150,9 @@ class Selected(Update):
                 changing += [parameter, *(t for t in tensors if t.is_cpu == parameter.is_cpu)]
         return changing
 
-    def verdicts(self, due: bool) -> list[Verdict]:
+    def outcomes(self, due: bool) -> list[StepOutcome]:
         if not due:
             return []
-        found = [Verdict.TAKEN if float(taken.cpu()) else Verdict.REFUSED for taken in self._taken]
+        found = [StepOutcome.TAKEN if float(taken.cpu()) else StepOutcome.REFUSED for taken in self._taken]
         self._taken = []
         return found

@@ -33,23 +33,16 @@ from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
 from speechtrain.task import Alarm, Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import Limits
+from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.evaluation import Interrupted, Outcome, evaluate
-from speechtrain.training.graph_warmup import filler, uncounted
-from speechtrain.training.optimizer_step import Decided, Selected, Update, Verdict
+from speechtrain.training.graph_warmup import padding_batch, without_side_effects
+from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, StepOutcome, Update
 from speechtrain.training.profiling import StepProfiler
 
 # stream numbers in the addresses drawn here
 _DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
-_MOST_ROLLBACKS = 3
-
-
-class _Collapsed(Exception):
-    """Training is to go back to before the onset of what the task has seen."""
-
-    def __init__(self, alarm: Alarm) -> None:
-        super().__init__(alarm.message)
-        self.alarm = alarm
+_RENAMED = {"nominal": "backward_divisor"}
+"""Fields of ``Progress`` under the names that 0.1.0 saved them by."""
 
 
 @dataclass
@@ -58,20 +51,20 @@ class Progress:
 
     step: int = 0
     wall_s: float = 0.0
-    nominal: float = 0.0  # the constant that backward's loss is divided by, a power of two
+    backward_divisor: float = 0.0  # the constant that backward's loss is divided by, a power of two
     bad_updates: int = 0  # non-finite ones in a row
     skipped_updates: int = 0  # non-finite ones in all
     scale_skips: int = 0  # updates left out to lower fp16's loss scale
     validated: int = 0  # step of the latest whole validation
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
-    rollbacks: int = 0  # after a collapse
-    rate_factor: float = 1.0  # on the schedule's learning rate: halved by every rollback
+    rate_factor: float = 1.0  # on the schedule's learning rate; runs of 0.1.0 may hold another one
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        names = {name: _RENAMED.get(name, name) for name in state}
+        vars(self).update({now: state[name] for name, now in names.items() if hasattr(self, now)})
 
 
 @dataclass
@@ -96,7 +89,7 @@ class Trainer:
 
     def __init__(
         self,
-        limits: Limits,
+        config: TrainerConfig,
         device: Device,
         precision: Precision,
         group: Group,
@@ -106,7 +99,7 @@ class Trainer:
         run_dir: Path,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.limits = limits
+        self.config = config
         self.device = device
         self.precision = precision
         self.group = group
@@ -116,7 +109,9 @@ class Trainer:
         self.run_dir = run_dir
         self.stop_requested = stop_requested
         self.progress = Progress()
-        self.update: Update = (Selected if device.static_shapes else Decided)(precision, limits.clip)
+        self.update: Update = (BranchFreeUpdate if device.static_shapes else HostCheckedUpdate)(
+            precision, config.clip
+        )
         self._graphs = 0  # compiled by the end of the warm-up
         self._began = 0.0  # when the run would have begun, had it never been away
         self.latest: Batch | None = None
@@ -141,7 +136,7 @@ class Trainer:
 
         Raises Diverged after ``max_bad_updates`` non-finite updates in a row, or a collapse that the
         task has seen and ``on_collapse`` does not forgive; RunError for ``must`` without a sound
-        checkpoint; ConfigError for an ill-formed ``limits.profile``.
+        checkpoint; ConfigError for an ill-formed ``config.profile``.
         """
         states: dict[str, Stateful] = {
             "task": task,
@@ -153,9 +148,9 @@ class Trainer:
             "progress": self.progress,
         }
         found = None
-        self.group.place.at(0, "resume")
+        self.group.rank_status.at(0, "resume")
         if resume != "never":
-            with self.group.first():  # it sets damaged ones aside
+            with self.group.main_process_first():  # it sets damaged ones aside
                 found = self.checkpointer.restore(states)
         if found is not None:
             self.tracker.log("resume", {"step": found})
@@ -163,11 +158,7 @@ class Trainer:
             raise RunError(f"resume=must, but {self.checkpointer.root} holds no sound checkpoint")
         wrapped = self.group.wrap(task)
         self._began = time.perf_counter() - self.progress.wall_s
-        while True:
-            try:
-                return self._train(task, wrapped, data, optimizer, schedule, average, states)
-            except _Collapsed as collapsed:
-                self._roll_back(collapsed.alarm, states, task, average)
+        return self._train(task, wrapped, data, optimizer, schedule, average, states)
 
     def _train(
         self,
@@ -180,17 +171,17 @@ class Trainer:
         states: dict[str, Stateful],
     ) -> str:
         """The loop, from where ``progress`` stands; how it ended."""
-        profiler = StepProfiler(self.limits.profile, self.run_dir)
+        profiler = StepProfiler(self.config.profile, self.run_dir)
         world = self.group.world
-        per_step = world.size * self.limits.accumulate
+        per_step = world.size * self.config.accumulate
         per_epoch = data.micro_batches_per_epoch / per_step
-        planned = planned_steps(self.limits, per_epoch)
-        validate_every = self.limits.validate_every or max(1, round(per_epoch))
-        save_every = self.limits.save_every or validate_every
-        batches = data.train(world.rank, world.size, self.limits.accumulate)
+        planned = planned_steps(self.config, per_epoch)
+        validate_every = self.config.validate_every or max(1, round(per_epoch))
+        save_every = self.config.save_every or validate_every
+        batches = data.train(world.rank, world.size, self.config.accumulate)
         task.train()
 
-        self.group.place.at(0, "warm-up")
+        self.group.rank_status.at(0, "warm-up")
         if self.device.static_shapes:
             self._warm_up(
                 task, wrapped, data, optimizer, average, schedule.rate(self.progress.step + 1), states
@@ -209,7 +200,7 @@ class Trainer:
             profiler.begin(step)
             task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(task, wrapped, batches, step, interval)
-            self.group.place.at(step, "update")
+            self.group.rank_status.at(step, "update")
             rate = schedule.rate(step) * progress.rate_factor
             norm = self._step(task, optimizer, average, weight, healthy, rate)
             progress.step = step
@@ -220,9 +211,9 @@ class Trainer:
 
             validate_due = self._owes_validation(status, validate_every)
             save_due = bool(status) or step % save_every == 0
-            log_due = step % self.limits.log_every == 0 or validate_due or save_due
-            for verdict in self.update.verdicts(log_due):
-                self._count(verdict)
+            log_due = step % self.config.log_every == 0 or validate_due or save_due
+            for outcome in self.update.outcomes(log_due):
+                self._count(outcome)
             if log_due:
                 self._log(interval, step / per_epoch, rate, norm, planned)
                 self._check_graphs()
@@ -251,22 +242,22 @@ class Trainer:
         Steps, evaluation and what a checkpoint reads, all twice: what one leaves, the next goes on from.
         """
         # weights of real batches would be a host read, and fp16, which needs them, is not for such devices
-        self.progress.nominal = self.progress.nominal or 1.0
+        self.progress.backward_divisor = self.progress.backward_divisor or 1.0
         begun = time.perf_counter()
         segments = {"steps": 0, "evaluation": 0, "checkpoint": 0}
         for _ in range(2):
-            with self._counted(segments, "steps"), uncounted(task, optimizer, average):
+            with self._counted(segments, "steps"), without_side_effects(task, optimizer, average):
                 for shape in data.shapes() * 2:
                     task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
-                    batches = itertools.repeat(filler(*shape))
+                    batches = itertools.repeat(padding_batch(*shape))
                     weight, healthy, _, _ = self._accumulate(task, wrapped, batches, 0, Interval())
                     self._step(task, optimizer, average, weight, healthy, rate, is_real=False)
             with self._counted(segments, "evaluation"), self._averaged(task, average):
-                sets = {"warm-up": [filler(*shape) for shape in data.evaluation_shapes()]}
+                sets = {"warm-up": [padding_batch(*shape) for shape in data.evaluation_shapes()]}
                 evaluate(task, sets, self.device, self.precision, self.group)
             with self._counted(segments, "checkpoint"):
                 on_host([average.averaged_state_dict(task), *(part.state_dict() for part in states.values())])
-        self.update.verdicts(True)
+        self.update.outcomes(True)
         self._graphs = self.device.graphs()
         counts = {"shapes": len(data.shapes()), "graphs": self._graphs}
         counts |= {f"graphs_{name}": count for name, count in segments.items()}
@@ -277,7 +268,7 @@ class Trainer:
         """A context whose compilations, its last graph's included, are added to ``segments[name]``."""
         before = self.device.graphs()
         yield
-        self.device.mark()
+        self.device.mark_step()
         segments[name] += self.device.graphs() - before
 
     def _step(
@@ -295,14 +286,14 @@ class Trainer:
         # take a lone number for another of the graph that is equal
         healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor([float(is_real)]))[0]
         # full_like: a Python number would make a lazy tensor () fp64
-        scale = torch.full_like(weight, self.progress.nominal) / weight.clamp(min=1.0)
+        scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
         norm = self.update(task, optimizer, average, rate, scale, healthy)
-        self.device.mark()
+        self.device.mark_step()
         return norm
 
     def _check_graphs(self) -> None:
         """Report compilations since the warm-up; raise RunError above ``max_graphs``."""
-        graphs, most = self.device.graphs(), self.limits.max_graphs
+        graphs, most = self.device.graphs(), self.config.max_graphs
         if most is not None and graphs > most:
             raise RunError(
                 f"{graphs} graphs compiled up to step {self.progress.step}: trainer.max_graphs={most}"
@@ -313,32 +304,12 @@ class Trainer:
             self._graphs = graphs
 
     def _heed(self, alarm: Alarm | None) -> None:
-        """Act on what the task's ``watch`` says, as ``limits.on_collapse`` wants; all ranks alike."""
+        """Act on what the task's ``watch`` says, as ``config.on_collapse`` wants; all ranks alike."""
         if alarm is None:
             return
         self.tracker.log("warning", {"step": self.progress.step, "message": alarm.message})
-        if self.limits.on_collapse == "stop":
+        if self.config.on_collapse == "stop":
             raise Diverged(f"{alarm.message} (seen since step {alarm.onset}; trainer.on_collapse=stop)")
-        if self.limits.on_collapse == "rollback":
-            raise _Collapsed(alarm)
-
-    def _roll_back(self, alarm: Alarm, states: dict[str, Stateful], task: Task, average: Average) -> None:
-        """Return to the newest checkpoint from before the onset, with half the learning rate.
-
-        Raises Diverged where there is none, or after ``_MOST_ROLLBACKS``: the rate is not the cause.
-        """
-        failed, wall, factor = self.progress.rollbacks, self.progress.wall_s, self.progress.rate_factor
-        if failed >= _MOST_ROLLBACKS:
-            raise Diverged(f"{alarm.message} (after {failed} rollbacks, each with half the learning rate)")
-        with self.group.first():
-            found = self.checkpointer.restore(states, before=alarm.onset)
-        if found is None:
-            raise Diverged(f"{alarm.message} (no checkpoint from before step {alarm.onset} to roll back to)")
-        self.progress.rollbacks, self.progress.wall_s = failed + 1, wall
-        self.progress.rate_factor = factor / 2
-        message = f"rolled back to step {found}; the learning rate is halved from there on"
-        self.tracker.log("warning", {"step": found, "message": message})
-        self._save(states, task, average)
 
     def _accumulate(
         self, task: Task, wrapped: torch.nn.Module, batches: Iterator[Batch], step: int, interval: Interval
@@ -348,15 +319,15 @@ class Trainer:
         Returns the global weight (), whether every loss was finite () bool, and what all ranks agree
         on: whether a stop was requested, whether the time is over.
         """
-        world, accumulate, place = self.group.world, self.limits.accumulate, self.group.place
+        world, accumulate, rank_status = self.group.world, self.config.accumulate, self.group.rank_status
         weights, finite = [], []
         self._micro_batches = []
         for micro in range(accumulate):
-            place.at(step, "data")
+            rank_status.at(step, "data")
             waiting = time.perf_counter()
             batch = next(batches)
             interval.waited_s += time.perf_counter() - waiting
-            place.at(step, "forward")
+            rank_status.at(step, "forward")
             # one address for each micro-batch of the run, whichever rank computes it
             address = (step, micro * world.size + world.rank)
             batch = task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *address))
@@ -365,32 +336,32 @@ class Trainer:
             moved = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *address))
             last = micro + 1 == accumulate
-            with nullcontext() if last else self.group.hold(wrapped):
+            with nullcontext() if last else self.group.no_sync(wrapped):
                 with self.precision.autocast(self.device.name):
                     loss: Loss = wrapped(moved)
-                if not self.progress.nominal:  # read once in the life of a run
+                if not self.progress.backward_divisor:  # read once in the life of a run
                     size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
-                    self.progress.nominal = 2.0 ** round(math.log2(size))  # dividing by it is exact
-                place.at(step, "backward")
+                    self.progress.backward_divisor = 2.0 ** round(math.log2(size))  # dividing by it is exact
+                rank_status.at(step, "backward")
                 self.precision.backward(
-                    times(loss.total, 1.0 / self.progress.nominal)
+                    times(loss.total, 1.0 / self.progress.backward_divisor)
                 )  # a power of two: exact
             weights.append(loss.weight)
             finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
-            self.device.mark()
-        place.at(step, "agree")
+            self.device.mark_step()
+        rank_status.at(step, "all-reduce")
         skip = torch.stack(finite).sum() < accumulate
-        weight, stop, late, skip = self.group.agree(
+        weight, stop, late, skip = self.group.all_reduce_status(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip
         )
         return weight, skip.to(torch.float32) < 1, stop, late  # spelt so: ~ leaves a lazy graph
 
-    def _count(self, verdict: Verdict) -> None:
+    def _count(self, outcome: StepOutcome) -> None:
         """Keep count of updates left out; raise Diverged when there were too many in a row."""
-        if verdict is Verdict.TAKEN:
+        if outcome is StepOutcome.TAKEN:
             self.progress.bad_updates = 0
-        elif verdict is Verdict.SCALED:  # no fault of the recipe
+        elif outcome is StepOutcome.SCALED:  # no fault of the recipe
             self.progress.scale_skips += 1
         else:
             self._refuse()
@@ -403,7 +374,7 @@ class Trainer:
         ids = [name for batch in self._micro_batches for name in batch.ids if name]
         message = f"update {progress.step} skipped: non-finite loss or gradient (first cut {ids[:1]})"
         self.tracker.log("warning", {"step": progress.step, "message": message})
-        if progress.bad_updates < self.limits.max_bad_updates:
+        if progress.bad_updates < self.config.max_bad_updates:
             return
         bundle = self.run_dir / "replay.pt"
         batches = [{k: v for k, v in vars(b).items() if k != "skipped"} for b in self._micro_batches]
@@ -416,7 +387,7 @@ class Trainer:
 
     def _is_late(self) -> bool:
         """Whether this rank's clock says that the time is over."""
-        hours = self.limits.max_hours
+        hours = self.config.max_hours
         return hours is not None and time.perf_counter() - self._began >= hours * 3600
 
     def _status(self, planned: int | None, stop: bool, late: bool) -> str:
@@ -437,7 +408,7 @@ class Trainer:
         return is_due and status != "preempted" and step > self.progress.validated
 
     def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
-        self.group.place.at(self.progress.step, "log")
+        self.group.rank_status.at(self.progress.step, "log")
         self.device.synchronize()  # the one wait for the device, on log steps only
         seconds = max(1e-9, time.perf_counter() - interval.begun)
         interval.sums.reduce(self.group.sum)
@@ -468,7 +439,7 @@ class Trainer:
         group = self.group
 
         def asked() -> bool:  # before every batch
-            group.place.at(self.progress.step, "validation")
+            group.rank_status.at(self.progress.step, "validation")
             return group.any(self.stop_requested())
 
         try:
@@ -494,14 +465,14 @@ class Trainer:
         """A context with the averaged weights, in graphs of their own: an update's stays as it was."""
         try:
             with average.swapped(task):
-                self.device.mark()
+                self.device.mark_step()
                 yield
         finally:
-            self.device.mark()
+            self.device.mark_step()
 
     def _has_target(self, task: Task) -> bool:
-        """Whether the latest validation reached ``limits.target``."""
-        metric, target = self.progress.metrics.get(task.metric), self.limits.target
+        """Whether the latest validation reached ``config.target``."""
+        metric, target = self.progress.metrics.get(task.metric), self.config.target
         return target is not None and metric is not None and metric <= target
 
     def report(self, outcomes: dict[str, Outcome]) -> None:
@@ -515,7 +486,7 @@ class Trainer:
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
 
     def _save(self, states: dict[str, Stateful], task: Task, average: Average) -> None:
-        self.group.place.at(self.progress.step, "checkpoint")
+        self.group.rank_status.at(self.progress.step, "checkpoint")
         if self.group.world.rank == 0 or self.checkpointer.needs_all:
             is_validated = self.progress.validated == self.progress.step
             metric = self.progress.metrics.get(task.metric) if is_validated else None
@@ -525,7 +496,7 @@ class Trainer:
                 )
                 self.tracker.log("checkpoint", {"step": self.progress.step, "path": str(path)})
             except OSError as error:
-                if self.limits.on_save_error == "stop":
+                if self.config.on_save_error == "stop":
                     raise MachineError(f"{error}; the last good checkpoint is intact") from error
                 self.tracker.log(
                     "warning", {"message": f"{error}; training goes on, trainer.on_save_error=continue"}
@@ -538,11 +509,11 @@ def first_set(outcomes: dict[str, Outcome]) -> dict[str, float]:
     return next((o.metrics for o in outcomes.values()), {})
 
 
-def planned_steps(limits: Limits, steps_per_epoch: float) -> int | None:
+def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:
     """Updates that the limits by steps and epochs allow; None where only time or a target ends the run."""
     plans = []
-    if limits.max_steps is not None:
-        plans.append(limits.max_steps)
-    if limits.max_epochs is not None:
-        plans.append(math.ceil(limits.max_epochs * steps_per_epoch))
+    if config.max_steps is not None:
+        plans.append(config.max_steps)
+    if config.max_epochs is not None:
+        plans.append(math.ceil(config.max_epochs * steps_per_epoch))
     return min(plans, default=None)

@@ -31,14 +31,14 @@ from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.distributed.group import Solo
+from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import Limits
+from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -82,7 +82,7 @@ except MachineError as error:
 else:
     import torch
     tensor = device.tensor(torch.ones(3))
-    device.mark(); device.synchronize()
+    device.mark_step(); device.synchronize()
     assert float((tensor + tensor).sum().cpu()) == 6.0
     assert device.memory() >= 0 and device.graphs() >= 0
     print("open")
@@ -103,8 +103,8 @@ def test_precisions_are_known_before_the_device_is_there(choice: str) -> None:
     device = device_of(choice)
     assert device.supports(torch.float32)
     assert not device.supports(torch.float64)
-    assert all("\n" not in device.why_fp32(dtype) for dtype in DTYPES)
-    assert device.forms(torch.float32).static == device.static_shapes
+    assert all("\n" not in device.precision_fallback_reason(dtype) for dtype in DTYPES)
+    assert device.policy(torch.float32).static == device.static_shapes
 
 
 # --- a lack of memory ---------------------------------------------------------------------------------
@@ -156,21 +156,21 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_compiling_needs_fixed_shapes() -> None:
-    CUDA(compile=True).expect([(2, 16000, 3)])
-    CUDA().expect([])
+    CUDA(compile=True).validate_shapes([(2, 16000, 3)])
+    CUDA().validate_shapes([])
     for device in (CUDA(compile=True), HPU(), HPU(mode="compile")):
         with pytest.raises(ConfigError, match=r"data\.shapes"):
-            device.expect([])
-    HPU(mode="eager").expect([])
+            device.validate_shapes([])
+    HPU(mode="eager").validate_shapes([])
 
 
 def test_bf16_depends_on_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert "7.5" in CUDA().why_fp32(torch.bfloat16)
-    assert not CUDA().why_fp32(torch.float16)
+    assert "7.5" in CUDA().precision_fallback_reason(torch.bfloat16)
+    assert not CUDA().precision_fallback_reason(torch.float16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert not CUDA().why_fp32(torch.bfloat16)
+    assert not CUDA().precision_fallback_reason(torch.bfloat16)
 
 
 # --- hpu ------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_everything_that_the_device_asks_of_the_vendor_is_documented(
     device.open(3)
     assert {n for n, v in os.environ.items() if before.get(n) != v} <= VENDOR.VARIABLES.keys()
     assert os.environ["ID"] == "3"
-    device.mark()
+    device.mark_step()
     device.synchronize()
     assert device.memory() == 1 << 20
     assert device.graphs() == 7
@@ -378,9 +378,9 @@ def test_mark_step_follows_every_backward_and_every_update(
     device.open(0)
     task = Tiny()
     # the weights are in place; what comes before the first step does not count
-    limits = Limits(max_steps=3, max_epochs=None, accumulate=2, log_every=1000, validate_every=1000)
+    limits = TrainerConfig(max_steps=3, max_epochs=None, accumulate=2, log_every=1000, validate_every=1000)
     trainer = Trainer(
-        limits, device, FP32(), Solo(), Checkpointer(tmp_path, 1, print), Silent(), 1, tmp_path
+        limits, device, FP32(), SingleProcess(), Checkpointer(tmp_path, 1, print), Silent(), 1, tmp_path
     )  # fmt: skip
     calls.clear()
     trainer.fit(task, Same(), Noted(task.parameters(), 0.1), Constant(peak=0.1), NoEMA())

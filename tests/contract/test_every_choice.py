@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
-from speechtrain.config.build import build, rehearse
+from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.schema import INTERFACES, OFFERED
 from speechtrain.config.targets import target_class
@@ -118,7 +118,7 @@ def test_it_composes_and_passes_the_check(group: str, choice: str, required: dic
     config = _config(required, group, choice)
     check(config)
     if group in ("recipe", "tokenizer", "optimizer", "schedule", "augment", "data"):
-        rehearse(config)
+        dry_build(config)
 
 
 @pytest.mark.parametrize(("group", "choice"), CONSTRUCTED)

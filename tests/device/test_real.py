@@ -136,7 +136,7 @@ def test_losses_equal_the_cpus(folder: Path, device: str, recipe: str) -> None:
 def test_bf16_stays_within_its_band(folder: Path, device: str, recipe: str) -> None:
     if not device_of(device).supports(torch.bfloat16):
         pytest.skip(f"device={device} does not train in bf16")
-    if device not in IN_BF16 and (why := device_of(device).why_fp32(torch.bfloat16)):
+    if device not in IN_BF16 and (why := device_of(device).precision_fallback_reason(torch.bfloat16)):
         pytest.skip(f"device={device}: {why}")
     expected, got = golden(recipe)["train"], losses(folder, recipe, device, "bf16")["train"]
     assert got == pytest.approx(expected, rel=BF16_WORST)

@@ -32,7 +32,7 @@ def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(
 ) -> None:
     import torch
 
-    if not CPU().why_fp32(torch.bfloat16):
+    if not CPU().precision_fallback_reason(torch.bfloat16):
         pytest.skip("this chip computes bf16")
     runs = [command(name, f"precision={name}", "trainer.max_steps=2") for name in ("fp32", "bf16")]
     for run in runs:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import yaml
+
+from speechtrain.config.resolved import load
 
 from .conftest import Command
+from .test_figures import BANDS, STEPS
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "old_runs"
 RUNS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -72,3 +79,122 @@ def test_a_finished_run_transcribes_as_then(
     text = expected(name)["transcript"]
     assert text  # an empty one would be equal to anything that fails
     assert done.stdout == f"{sample}\t{text}\n"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_interrupted_run_continues_as_then(copy_of: Callable[..., Command], name: str) -> None:
+    run = copy_of(name, "interrupted")
+    told = json.loads((run.run_dir / "run.json").read_text())["overrides"]
+    stopped, losses = expected(name)["stopped_at"], expected(name)["losses"]
+    run.arguments = [f"run_dir={run.run_dir}"]
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert run.result()["status"] == "finished"
+    found = {step: loss for step, loss in run.losses().items() if step > stopped}
+    assert sorted(found) == list(range(stopped + 1, len(losses) + 1))
+    first, last = BANDS["fp32"]
+    band = np.linspace(first, last, STEPS)[: len(found)]
+    ratios = [abs(loss / losses[str(step)] - 1) for step, loss in sorted(found.items())]
+    np.testing.assert_array_less(ratios, band)
+    about = json.loads((run.run_dir / "run.json").read_text())
+    assert about["overrides"] == told  # of the first start, whoever continues it
+    assert about["latest"]["argv"] == run.arguments
+    assert load(run.run_dir / "config.yaml").trainer.on_collapse == "stop"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_finished_run_is_done_and_nothing_is_written(copy_of: Callable[..., Command], name: str) -> None:
+    run = copy_of(name, "finished")
+    before = {path: path.stat().st_mtime_ns for path in [run.run_dir, *run.run_dir.rglob("*")]}
+    run.arguments = [f"run_dir={run.run_dir}"]
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert "is done: finished at step" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in [run.run_dir, *run.run_dir.rglob("*")]} == before
+
+
+def test_the_same_command_finds_its_run_whatever_the_folder_is_called(
+    copy_of: Callable[..., Command],
+) -> None:
+    run = copy_of("ctc", "finished")
+    run.environment = {**run.environment, "OUTPUT_DIR": str(run.run_dir.parent)}
+    first = json.loads((run.run_dir / "run.json").read_text())["overrides"]
+    run.arguments = [
+        *reversed(first[1:]),
+        first[0],
+        "data.workers=1",
+    ]  # in another order, with a key that may change
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert f"{run.run_dir} is done" in done.stdout
+    shutil.copytree(run.run_dir, run.run_dir.with_name("copy"))
+    twice = run.run()
+    assert twice.returncode == 5
+    assert "name one with run_dir=DIR" in twice.stderr
+
+
+def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command]) -> None:
+    run = copy_of("rnnt", "interrupted")
+    run.arguments = [f"run_dir={run.run_dir}"]
+    for typed, says in {
+        "optimizer.lr=0.5": "optimizer.lr: 0.01 there, 0.5 now",
+        "recipe=fsdd": "recipe=fsdd was not typed when the run began",
+        "encoder.hiden=3": "encoder.hiden: the run's config has no such key; did you mean 'encoder.hidden'?",
+        "world_size=5": None,
+    }.items():
+        done = run.run(typed, "dry_run=true")
+        if says is None:
+            assert done.returncode == 2
+            assert "1 micro-batches an update, which world_size=5 does not divide" in done.stderr
+        else:
+            assert done.returncode in (2, 5)
+            assert says in done.stderr
+    same = run.run("optimizer.lr=0.01", "encoder.hidden=20", "trainer.max_steps=891")
+    assert same.returncode == 0, same.stderr
+    assert run.result()["steps"] == 891
+    kept = run.run("trainer.max_steps=900")  # with the text of the first start: the stored value wins
+    assert "the run keeps its own trainer.max_steps=891" in kept.stdout
+    assert "is done: finished at step 891" in kept.stdout
+
+
+def names_in(run_dir: Path) -> set[str]:
+    """The names that a run's files hold: a layer's number is N."""
+    found: set[str] = set()
+
+    def targets(node: Any) -> None:
+        if isinstance(node, dict):
+            found.update({node["_target_"]} if "_target_" in node else ())
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            targets(child)
+
+    files = [p.relative_to(run_dir) for p in run_dir.rglob("*") if p.is_file()]
+    found |= {path.name for path in files if path.parts[0] != "tensorboard"}
+    targets(yaml.safe_load((run_dir / "config.yaml").read_text()))
+    for name in ("run.json", "result.json"):
+        found |= json.loads((run_dir / name).read_text()).keys()
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        found |= {event["event"], *event}
+    for folder in run_dir.glob("checkpoints/step-*"):
+        found |= json.loads((folder / "checkpoint.json").read_text()).keys()
+        state = torch.load(folder / "state.pt", weights_only=True)
+        found |= {key for part in state.values() for key in part} | state.keys()
+        optimizer = state["optimizer"]
+        found |= {key for part in (*optimizer["state"].values(), *optimizer["param_groups"]) for key in part}
+    return {re.sub(r"(?<=\.)\d+(?=\.)|(?<=_l)\d+$|(?<=perplexity_)\d+$", "N", name) for name in found}
+
+
+def test_every_stored_name_is_listed(command: Callable[..., Command]) -> None:
+    root = GOLDEN.parents[2]
+    listed = set(re.findall(r"`([^`\n]+)`", (root / "docs" / "stored-names.md").read_text()))
+    now = command("now", "trainer.max_steps=2", "tracking=default", "tracking.trackers.console.enabled=false")
+    assert now.run().returncode == 0
+    for run_dir in [
+        now.run_dir,
+        *(GOLDEN / name / kind for name in RUNS for kind in ("finished", "interrupted")),
+    ]:
+        assert names_in(run_dir) <= listed, run_dir
+    sources = [p.read_text() for p in (root / "speechtrain").rglob("*.py")]
+    variables = {name for text in sources for name in re.findall(r'"(SPEECHTRAIN_[A-Z_]+)"', text)}
+    assert variables
+    assert variables <= listed

@@ -123,7 +123,7 @@ group = open_group(World.from_environment(os.environ), timeout_seconds=120)
 net = torch.nn.Linear(4, 4)
 wrapped = group.wrap(net)
 wrapped(torch.ones(2, 4)).sum().backward()
-group.agree(torch.tensor(1.0), stop=False, late=False, skip=torch.tensor(False))
+group.all_reduce_status(torch.tensor(1.0), stop=False, late=False, skip=torch.tensor(False))
 del wrapped, net
 group.close()
 """

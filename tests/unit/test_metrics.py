@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speechtrain.metrics import MetricSums, align, character_errors, word_errors
+from speechtrain.metrics import MetricSums, character_errors, word_errors
 
 texts = st.lists(st.sampled_from(["a", "b", "ab", "the", "cat", "é"]), max_size=8).map(" ".join)
 
@@ -59,27 +59,6 @@ def test_counts_agree_with_the_definition_and_with_jiwer(reference: str, hypothe
     assert (errors, count) == (distance(list(reference), list(hypothesis)), len(reference))
     spelt = jiwer.process_characters(reference, hypothesis)
     assert errors == spelt.substitutions + spelt.deletions + spelt.insertions
-
-
-def test_an_alignment() -> None:
-    assert align("the cat sat", "cat sits") == [
-        ("delete", "the", ""),
-        ("equal", "cat", "cat"),
-        ("substitute", "sat", "sits"),
-    ]
-    assert align("", "") == []
-    assert align("", "a b") == [("insert", "", "a"), ("insert", "", "b")]
-
-
-@given(texts, texts)
-def test_an_alignment_spells_both_sides_and_counts_the_errors(reference: str, hypothesis: str) -> None:
-    operations = align(reference, hypothesis)
-    assert [said for _, said, _ in operations if said] == reference.split()
-    assert [heard for _, _, heard in operations if heard] == hypothesis.split()
-    assert sum(op != "equal" for op, _, _ in operations) == word_errors(reference, hypothesis)[0]
-    for op, said, heard in operations:
-        expected = "delete" if not heard else "insert" if not said else "substitute"
-        assert op == ("equal" if said == heard else expected)
 
 
 def scalars(total: float, count: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str | Non
 
 
 def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:
-    said = about(["seed=2"], ["seed=2"])
+    said = about(["seed=2"])
     assert said["argv"] == ["seed=2"]
     assert {"python", "torch", "lhotse", "speechtrain"} <= set(said["versions"])
     assert said["host"] == platform.node()

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launcher import PARENT, World
 from speechtrain.run_directory import RunLock
-from speechtrain.train_rank import StopRequest, limits_for
+from speechtrain.train_rank import StopRequest, trainer_config_for
 
 
 def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -52,12 +52,12 @@ def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> Non
 
 def test_a_world_that_the_run_does_not_have_is_refused() -> None:
     config = OmegaConf.create({"world_size": 1, "trainer": {"simulate_world": 6}})
-    assert limits_for(config, World()).accumulate == 6
+    assert trainer_config_for(config, World()).accumulate == 6
     with pytest.raises(MachineError, match="WORLD_SIZE=2 in the environment, but the run has world_size=1"):
-        limits_for(config, World(0, 2))
+        trainer_config_for(config, World(0, 2))
     config.world_size = 4
-    with pytest.raises(ConfigError, match="world_size=4 does not divide it"):
-        limits_for(config, World(0, 4))
+    with pytest.raises(ConfigError, match="is not a multiple of world_size=4"):
+        trainer_config_for(config, World(0, 4))
 
 
 def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:

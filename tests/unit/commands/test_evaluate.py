@@ -96,7 +96,7 @@ def test_json_is_valid_where_a_figure_is_not_finite() -> None:
         (["trainer.max_steps=abc"], ConfigError, "trainer.max_steps"),
         (["data=fsdd"], ConfigError, "a trained run keeps its data"),
         (["precision=fp8"], ConfigError, "precision is one of"),
-        (["device.threads"], ConfigError, "no KEY=VALUE"),
+        (["device.threads"], ConfigError, "not KEY=VALUE"),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),
         (["--set", "a=x", "--set", "a=y"], ConfigError, "named twice"),

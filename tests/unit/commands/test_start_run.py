@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from speechtrain.commands._continue_run import continued
 from speechtrain.commands._hydra_app import compose
 from speechtrain.commands._start_run import launch
 from speechtrain.config.resolved import dump, load
@@ -21,38 +22,56 @@ def begun(run_dir: Path, *overrides: str) -> None:
     config = compose([*DRY, *overrides])
     config.run_dir = str(run_dir)
     (run_dir / "config.yaml").write_text(dump(config))
+    (run_dir / "run.json").write_text(json.dumps({"overrides": [*DRY, *overrides]}))
 
 
-def continued(run_dir: Path, *overrides: str) -> tuple[int | None, int]:
-    """``simulate_world`` and ``accumulate`` as the same run gets them with these overrides."""
-    config = compose([*DRY, *overrides])
-    assert launch(config, run_dir, [], [])["status"] == "dry run"
+def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
+    """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
+    config = continued(run_dir, [*DRY, *overrides], None)
+    assert launch(config, run_dir, [], {})["status"] == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
-    return config.trainer.simulate_world, config.trainer.accumulate
+    return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
 
 
 def test_another_world_keeps_the_global_batch(tmp_path: Path) -> None:
     begun(tmp_path, "world_size=4")
-    assert continued(tmp_path, "world_size=4") == (None, 1)
-    assert continued(tmp_path, "world_size=2") == (4, 2)
-    assert continued(tmp_path, "world_size=1") == (4, 4)
-    assert continued(tmp_path, "world_size=1") == (4, 4)  # the same command again
-    assert continued(tmp_path, "world_size=4") == (None, 1)
+    assert batches(tmp_path, "world_size=4") == (4, None, 1)
+    assert batches(tmp_path, "world_size=2") == (2, 4, 2)
+    assert batches(tmp_path) == (2, 4, 2)  # what is not typed stays
+    assert batches(tmp_path, "world_size=1") == (1, 4, 4)
+    assert batches(tmp_path, "world_size=1") == (1, 4, 4)  # the same command again
     with pytest.raises(ConfigError, match="4 micro-batches an update, which world_size=3 does not divide"):
-        continued(tmp_path, "world_size=3")
-    assert load(tmp_path / "config.yaml").world_size == 4
+        batches(tmp_path, "world_size=3")
+    assert load(tmp_path / "config.yaml").world_size == 1
 
 
 def test_accumulation_that_was_asked_for_is_compared(tmp_path: Path) -> None:
     begun(tmp_path, "trainer.accumulate=2")
-    assert continued(tmp_path, "trainer.accumulate=1", "world_size=2") == (
-        None,
-        1,
-    )  # as many, dealt otherwise
+    # as many, dealt out in another way
+    assert batches(tmp_path, "trainer.accumulate=1", "world_size=2") == (2, 2, 1)
     with pytest.raises(RunError, match=r"trainer\.accumulate: 1 there, 3 now"):
-        continued(tmp_path, "trainer.accumulate=3")
-    with pytest.raises(RunError, match=r"trainer\.simulate_world: None there, 8 now"):
-        continued(tmp_path, "trainer.simulate_world=8")
+        batches(tmp_path, "trainer.accumulate=3")
+    with pytest.raises(RunError, match=r"trainer\.simulate_world: 2 there, 8 now"):
+        batches(tmp_path, "trainer.simulate_world=8")
+
+
+def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None:
+    folder, run_dir = tmp_path / "conf", tmp_path / "run"
+    (folder / "schedule").mkdir(parents=True)
+    run_dir.mkdir()
+    mine = folder / "schedule" / "mine.yaml"
+    before = "# @package _global_\ntrainer:\n  max_steps: 5\nschedule:\n  warmup_steps: 3\n"
+    mine.write_text(before)
+    begun(run_dir)
+    about = {"overrides": DRY, "written": {"schedule/mine": before}}
+    (run_dir / "run.json").write_text(json.dumps(about))
+    stored = load(run_dir / "config.yaml").trainer.max_steps
+    assert continued(run_dir, DRY, str(folder)).trainer.max_steps == stored
+    mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
+    assert continued(run_dir, DRY, str(folder)).trainer.max_steps == 7
+    mine.write_text(before.replace("warmup_steps: 3", "warmup_steps: 4"))
+    with pytest.raises(RunError, match=r"schedule\.warmup_steps: 60 there, 4 now"):
+        continued(run_dir, DRY, str(folder))
 
 
 def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -> None:

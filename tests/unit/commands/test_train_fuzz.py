@@ -85,7 +85,7 @@ REFUSALS = {"refused": 0, "accepted": 0}
 
 def _outcome(argv: list[str]) -> DictConfig:
     """What the command does before it looks at the machine, with the fast form of Hydra's composition."""
-    composition._check_flags(argv)
+    composition.check_flags(argv)
     try:
         config = composition.compose(argv)
     except SpeechtrainError:
@@ -132,7 +132,7 @@ def test_a_fault_of_ours_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(config: DictConfig) -> None:
         raise KeyError("seed")
 
-    monkeypatch.setattr("speechtrain.config.resolved.resolved", broken)
+    monkeypatch.setattr("speechtrain.config.check.resolved", broken)
     with pytest.raises(KeyError):
         _outcome(["seed=1"])
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""The config's own rules: identity, what is written, what fits an annotation, where classes may come from."""
+"""The config's own rules: resume fields, what is written, what fits an annotation, allowed classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.config.check import check, mismatch
 from speechtrain.config.resolved import dump, load, resolved
-from speechtrain.config.resume_fields import fingerprint, identity
+from speechtrain.config.resume_fields import fingerprint, resume_fields
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError
@@ -170,7 +170,7 @@ def test_simulated_worlds(config: DictConfig) -> None:
     check(config)
 
 
-# --- identity and what is written ------------------------------------------------------------------
+# --- what a resume may change, and what is written -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,8 @@ def test_simulated_worlds(config: DictConfig) -> None:
     ],
 )
 def test_what_a_resume_may_change(override: str) -> None:
-    assert fingerprint(resolved(compose([]))) == fingerprint(resolved(compose([override])))
+    assert fingerprint([], {}) == fingerprint([override], {})
+    assert resume_fields(resolved(compose([]))) == resume_fields(resolved(compose([override])))
 
 
 @pytest.mark.parametrize(
@@ -210,9 +211,17 @@ def test_what_a_resume_may_change(override: str) -> None:
     ],
 )
 def test_what_makes_another_run(override: str) -> None:
-    before, after = identity(resolved(compose([]))), identity(resolved(compose([override])))
-    assert before != after
-    assert fingerprint(resolved(compose([]))) != fingerprint(resolved(compose([override])))
+    assert resume_fields(resolved(compose([]))) != resume_fields(resolved(compose([override])))
+    assert fingerprint([], {}) != fingerprint([override], {})
+
+
+def test_a_runs_name_follows_from_what_was_typed_and_written() -> None:
+    typed = ["optimizer.lr=1", "seed=2"]
+    assert fingerprint(typed, {}) == fingerprint([*reversed(typed), "trainer.keep=9"], {})
+    assert fingerprint(["seed=1", "seed=2"], {}) != fingerprint(
+        ["seed=2", "seed=1"], {}
+    )  # the last one counts
+    assert fingerprint(typed, {"model/mine": "a: 1"}) != fingerprint(typed, {"model/mine": "a: 2"})
 
 
 def test_the_file_reads_back(config: DictConfig, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
-from speechtrain.distributed.group import Group, Solo, TorchGroup
+from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
 from speechtrain.dtensor import local, whole
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.launcher import World
@@ -27,7 +27,7 @@ from speechtrain.optim.ema import EMA, Average
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 from speechtrain.precision import FP16, FP32, Precision
-from speechtrain.training.optimizer_step import Decided, Verdict
+from speechtrain.training.optimizer_step import StepOutcome, HostCheckedUpdate
 
 RANKS = 2
 STEPS = 20
@@ -104,7 +104,7 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](groups)
         group.shard(self.net, self.optimizer)
         self.average: Average = EMA(self.net, 0.9)
-        self.update = Decided(precision or FP32(), CLIP)
+        self.update = HostCheckedUpdate(precision or FP32(), CLIP)
         self.wrapped: nn.Module | None = None
         self.step = 0
 
@@ -121,11 +121,11 @@ class Run:
             share = [step * 4 + micro * world.size + world.rank for micro in range(4 // world.size)]
             losses = []
             for number in share:
-                with group.hold(self.wrapped) if number != share[-1] else torch.enable_grad():
+                with group.no_sync(self.wrapped) if number != share[-1] else torch.enable_grad():
                     loss = self.wrapped(rows(number)).total
                     self.update.precision.backward(loss)
                 losses.append(loss.detach())
-            weight, _, _, _ = group.agree(
+            weight, _, _, _ = group.all_reduce_status(
                 torch.stack(losses).sum(), stop=False, late=False, skip=torch.tensor(False)
             )
             norm = self.update(
@@ -185,7 +185,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         run = Run(group, "adamw", FP16(initial_scale=2.0**126))  # overflows until it is lowered
         run.update.precision.autocast = lambda device: torch.enable_grad()  # type: ignore[method-assign]
         run.train(8)
-        told[f"fp16, {kind}"] = [verdict is Verdict.TAKEN for verdict in run.update.verdicts(True)]
+        told[f"fp16, {kind}"] = [verdict is StepOutcome.TAKEN for verdict in run.update.outcomes(True)]
 
     for name in ("lamb", "adamw", "novograd"):
         run = Run(sharded, name)
@@ -341,7 +341,7 @@ def test_one_process_continues_what_several_have_shared(
     told: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
     """As a run that shares nothing: two ranks of two micro-batches are four micro-batches here."""
-    run = Run(Solo(), name)
+    run = Run(SingleProcess(), name)
     checkpointer = Checkpointer(folder / name / "sharded")
     assert checkpointer.restore(run.states()) == 5
     run.step = 5
@@ -394,7 +394,7 @@ def test_a_damaged_share_is_named(
         (step / "checkpoint.json").write_text(manifest.replace("shards/shard-00002", "../shard-00002"))
     with pytest.raises(RunError, match="checkpoint.json" if damage == "misnamed" else share.name):
         checkpointer.verify(step)
-    assert checkpointer.restore(Run(Solo(), "lamb").states()) is None
+    assert checkpointer.restore(Run(SingleProcess(), "lamb").states()) is None
 
 
 def test_what_one_rank_cannot_write_all_leave_unwritten(told: list[dict[str, Any]]) -> None:
@@ -419,17 +419,17 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
     from speechtrain.devices.ipex import IPEX
     from speechtrain.devices.lazy import Lazy
     from speechtrain.train_rank import open_ranks
-    from speechtrain.trainer_config import Limits
+    from speechtrain.trainer_config import TrainerConfig
 
-    limits = Limits(shard="parameters")
+    limits = TrainerConfig(shard="parameters")
     group, checkpointer = open_ranks(limits, World(), Lazy(), tmp_path)
-    assert isinstance(group, Solo)
+    assert isinstance(group, SingleProcess)
     assert not checkpointer.needs_all
     for device in (Lazy(), HPU(), IPEX()):
         with pytest.raises(ConfigError, match=f"device={device.name} needs whole parameters.*shard=none"):
             open_ranks(limits, World(0, 2, 0, 2), device, tmp_path)
-    assert CPU().takes_shards
-    assert CUDA().takes_shards
+    assert CPU().supports_fsdp
+    assert CUDA().supports_fsdp
 
 
 def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.distributed.group import Solo, open_group
+from speechtrain.distributed.group import SingleProcess, open_group
 from speechtrain.errors import MachineError
 from speechtrain.launcher import World
 
@@ -78,11 +78,13 @@ def member(rank: int) -> dict[str, Any]:
     told["any"] = [group.any(rank == 1), group.any(False), group.any(True)]
     nothing = torch.tensor(False)
     told["agree"] = [
-        group.agree(torch.tensor(rank + 1.5), stop=rank == 1, late=False, skip=nothing),
-        group.agree(torch.tensor(16777217.0), stop=False, late=rank == 0, skip=torch.tensor(rank == 1)),
+        group.all_reduce_status(torch.tensor(rank + 1.5), stop=rank == 1, late=False, skip=nothing),
+        group.all_reduce_status(
+            torch.tensor(16777217.0), stop=False, late=rank == 0, skip=torch.tensor(rank == 1)
+        ),
     ]
     order = Path(os.environ["ORDER"])
-    with group.first():
+    with group.main_process_first():
         told["found"] = order.exists()
         order.touch()
 
@@ -91,20 +93,20 @@ def member(rank: int) -> dict[str, Any]:
     told["begin"] = {name: value.clone() for name, value in net.state_dict().items()}
     wrapped(rows(rank)).backward()
     told["synchronised"] = gradients(net)
-    with group.hold(wrapped):
+    with group.no_sync(wrapped):
         wrapped(rows(rank)).backward()
         told["held"] = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
     wrapped(rows(RANKS + rank)).backward()
     told["accumulated"] = gradients(net)
 
     told["statistics"] = [net.norm.running_mean.clone()]
-    group.agree(torch.tensor(1.0), stop=False, late=False, skip=nothing)
+    group.all_reduce_status(torch.tensor(1.0), stop=False, late=False, skip=nothing)
     told["statistics"] += [net.norm.running_mean.clone()]
     told["constant"] = net.constant.clone()
 
     for name, change in (("frozen", freeze), ("thawed", lambda n: n.requires_grad_(True))):
         change(net)
-        with group.hold(wrapped):
+        with group.no_sync(wrapped):
             wrapped(rows(rank)).backward()
         wrapped(rows(RANKS + rank)).backward()
         told[name] = gradients(net)
@@ -220,12 +222,12 @@ def test_a_parameter_that_an_update_leaves_out_has_no_gradient(told: list[dict[s
 
 def test_one_process_is_a_group_of_its_own() -> None:
     group = open_group(World())
-    assert isinstance(group, Solo)
+    assert isinstance(group, SingleProcess)
     net = Net(0)
     assert group.wrap(net) is net
-    with group.first(), group.hold(net):
+    with group.main_process_first(), group.no_sync(net):
         group.barrier()
-    answer = group.agree(torch.tensor(2.5), stop=True, late=False, skip=torch.tensor(False))
+    answer = group.all_reduce_status(torch.tensor(2.5), stop=True, late=False, skip=torch.tensor(False))
     assert answer == (torch.tensor(2.5), True, False, torch.tensor(False))
     group.close()
 

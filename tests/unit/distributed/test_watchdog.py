@@ -11,12 +11,12 @@ import pytest
 from speechtrain.distributed.watchdog import (
     ALARM,
     START_SECONDS,
-    Note,
-    Place,
-    Verdict,
+    HangDiagnosis,
+    HangReport,
+    RankStatus,
     Watch,
     collective,
-    judge,
+    diagnose,
 )
 
 
@@ -32,10 +32,16 @@ class Rig:
     """A watch whose ticks the test makes."""
 
     def __init__(self, folder: Path, seconds: float = 10.0, rank: int = 0, size: int = 1) -> None:
-        self.place, self.clock, self.folder = Place(), Clock(), folder / "stuck"
-        self.left: list[tuple[Verdict, Note]] = []
+        self.rank_status, self.clock, self.folder = RankStatus(), Clock(), folder / "stuck"
+        self.left: list[tuple[HangDiagnosis, HangReport]] = []
         self.watch = Watch(
-            self.place, rank, size, self.folder, seconds, lambda *ended: self.left.append(ended), self.clock
+            self.rank_status,
+            rank,
+            size,
+            self.folder,
+            seconds,
+            lambda *ended: self.left.append(ended),
+            self.clock,
         )
 
     def wait(self, seconds: float) -> bool:
@@ -49,13 +55,13 @@ class Rig:
 
 def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.place.at(1, "data")
+    rig.rank_status.at(1, "data")
     assert not rig.wait(9)
-    rig.place.at(1, "forward")
+    rig.rank_status.at(1, "forward")
     assert not rig.wait(9)
-    rig.place.enter()
+    rig.rank_status.enter()
     assert not rig.wait(9)
-    rig.place.leave()
+    rig.rank_status.leave()
     assert not rig.wait(9)
     assert not rig.folder.exists(), "nothing is written while a run moves"
     assert rig.wait(4)
@@ -64,7 +70,7 @@ def test_a_place_that_stands_still_raises_an_alarm(tmp_path: Path) -> None:
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.place.at(1, "forward")
+    rig.rank_status.at(1, "forward")
     assert not rig.wait(5)
     for _ in range(4):
         rig.clock.now += 3600
@@ -74,16 +80,16 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
 
 def test_before_the_first_step_only_waiting_counts_and_has_its_own_limit(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.place.at(0, "warm-up")
+    rig.rank_status.at(0, "warm-up")
     assert not rig.wait(3 * START_SECONDS), "a long compilation"
-    rig.place.enter()
+    rig.rank_status.enter()
     assert not rig.wait(START_SECONDS - 10)
     assert rig.wait(20)
 
 
 def test_the_alarm_of_a_peer_is_heard(tmp_path: Path) -> None:
     rig = Rig(tmp_path, size=2)
-    rig.place.at(1, "forward")
+    rig.rank_status.at(1, "forward")
     assert not rig.wait(1)
     rig.folder.mkdir()
     (rig.folder / ALARM).touch()
@@ -92,7 +98,7 @@ def test_the_alarm_of_a_peer_is_heard(tmp_path: Path) -> None:
 
 def test_an_answer_says_where_the_main_thread_is(tmp_path: Path) -> None:
     rig = Rig(tmp_path, seconds=0.2)
-    rig.place.at(7, "validation")
+    rig.rank_status.at(7, "validation")
     rig.watch.clock = time.monotonic
     rig.watch.start()
     for _ in range(3000):
@@ -111,60 +117,64 @@ def test_an_answer_says_where_the_main_thread_is(tmp_path: Path) -> None:
 def test_a_collective_is_noted_until_its_end() -> None:
     class Meeting:
         def __init__(self) -> None:
-            self.place = Place()
-            self.place.at(1, "agree")
+            self.rank_status = RankStatus()
+            self.rank_status.at(1, "agree")
 
         @collective
         def meet(self, fails: bool) -> bool:
-            assert self.place.is_waiting
+            assert self.rank_status.is_waiting
             if fails:
                 raise RuntimeError
             return True
 
     meeting = Meeting()
     assert meeting.meet(False)
-    assert not meeting.place.is_waiting
-    assert meeting.place.usual == {"agree"}
+    assert not meeting.rank_status.is_waiting
+    assert meeting.rank_status.usual == {"agree"}
     with pytest.raises(RuntimeError):
         meeting.meet(True)
-    assert meeting.place.is_waiting
+    assert meeting.rank_status.is_waiting
 
 
-def waiting(rank: int, phase: str, moved: int, step: int = 3, is_odd: bool = False) -> Note:
-    return Note(rank, step, phase, moved, is_waiting=True, is_odd=is_odd, still=5.0)
+def waiting(rank: int, phase: str, moved: int, step: int = 3, is_odd: bool = False) -> HangReport:
+    return HangReport(rank, step, phase, moved, is_waiting=True, is_odd=is_odd, still=5.0)
 
 
 def test_the_rank_that_others_wait_for_is_named() -> None:
-    notes = [waiting(0, "agree", 14), Note(1, 3, "data", 11, still=5.2), waiting(2, "agree", 14)]
-    verdict = judge(notes, 3, 5.0)
-    assert verdict == judge(reversed(notes), 3, 5.0)
+    notes = [waiting(0, "agree", 14), HangReport(1, 3, "data", 11, still=5.2), waiting(2, "agree", 14)]
+    verdict = diagnose(notes, 3, 5.0)
+    assert verdict == diagnose(reversed(notes), 3, 5.0)
     assert verdict.rank == 1
     assert "step 3, phase data, stands still for 5.2 s; rank 0 (step 3, agree) waits" in verdict.message
 
 
 def test_of_several_the_one_furthest_behind_is_named() -> None:
-    notes = [Note(0, 3, "update", 15, still=9.0), Note(1, 3, "forward", 12), waiting(2, "log", 16)]
-    assert judge(notes, 3, 5.0).rank == 1
-    same = [Note(0, 3, "backward", 13, still=5.0), Note(1, 3, "backward", 13, still=6.0)]
-    assert judge(same, 2, 5.0).rank == 1
+    notes = [
+        HangReport(0, 3, "update", 15, still=9.0),
+        HangReport(1, 3, "forward", 12),
+        waiting(2, "log", 16),
+    ]
+    assert diagnose(notes, 3, 5.0).rank == 1
+    same = [HangReport(0, 3, "backward", 13, still=5.0), HangReport(1, 3, "backward", 13, still=6.0)]
+    assert diagnose(same, 2, 5.0).rank == 1
 
 
 def test_a_rank_without_an_answer_is_named() -> None:
-    verdict = judge([waiting(0, "agree", 14), waiting(1, "agree", 14)], 3, 5.0)
+    verdict = diagnose([waiting(0, "agree", 14), waiting(1, "agree", 14)], 3, 5.0)
     assert (verdict.rank, verdict.silent) == (2, frozenset({2}))
     assert "rank 2 gives no sign of life" in verdict.message
 
 
 def test_ranks_that_wait_for_different_things() -> None:
     skipped = [waiting(0, "agree", 14), waiting(1, "backward", 18, step=4)]
-    verdict = judge(skipped, 2, 5.0)
+    verdict = diagnose(skipped, 2, 5.0)
     assert verdict.rank == 1
     assert (
         "step 4, phase backward, waits in another collective than rank 0 (step 3, agree)" in verdict.message
     )
     extra = [waiting(0, "backward", 13), waiting(1, "forward", 12, is_odd=True)]
-    assert judge(extra, 2, 5.0).rank == 1
+    assert diagnose(extra, 2, 5.0).rank == 1
     odd_one_out = [waiting(0, "agree", 14), waiting(1, "log", 16), waiting(2, "log", 16)]
-    assert judge(odd_one_out, 3, 5.0).rank == 0
-    together = judge([waiting(0, "agree", 14), waiting(1, "agree", 14)], 2, 5.0)
+    assert diagnose(odd_one_out, 3, 5.0).rank == 0
+    together = diagnose([waiting(0, "agree", 14), waiting(1, "agree", 14)], 2, 5.0)
     assert "as all ranks do in the same collective" in together.message

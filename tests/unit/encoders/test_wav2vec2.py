@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import Forms, adapt
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
@@ -399,7 +399,7 @@ def test_static_forms_change_nothing_but_rounding() -> None:
     encoder = make(mask=SpanMask(0.5, 4), **CALM)
     batch = encoder.prepare(make_batch(9000, 6000), 2)
     plain = encoder(batch)[0]
-    adapt(encoder, Forms(static=True))
+    apply_policy(encoder, ComputePolicy(static=True))
     assert encoder.state_dict().keys() == make().state_dict().keys()
     written = encoder(batch)[0]
     assert not any(layer.attention.fused for layer in encoder.transformer.layers)

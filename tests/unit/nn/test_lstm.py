@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.compute_policy import Forms, adapt
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.nn import lstm as module
 from speechtrain.nn.lstm import LSTM
 
-LOOP, STATIC = Forms(lstm="loop"), Forms(static=True, lstm="loop")
-LOOPS = pytest.mark.parametrize("forms", [LOOP, STATIC], ids=["ragged", "static"])
+LOOP, STATIC = ComputePolicy(lstm="loop"), ComputePolicy(static=True, lstm="loop")
+LOOPS = pytest.mark.parametrize("policy", [LOOP, STATIC], ids=["ragged", "static"])
 BOUNDS = pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 
 
 def pair(
-    forms: Forms, dtype: torch.dtype = torch.float64, layers: int = 3, **keys: float
+    policy: ComputePolicy, dtype: torch.dtype = torch.float64, layers: int = 3, **keys: float
 ) -> tuple[LSTM, LSTM]:
     """One stack twice, the second in another form."""
     torch.manual_seed(0)
     one = LSTM(5, 7, layers, layer_norm=True, **keys).to(dtype)
     other = LSTM(5, 7, layers, layer_norm=True, **keys).to(dtype)
     other.load_state_dict(one.state_dict())
-    adapt(other, forms)
+    apply_policy(other, policy)
     return one, other
 
 
@@ -43,9 +43,9 @@ def gradients(model: LSTM, x: Tensor, state: tuple[Tensor, Tensor] | None) -> li
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize(("rows", "frames"), [(4, 9), (1, 1), (3, 2)])
 def test_the_loop_computes_what_torch_does(
-    forms: Forms, dtype: torch.dtype, bound: float, has_state: bool, rows: int, frames: int
+    policy: ComputePolicy, dtype: torch.dtype, bound: float, has_state: bool, rows: int, frames: int
 ) -> None:
-    one, other = pair(forms, dtype)
+    one, other = pair(policy, dtype)
     x = torch.randn(rows, frames, 5, dtype=dtype)
     states = tuple(torch.randn(3, rows, 7, dtype=dtype) for _ in range(2)) if has_state else None
     for wanted, found in zip(gradients(one, x, states), gradients(other, x, states), strict=True):  # type: ignore[arg-type]
@@ -55,8 +55,8 @@ def test_the_loop_computes_what_torch_does(
 
 
 @LOOPS
-def test_its_gradients_are_the_difference_quotients(forms: Forms) -> None:
-    model = pair(forms, layers=2)[1]
+def test_its_gradients_are_the_difference_quotients(policy: ComputePolicy) -> None:
+    model = pair(policy, layers=2)[1]
     x, state = torch.randn(2, 4, 5, dtype=torch.float64), torch.randn(2, 2, 2, 7, dtype=torch.float64)
     arguments = (x.requires_grad_(), state.requires_grad_(), *model.lstm.parameters())
 
@@ -68,8 +68,8 @@ def test_its_gradients_are_the_difference_quotients(forms: Forms) -> None:
 
 
 @LOOPS
-def test_dropout_draws_what_torch_draws(forms: Forms) -> None:
-    one, other = pair(forms, dropout=0.4)
+def test_dropout_draws_what_torch_draws(policy: ComputePolicy) -> None:
+    one, other = pair(policy, dropout=0.4)
     x = torch.randn(4, 6, 5, dtype=torch.float64)
     found = []
     for model in (one, other):
@@ -83,8 +83,8 @@ def test_dropout_draws_what_torch_draws(forms: Forms) -> None:
 
 
 @LOOPS
-def test_a_gradient_may_be_asked_for_twice(forms: Forms) -> None:
-    model = pair(forms)[1]
+def test_a_gradient_may_be_asked_for_twice(policy: ComputePolicy) -> None:
+    model = pair(policy)[1]
     total = model(torch.randn(2, 5, 5, dtype=torch.float64))[0].square().sum()
     first = torch.autograd.grad(total, list(model.parameters()), retain_graph=True)
     again = torch.autograd.grad(total, list(model.parameters()))
@@ -92,8 +92,8 @@ def test_a_gradient_may_be_asked_for_twice(forms: Forms) -> None:
 
 
 @LOOPS
-def test_checkpoints_know_no_form(forms: Forms) -> None:
-    one, other = pair(forms)
+def test_checkpoints_know_no_form(policy: ComputePolicy) -> None:
+    one, other = pair(policy)
     assert one.state_dict().keys() == other.state_dict().keys() >= {"lstm.weight_ih_l0", "lstm.bias_hh_l2"}
 
 
@@ -129,16 +129,18 @@ def products(model: LSTM, monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype
 
 
 @LOOPS
-def test_products_are_bfloat16_under_its_autocast_only(forms: Forms, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = pair(forms, torch.float32)[1]
+def test_products_are_bfloat16_under_its_autocast_only(
+    policy: ComputePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair(policy, torch.float32)[1]
     assert products(model, monkeypatch, torch.bfloat16) == {torch.bfloat16}
     assert products(model, monkeypatch, None) == {torch.float32}
     assert products(model, monkeypatch, torch.float16) == {torch.float32}
 
 
 @LOOPS
-def test_bfloat16_is_close_to_fp32(forms: Forms) -> None:
-    one, other = pair(forms, torch.float32)
+def test_bfloat16_is_close_to_fp32(policy: ComputePolicy) -> None:
+    one, other = pair(policy, torch.float32)
     x = torch.randn(4, 20, 5)
     wanted = gradients(one, x, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -153,12 +155,12 @@ import torch
 import torch._lazy.metrics as metrics
 import torch._lazy.ts_backend
 torch._lazy.ts_backend.init()
-from speechtrain.compute_policy import Forms
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.nn.lstm import LSTM
 torch.manual_seed(0)
 one, other = LSTM(5, 7, 2), LSTM(5, 7, 2)
 other.load_state_dict(one.state_dict())
-other.adapt(Forms(static=True, lstm="loop"))
+other.apply_policy(ComputePolicy(static=True, lstm="loop"))
 other.to("lazy")
 x = torch.randn(4, 6, 5)
 for _ in range(4):

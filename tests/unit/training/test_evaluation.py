@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.devices.cpu import CPU
-from speechtrain.distributed.group import Solo
+from speechtrain.distributed.group import SingleProcess
 from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Example, Loss, Task
 from speechtrain.training.evaluation import Interrupted, evaluate
@@ -46,14 +46,14 @@ def test_corpus_sums_do_not_depend_on_batches(cuts: tuple[int, ...]) -> None:
         batches.append(batch_of(ROWS[start : start + size], start))
         start += size
     task = Errors().train()
-    outcome = evaluate(task, {"dev": batches}, CPU(), FP32(), Solo(), examples=3)["dev"]
+    outcome = evaluate(task, {"dev": batches}, CPU(), FP32(), SingleProcess(), examples=3)["dev"]
     assert outcome.metrics == {"wer": 10 / 21}
     assert [example.id for example in outcome.examples] == ["0", "1", "2"]
     assert task.training
 
 
 def test_sums_are_reduced_over_the_group_before_they_are_divided() -> None:
-    class Two(Solo):
+    class Two(SingleProcess):
         def sum(self, tensor: Tensor) -> Tensor:
             return tensor + tensor.new_tensor([5.0, 100.0])  # what the other rank counted
 
@@ -63,7 +63,9 @@ def test_sums_are_reduced_over_the_group_before_they_are_divided() -> None:
 
 def test_no_words_are_no_perfect_score() -> None:
     assert (
-        evaluate(Errors(), {"dev": [batch_of([(0, 0)])]}, CPU(), FP32(), Solo())["dev"].metrics["wer"]
+        evaluate(Errors(), {"dev": [batch_of([(0, 0)])]}, CPU(), FP32(), SingleProcess())["dev"].metrics[
+            "wer"
+        ]
         == math.inf
     )
 
@@ -73,6 +75,11 @@ def test_a_stop_leaves_no_figures_and_the_task_as_it_was() -> None:
     task = Errors().train()
     with pytest.raises(Interrupted):
         evaluate(
-            task, {"dev": [batch_of(ROWS)] * 9}, CPU(), FP32(), Solo(), stop_requested=lambda: next(answers)
+            task,
+            {"dev": [batch_of(ROWS)] * 9},
+            CPU(),
+            FP32(),
+            SingleProcess(),
+            stop_requested=lambda: next(answers),
         )
     assert task.training

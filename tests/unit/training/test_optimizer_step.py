@@ -10,8 +10,8 @@ from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.precision import FP32
-from speechtrain.training.graph_warmup import filler, uncounted
-from speechtrain.training.optimizer_step import Decided, Selected, Update, Verdict
+from speechtrain.training.graph_warmup import padding_batch, without_side_effects
+from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, StepOutcome, Update
 
 OPTIMIZERS = {"adamw": lambda p: AdamW(p, fused=False, foreach=False), "lamb": LAMB}
 
@@ -45,42 +45,42 @@ class Run:
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_both_kinds_update_alike(optimizer: str, clip: float) -> None:
-    decided, selected = Run(Decided, optimizer, clip), Run(Selected, optimizer, clip)
+    decided, selected = Run(HostCheckedUpdate, optimizer, clip), Run(BranchFreeUpdate, optimizer, clip)
     for seed in range(5):
         assert selected.step(seed) == pytest.approx(decided.step(seed), rel=1e-6)
     for ours, theirs in zip(selected.state(), decided.state(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert selected.update.verdicts(False) == []
-    assert selected.update.verdicts(True) == decided.update.verdicts(False) == [Verdict.TAKEN] * 5
+    assert selected.update.outcomes(False) == []
+    assert selected.update.outcomes(True) == decided.update.outcomes(False) == [StepOutcome.TAKEN] * 5
 
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("cause", [{"poison": True}, {"healthy": False}])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_not_finite_is_undone(optimizer: str, cause: dict[str, bool], first: bool) -> None:
-    run = Run(Selected, optimizer)
+    run = Run(BranchFreeUpdate, optimizer)
     if not first:
         run.step(0)
     run.module.eval()  # BatchNorm's statistics are forward's
     before = [p.detach().clone() for p in run.module.parameters()]
     state = [] if first else run.state()
     run.step(1, **cause)
-    assert run.update.verdicts(True)[-1] is Verdict.REFUSED
+    assert run.update.outcomes(True)[-1] is StepOutcome.REFUSED
     for ours, theirs in zip(run.module.parameters(), before, strict=True):
         assert torch.equal(ours, theirs)
     for ours, theirs in zip(run.state(), state, strict=False):
         assert torch.equal(ours, theirs)
     run.step(2)
-    assert run.update.verdicts(True) == [Verdict.TAKEN]
+    assert run.update.outcomes(True) == [StepOutcome.TAKEN]
     assert not torch.equal(next(run.module.parameters()), before[0])
     assert all(tensor.isfinite().all() for tensor in run.state())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_warm_up_leaves_a_run_as_it_was(optimizer: str) -> None:
-    warm, plain = Run(Selected, optimizer), Run(Selected, optimizer)
+    warm, plain = Run(BranchFreeUpdate, optimizer), Run(BranchFreeUpdate, optimizer)
     for begun in range(2):  # a new run, and one that goes on
-        with uncounted(warm.module, warm.optimizer, warm.average):
+        with without_side_effects(warm.module, warm.optimizer, warm.average):
             for seed in range(7, 10):
                 warm.step(seed, healthy=False)
         for seed in range(2):
@@ -92,7 +92,7 @@ def test_a_warm_up_leaves_a_run_as_it_was(optimizer: str) -> None:
 
 
 def test_a_filler_batch_has_its_shape_and_no_weight() -> None:
-    batch = filler(3, 1600, 5)
+    batch = padding_batch(3, 1600, 5)
     assert batch.audio.shape == (3, 1600)
     assert batch.labels.shape == (3, 5)
     assert batch.weight.sum() == 0

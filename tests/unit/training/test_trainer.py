@@ -18,15 +18,15 @@ from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
-from speechtrain.distributed.group import Solo
+from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, Diverged, MachineError, RunError
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.task import Alarm, Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import Limits
-from speechtrain.training.trainer import Trainer, planned_steps
+from speechtrain.trainer_config import TrainerConfig
+from speechtrain.training.trainer import Progress, Trainer, planned_steps
 
 MICRO_BATCHES = 7  # of an epoch; a number that no accumulation divides
 
@@ -151,7 +151,7 @@ class Rig:
         self.task = Line(poison, alarms)
         self.data = Counted()
         self.recorder = Recorder()
-        settings = replace(Limits(log_every=1, validate_every=1000, ema=0.9), **limits)
+        settings = replace(TrainerConfig(log_every=1, validate_every=1000, ema=0.9), **limits)
         warn = lambda message: self.recorder.log("warning", {"message": message})  # noqa: E731
 
         def stop() -> bool:
@@ -160,8 +160,8 @@ class Rig:
             return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
 
         self.trainer = Trainer(
-            settings, CPU(), precision or FP32(), Solo(), Checkpointer(run_dir, 3, warn), self.recorder, 1,
-            run_dir, stop,
+            settings, CPU(), precision or FP32(), SingleProcess(), Checkpointer(run_dir, 3, warn),
+            self.recorder, 1, run_dir, stop,
         )  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
         average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
@@ -202,26 +202,12 @@ def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
     assert [w["step"] for w in warned.recorder.of("warning")] == [6]
 
 
-def test_a_collapse_is_rolled_back_to_before_its_onset(tmp_path: Path) -> None:
-    healthy = Rig(tmp_path / "healthy", max_steps=10, save_every=2, keep=5)
-    rig = Rig(tmp_path, max_steps=10, save_every=2, keep=5, alarms=[5, 7], on_collapse="rollback")
-    assert rig.status == "finished"
-    # back from 5 to 2, the newest before the onset at 4; then from 7 to 4
-    assert [row["step"] for row in rig.recorder.of("train")] == [*range(1, 6), *range(3, 8), *range(5, 11)]
-    rates = [row["lr"] / healthy_row["lr"] for row, healthy_row in zip(
-        rig.recorder.of("train")[-6:], healthy.recorder.of("train")[-6:], strict=True)]  # fmt: skip
-    assert rates == [0.25] * 6
-    assert rig.trainer.progress.rollbacks == 2
-    continued = Rig(tmp_path, max_steps=12, save_every=2, keep=5)
-    assert continued.recorder.of("train")[0]["step"] == 11
-    assert continued.trainer.progress.rate_factor == 0.25, "the halved rate is part of the run"
-
-
-def test_rolling_back_ends_where_it_does_not_help(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="after 3 rollbacks"):
-        Rig(tmp_path, max_steps=10, save_every=2, alarms=[5, 5, 5, 5], on_collapse="rollback")
-    with pytest.raises(Diverged, match="no checkpoint from before step 1"):
-        Rig(tmp_path / "early", max_steps=10, save_every=2, alarms=[2], on_collapse="rollback")
+def test_progress_of_the_first_release_is_read() -> None:
+    progress = Progress()
+    progress.load_state_dict({"step": 7, "nominal": 4.0, "rollbacks": 2, "rate_factor": 0.25})
+    assert (progress.step, progress.backward_divisor) == (7, 4.0)
+    assert progress.rate_factor == 0.25, "a rate that a roll-back has halved stays so"
+    assert progress.state_dict().keys() == Progress().state_dict().keys()
 
 
 def test_a_run_ends_at_its_limit_and_learns(tmp_path: Path) -> None:
@@ -263,7 +249,7 @@ def test_an_update_is_the_mean_over_everything_it_covers(tmp_path: Path) -> None
 
     task.zero_grad()
     trainer = Trainer(
-        Limits(max_steps=1, accumulate=5, clip=0.0, ema=0.0), CPU(), FP32(), Solo(),
+        TrainerConfig(max_steps=1, accumulate=5, clip=0.0, ema=0.0), CPU(), FP32(), SingleProcess(),
         Checkpointer(tmp_path / "c"), Recorder(), 1, tmp_path,
     )  # fmt: skip
     trainer.fit(task, Counted(), Capture(task.parameters(), lr=1.0), Constant(peak=1.0), NoEMA())
@@ -421,6 +407,6 @@ def test_a_lowered_loss_scale_is_counted_apart_and_resumes(tmp_path: Path) -> No
 
 
 def test_planned_steps() -> None:
-    assert planned_steps(Limits(max_steps=10, max_epochs=2.0), 7.0) == 10
-    assert planned_steps(Limits(max_steps=100, max_epochs=2.0), 3.5) == 7
-    assert planned_steps(Limits(), 3.5) is None
+    assert planned_steps(TrainerConfig(max_steps=10, max_epochs=2.0), 7.0) == 10
+    assert planned_steps(TrainerConfig(max_steps=100, max_epochs=2.0), 3.5) == 7
+    assert planned_steps(TrainerConfig(), 3.5) is None
