@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import re
 from collections import Counter
@@ -14,15 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from speechtrain.errors import RunError
-from speechtrain.run_directory import ABOUT, CONFIG, RESULT, read_result
-from speechtrain.tracking.base import PROGRESS, metrics_of
+from speechtrain.run_directory import CONFIG, RESULT, read_about, read_result
 from speechtrain.tracking.jsonl import NAME as METRICS
 from speechtrain.tracking.jsonl import read_metrics
 
 SKIPPED = "skipped.jsonl"
+_NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "seconds"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Run:
     result: dict[str, Any]
     about: dict[str, Any]
     config_text: str
-    skipped: list[dict[str, Any]]
+    skipped: dict[str, list[dict[str, Any]]]
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -71,30 +71,22 @@ class Run:
     @cached_property
     def train(self) -> dict[str, Curve]:
         """The curves of training, by name; of the task's own metrics too."""
-        events = self.of("train")
-        curves: dict[str, Curve] = {}
-        for values in events:
-            drawn = {name: values[name] for name in PROGRESS if name in values} | metrics_of(values)
-            _extend(
-                curves,
-                values,
-                {k: v for k, v in drawn.items() if k not in ("step", "steps", "eta_s", "epoch")},
-            )
-        return curves
+        return {name: next(iter(curves.values())) for name, curves in self._curves("train").items()}
 
     @cached_property
     def valid(self) -> dict[str, dict[str, Curve]]:
         """The curves of validation: metric, then set."""
-        found: dict[str, dict[str, Curve]] = {}
-        for values in self.of("valid"):
-            for name, value in metrics_of(values).items():
-                _extend(found.setdefault(name, {}), values, {str(values.get("set", "")): value})
-        return found
+        return self._curves("valid")
 
-    @property
-    def sets(self) -> list[str]:
-        """Names of the validation sets, in the order of their first figures."""
-        return list(dict.fromkeys(str(values.get("set", "")) for values in self.of("valid")))
+    def _curves(self, event: str) -> dict[str, dict[str, Curve]]:
+        found: dict[str, dict[str, Curve]] = {}
+        for values in self.of(event):
+            step, of_set = number(values.get("step")), str(values.get("set", ""))
+            for name, value in values.items():
+                is_figure = value is None or isinstance(value, int | float)
+                if step is not None and is_figure and name not in _NO_CURVES:
+                    found.setdefault(name, {}).setdefault(of_set, Curve()).append(step, number(value))
+        return found
 
     @cached_property
     def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]]]]:
@@ -111,20 +103,13 @@ class Run:
         return list(Counter(str(values.get("message", "")) for values in self.of("warning")).items())
 
     @property
-    def resumed(self) -> list[float]:
-        """Steps after which the run was continued."""
-        return [step for values in self.of("resume") if (step := number(values.get("step")))]
-
-    @property
     def steps(self) -> tuple[int | None, int | None]:
         """Updates done, and planned."""
-        logged = [int(step) for values in self.events if (step := number(values.get("step"))) is not None]
         done = number(self.result.get("steps"))
-        planned = [n for v in self.of("start", "train") if (n := number(v.get("steps"))) is not None]
-        return (
-            int(done) if done is not None else max(logged, default=None),
-            int(planned[-1]) if planned else None,
-        )
+        if done is None:
+            done = max(self.numbers("step"), default=None)
+        planned = self.numbers("steps", "start", "train")
+        return None if done is None else int(done), int(planned[-1]) if planned else None
 
     @property
     def wall_s(self) -> float | None:
@@ -144,31 +129,19 @@ class Run:
     @property
     def parameters(self) -> int | None:
         """Trainable and other parameters of the network."""
-        told = [n for v in (self.about, *self.of("start")) if (n := number(v.get("parameters"))) is not None]
+        told = self.numbers("parameters", "start")
         return int(told[-1]) if told else None
-
-    @property
-    def started(self) -> float | None:
-        """Unix time of the first event."""
-        return next((at for values in self.events if (at := number(values.get("time")))), None)
-
-    @property
-    def latest(self) -> float | None:
-        """Unix time of the last event."""
-        return next((at for values in reversed(self.events) if (at := number(values.get("time")))), None)
 
     @property
     def device(self) -> str:
         """Device, precision and number of processes in words, as far as they are known."""
-        names = [self.about.get("device"), *(self._class_of(part) for part in ("device", "precision"))]
-        words = [str(names[0] or names[1] or ""), names[2]]
+        device, precision = (
+            str(self.config.get(f"{part}._target_", "")).rpartition(".")[2].lower()
+            for part in ("device", "precision")
+        )
         processes = self.config.get("world_size")
-        if isinstance(processes, int) and processes > 1:
-            words.append(f"× {processes}")
-        return " ".join(word for word in words if word)
-
-    def _class_of(self, part: str) -> str:
-        return str(self.config.get(f"{part}._target_", "")).rpartition(".")[2].lower()
+        several = f"× {processes}" if isinstance(processes, int) and processes > 1 else ""
+        return " ".join(filter(None, (str(self.about.get("device") or device), precision, several)))
 
     @property
     def status(self) -> str:
@@ -179,20 +152,19 @@ class Run:
             lock = (self.folder / "lock").read_text()
         except (OSError, ValueError):
             return "unfinished"
-        holder = re.match(r"pid (\d+) on (.*)", lock)
+        holder = re.match(r"pid (\d{1,9}) on (.*)", lock)
         if holder is None or holder[2] != platform.node():
             return "unfinished"
-        try:
-            os.kill(int(holder[1]), 0)  # signal 0 asks whether the process is there
-        except ProcessLookupError:
-            return "killed"
-        except (OSError, OverflowError):
-            pass  # another user's process
-        return "running"
+        return "running" if psutil.pid_exists(int(holder[1])) else "killed"
 
     def of(self, *names: str) -> list[dict[str, Any]]:
         """The events of these names."""
         return [values for values in self.events if values["event"] in names]
+
+    def numbers(self, figure: str, *names: str) -> list[float]:
+        """The finite values of a figure in the events of these names; of all where none is given."""
+        events = self.of(*names) if names else self.events
+        return [value for values in events if (value := number(values.get(figure))) is not None]
 
 
 def read_run(folder: str | Path) -> Run:
@@ -208,15 +180,14 @@ def read_run(folder: str | Path) -> Run:
         return Run(
             folder=folder,
             events=read_metrics(folder / METRICS),
-            result=mapping(read_result(folder)),
-            about=_read_json(folder / ABOUT),
+            result=read_result(folder) or {},
+            about=read_about(folder),
             config_text=_read_text(folder / CONFIG),
             skipped=_read_skipped(folder / SKIPPED),
         )
     except OSError as error:
-        raise RunError(
-            f"{error.filename or folder}: {error.strerror or error}; it must be readable"
-        ) from error
+        cause = error.strerror or error
+        raise RunError(f"{error.filename or folder}: {cause}; it must be readable") from error
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -256,19 +227,12 @@ def number(value: Any) -> float | None:
 
 def mapping(value: Any) -> dict[str, Any]:
     """``value`` if it is a mapping, else an empty one."""
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def listing(value: Any) -> list[Any]:
     """``value`` if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
-
-
-def _extend(curves: dict[str, Curve], values: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    step = number(values.get("step"))
-    for name, value in figures.items():
-        if step is not None and (value is None or isinstance(value, int | float)):
-            curves.setdefault(name, Curve()).append(step, number(value))
 
 
 def _flat(prefix: str, tree: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:
@@ -286,21 +250,16 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return mapping(json.loads(_read_text(path) or "{}"))
-    except ValueError:
-        return {}
-
-
-def _read_skipped(path: Path) -> list[dict[str, Any]]:
-    """The skipped recordings, each once."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+def _read_skipped(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The skipped recordings, each once, by reason, the most frequent one first."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for line in _read_text(path).splitlines():
         try:
-            row = json.loads(line)
+            row = mapping(json.loads(line))
         except ValueError:
             continue
-        if isinstance(row, dict):
-            found.setdefault((str(row.get("id")), str(row.get("reason"))), row)
-    return list(found.values())
+        if row:
+            found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
+    return dict(
+        sorted(((reason, [*rows.values()]) for reason, rows in found.items()), key=lambda i: -len(i[1]))
+    )
