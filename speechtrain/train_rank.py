@@ -127,6 +127,13 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
 
 
+def build_data(config: DictConfig, task: Task, tokenizer: Tokenizer) -> DataModule:
+    """The data module, with what it takes from the task: predicted memory and normalised audio."""
+    offers = {"tokenizer": tokenizer, "footprint": task.footprint(), "normalise": task.normalise_audio}
+    data: DataModule = build(config, "data", **offers)
+    return data
+
+
 def _begin_with(path: str | None, task: Task) -> dict[str, int]:
     """Give a new run the weights at ``path``; how many tensors came from there and how many are fresh."""
     if not path:
@@ -195,7 +202,8 @@ def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
     if settings.simulate_world is not None:
         if settings.simulate_world % world.size:
             raise ConfigError(
-                f"trainer.simulate_world={settings.simulate_world} is not a multiple of world_size={world.size}"
+                f"trainer.simulate_world={settings.simulate_world} is not a multiple of "
+                f"world_size={world.size}"
             )
         settings.accumulate = settings.simulate_world // world.size
     return settings
@@ -285,9 +293,7 @@ def train(
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
     apply_policy(task, device.policy(precision.dtype))
-    data: DataModule = build(
-        config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
-    )
+    data = build_data(config, task, tokenizer)
     with group.main_process_first():  # what it reads of a large set, the others find in the cache
         data.check()
     device.validate_shapes(data.shapes())
@@ -300,11 +306,10 @@ def train(
     schedule = build(config, "schedule", **offers)
     switches = {name: value for name, value in device.optimizer_flags.items() if name in config.optimizer}
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **switches)
-    module, optimizer = device.prepare(task, optimizer, precision.dtype)
+    module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
     group.shard(module, optimizer)
-    attempt.metric = task.metric
-    # warnings of the other ranks go to their own logs
+    attempt.metric = task.metric  # warnings of the other ranks go to their own logs
     attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     early.setTarget(_Warnings(tracker))
@@ -319,8 +324,8 @@ def train(
     parameters = sum(p.numel() for p in task.parameters())
     counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
-    own = rank_folder(run_dir, world.rank)
-    trainer = Trainer(settings, device, precision, group, checkpointer, tracker, config.seed, own, stop)
+    folder = rank_folder(run_dir, world.rank)
+    trainer = Trainer(settings, device, precision, group, checkpointer, tracker, config.seed, folder, stop)
     attempt.progress = trainer.progress
     try:
         average = average_of(task, settings.ema)

@@ -20,8 +20,8 @@ from speechtrain.config.resolved import dump
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
-from speechtrain.files import write_json
-from speechtrain.launcher import AGENT, Job, Launcher
+from speechtrain.files import atomic, write_json
+from speechtrain.launcher import AGENT, Job, Launcher, Result
 from speechtrain.precision import Precision
 from speechtrain.run_directory import (
     ABOUT,
@@ -39,6 +39,7 @@ from speechtrain.run_directory import (
 )
 
 _USERS = (ConfigError, DataError, MachineError)
+_ENDED = ("finished", "target", "time")
 _MIN_FREE = 256 * 2**20  # bytes below which no run is begun
 
 
@@ -76,18 +77,16 @@ def _launched(
     if launcher.is_here(job):
         device.check(job.world_size)
     done = read_result(run_dir)
-    if (
-        done
-        and migrate_limits(done.get("limits")) == plain["trainer"]
-        and done.get("status") in ("finished", "target", "time")
-    ):
+    if done and done.get("status") in _ENDED and migrate_limits(done.get("limits")) == plain["trainer"]:
         print(f"{run_dir} is done: {_describe(done)}")
         return done
     is_new = not (run_dir / CONFIG).exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run_dir).acquire()
-    (run_dir / CONFIG).write_text(dump(config))
+    # first: a run whose config is there, but not what it began with, would refuse its own command
     _write_about(run_dir, is_new, {**about(argv), "seed": config.seed, "device": device.name}, began)
+    with atomic(run_dir / CONFIG) as temporary:
+        temporary.write_text(dump(config))
     for rank in range(max(job.world_size, _ranks_before(run_dir))):
         (rank_folder(run_dir, rank) / RESULT).unlink(missing_ok=True)
     lock.release()  # rank 0 takes it over
@@ -104,6 +103,17 @@ def _launched(
     if ended.submitted:
         print(ended.submitted)
         return {"status": "submitted", "metric": None}
+    result = _outcome(ended, run_dir, is_new)
+    result["limits"] = plain["trainer"]
+    write_json(run_dir / RESULT, result)
+    if result["status"] == "preempted":
+        raise Preempted(f"saved at step {result['steps']} in {run_dir}; the same command continues")
+    print(f"{run_dir}: {_describe(result)}")
+    return result
+
+
+def _outcome(ended: Result, run_dir: Path, is_new: bool) -> dict[str, Any]:
+    """The result of a run whose processes have ended. Raises what stopped it; a run that never began goes."""
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)
@@ -116,11 +126,6 @@ def _launched(
         if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
             _discard(run_dir)
         raise error
-    result["limits"] = plain["trainer"]
-    write_json(run_dir / RESULT, result)
-    if result["status"] == "preempted":
-        raise Preempted(f"saved at step {result['steps']} in {run_dir}; the same command continues")
-    print(f"{run_dir}: {_describe(result)}")
     return result
 
 

@@ -87,7 +87,7 @@ class Device(ABC):
         return ComputePolicy(static=self.static_shapes)
 
     def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+        self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Vendor transformations of a built and loaded module and its optimizer."""
         return module, optimizer

@@ -88,7 +88,7 @@ class CUDA(Device):
         )
 
     def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+        self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.compile:
             module.compile()

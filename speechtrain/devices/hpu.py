@@ -126,7 +126,7 @@ class HPU(Device):
             )
 
     def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+        self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.mode == "compile":
             module.compile(backend="hpu_backend")

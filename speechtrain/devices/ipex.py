@@ -40,7 +40,7 @@ class IPEX(CPU):
         return False  # it keeps copies of the parameters of its own, in other types and layouts
 
     def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
+        self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         with warnings.catch_warnings():  # it tells of optimizers whose step it does not fuse
             warnings.simplefilter("ignore")

@@ -187,14 +187,7 @@ class Trainer:
                 task, wrapped, data, optimizer, average, schedule.rate(self.progress.step + 1), states
             )
         progress, interval = self.progress, Interval()
-        status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
-        if progress.validated and progress.validated == progress.step and self._has_target(task):
-            status = "target"  # it had ended so, but did not live to say it
-        if self._owes_validation(status, validate_every):
-            status = self._validate(task, data, average) or status
-            self._save(states, task, average)
-        elif status == "preempted" and not progress.step:  # told before the first update: that is saved, too
-            self._save(states, task, average)
+        status = self._catch_up(planned, validate_every, task, data, average, states)
         while not status:
             step = progress.step + 1
             profiler.begin(step)
@@ -225,6 +218,27 @@ class Trainer:
             if save_due or validate_due:
                 self._save(states, task, average)
                 interval.begun = time.perf_counter()  # neither belongs to the training throughput
+        return status
+
+    def _catch_up(
+        self,
+        planned: int | None,
+        validate_every: int,
+        task: Task,
+        data: DataModule,
+        average: Average,
+        states: dict[str, Stateful],
+    ) -> str:
+        """Make up for what the previous start missed; return the status before the first update."""
+        progress = self.progress
+        status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
+        if progress.validated and progress.validated == progress.step and self._has_target(task):
+            status = "target"  # the previous start reached it, and was killed before it wrote its result
+        if self._owes_validation(status, validate_every):
+            status = self._validate(task, data, average) or status
+            self._save(states, task, average)
+        elif status == "preempted" and not progress.step:  # stopped before the first update: save that, too
+            self._save(states, task, average)
         return status
 
     def _warm_up(

@@ -298,10 +298,10 @@ def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch
     module = nn.Linear(2, 2)
     monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    HPU("compile").prepare(module, optimizer, torch.float32)
+    HPU("compile").prepare(module, optimizer)
     assert told["backend"] in VENDOR.BACKENDS
     told.clear()
-    HPU("lazy").prepare(module, optimizer, torch.float32)
+    HPU("lazy").prepare(module, optimizer)
     assert not told
     assert HPU.collectives in VENDOR.BACKENDS
 

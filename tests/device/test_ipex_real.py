@@ -76,7 +76,7 @@ def test_weights_stay_plain_and_averages_work() -> None:
     module = torch.nn.ModuleDict({"lstm": torch.nn.LSTM(8, 16), "linear": torch.nn.Linear(16, 16)})
     before = {name: value.clone() for name, value in module.state_dict().items()}
     optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-    prepared, _ = device.prepare(module, optimizer, torch.bfloat16)
+    prepared, _ = device.prepare(module, optimizer)
     after = prepared.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -63,6 +63,7 @@ class Command:
         keys = [argument for argument in self.arguments if not argument.startswith("allow_targets=")]
         path = self.run_dir / "config.yaml"
         path.write_text(dump(compose(keys)))
+        (self.run_dir / "run.json").write_text(json.dumps({"overrides": keys}))
         return path
 
     def _popen(

@@ -73,5 +73,5 @@ def test_weights_are_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipex, "_import", lambda: Extension)
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    assert IPEX().prepare(module, optimizer, torch.bfloat16) == (module, optimizer)
+    assert IPEX().prepare(module, optimizer) == (module, optimizer)
     assert asked == {"optimizer": optimizer, "inplace": True, "weights_prepack": False}
