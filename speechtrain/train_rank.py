@@ -304,8 +304,8 @@ def train(
     planned = planned_steps(settings, per_epoch)
     offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
     schedule = build(config, "schedule", **offers)
-    switches = {name: value for name, value in device.optimizer_flags.items() if name in config.optimizer}
-    optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **switches)
+    flags = {name: value for name, value in device.optimizer_flags.items() if name in config.optimizer}
+    optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
     group.shard(module, optimizer)
