@@ -52,7 +52,8 @@ from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.train_rank import build_task
 from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training.trainer import Interval, Trainer
+from speechtrain.training.run_state import Interval, Parts
+from speechtrain.training.trainer import Trainer
 
 BUCKET = 25 * 2**20  # bytes that DDP reduces at once
 LOG_EVERY = 10
@@ -84,17 +85,18 @@ class Steps:
         self.trainer = Trainer(
             limits, CPU(), precision, group, Checkpointer(folder), tracker, seed=1, run_dir=folder
         )
-        self.optimizer = LAMB(task.parameters(), lr=1e-6)
+        optimizer, progress = LAMB(task.parameters(), lr=1e-6), self.trainer.progress
+        # no data and no schedule: the batch is always the same
+        self.parts = Parts(task, None, optimizer, None, NoEMA(), precision, progress, module)  # type: ignore[arg-type]
         self.interval = Interval()
 
     def step(self) -> float:
         """One; its seconds."""
         begun = time.perf_counter()
-        weight, healthy, _, _ = self.trainer._accumulate(
-            self.task, self.module, itertools.repeat(self.batch), 1, self.interval
-        )
-        self.trainer._step(self.task, self.optimizer, NoEMA(), weight, healthy, 1e-6)
-        self.trainer.update.verdicts(True)
+        batches = itertools.repeat(self.batch)
+        weight, healthy, _, _ = self.trainer._accumulate(self.parts, batches, 1, self.interval)
+        self.trainer._step(self.parts, weight, healthy, 1e-6)
+        self.trainer.update.outcomes(True)
         return time.perf_counter() - begun
 
     def log(self) -> float:
@@ -141,7 +143,7 @@ def rank(number: int, size: int, port: int, given: argparse.Namespace, out: str)
         folder = Path(tempfile.mkdtemp())
         alone = Steps(SingleProcess(), task, task, batch, folder)
         together = Steps(group, task, group.wrap(task), batch, folder)
-        together.optimizer = alone.optimizer
+        together.parts.optimizer = alone.parts.optimizer
         times: dict[str, list[float]] = {"alone": [], "together": []}
         for count in range(
             given.rounds + 1

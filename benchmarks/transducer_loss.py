@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss, transducer_loss_bytes
+from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss
 
 MiB = 2**20
 BASELINE = "full lattice, fp32"
@@ -261,10 +261,6 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
         share = f"{memory[name] / MiB:.0f} | {memory[name] / memory[BASELINE]:.3f}"
         wrong = "" if "dropout" in name else f"{error(problems[0], contenders()[name]):.1e}"
         print(f"| {name} | {wall} | {processor} | {share} | {wrong} |", flush=True)
-    predicted = transducer_loss_bytes(
-        shape.batch, shape.frames, shape.labels + 1, shape.hidden, shape.vocabulary
-    )
-    print(f"\npredicted by transducer_loss_bytes: {predicted / MiB:.0f} MiB")
 
 
 def main() -> None:

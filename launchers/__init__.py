@@ -1,1 +1,1 @@
-"""Ways to start N processes, one file each. Named by ``_target_`` strings only, never imported."""
+"""Launchers, one per file: ways to start N processes. Named by ``_target_`` strings, never imported."""

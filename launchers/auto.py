@@ -1,4 +1,4 @@
-"""The default: whichever launcher of this machine suits the number of ranks."""
+"""The default launcher: chooses another launcher by the number of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from speechtrain.launcher import Job, Launcher, Result
 
 
 class Auto(Launcher):
-    """Leaves a job of one rank to ``one``, any other to ``more``."""
+    """Start a job of one rank with ``one``, and any other job with ``more``."""
 
     def __init__(self, one: Launcher, more: Launcher) -> None:
         self.one = one

@@ -1,4 +1,4 @@
-"""An Indexed Job of Kubernetes or a PyTorchJob of Kubeflow's: rendered, submitted with kubectl, followed."""
+"""Launcher for a Kubernetes Indexed Job or a Kubeflow PyTorchJob: renders, submits and follows it."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
 
 MANIFEST = "kubernetes.yaml"
-"""In the run directory: what was submitted."""
+"""File in the run directory: the submitted manifest."""
 
 _INSTANCE = "app.kubernetes.io/instance"
 _COMPONENT = "app.kubernetes.io/component"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 # the names by which Kubeflow's operator finds the container and the port of a PyTorchJob
 _CONTAINER, _PORT = "pytorch", "pytorchjob-port"
-_RETRY_FROM = 128  # with restartPolicy ExitCode the operator starts pods again whose codes are as high
+_RETRY_FROM = 128  # restartPolicy ExitCode: the operator restarts pods whose exit codes are at least this
 _MEMORY = "shared-memory"
-_WAIT_SECONDS = 24 * 3600  # for peers: pods may stand in a queue for hours
+_WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
 _KUBECTL_SECONDS = 120.0
 _LAST_WORDS_SECONDS = 5.0
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # a Service's; pods add their number to it
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
 _PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
 _KLOG = re.compile(r"[IWEF]\d{4} ")
 
 
 class Kubernetes(Launcher):
-    """Run ``world_size`` ranks in ``nodes`` pods of ``image``, where torchrun starts each pod's share.
+    """Run ``world_size`` ranks in ``nodes`` pods of ``image``; torchrun starts the ranks of each pod.
 
     ``kind`` is ``job`` (an Indexed Job and the Service that names its pods) or ``pytorchjob``, for
-    clusters with Kubeflow's training operator. ``volumes`` are claims and where they are mounted; one
-    of them, mounted at the same path here, must hold the run directory. A pod that is evicted has
-    ``grace_seconds`` to save in; all pods then start again and continue the run. Other failures are
-    made up for ``restarts`` times by a Job; by a PyTorchJob where a rank was killed.
+    clusters with Kubeflow's training operator. ``volumes`` maps claims to their mount paths. One claim,
+    mounted at the same path on this machine, must hold the run directory. An evicted pod has
+    ``grace_seconds`` to save; all pods then start again and continue the run. After other failures a
+    Job restarts up to ``restarts`` times; a PyTorchJob restarts if a rank was killed.
 
-    ``resources`` are those beside ``cpus`` and ``memory`` that each pod gets (``nvidia.com/gpu: 8``),
-    ``pod`` further fields of the pods' spec, ``options`` further ones for kubectl. ``wait`` stays until
-    the run is over, ``follow`` prints the first pod's log meanwhile; the first signal then makes the
-    ranks save and ends the pods, the second ends them at once.
+    ``resources`` (``nvidia.com/gpu: 8``) adds to the ``cpus`` and ``memory`` of each pod, ``pod`` adds
+    fields to the pods' spec, and ``options`` adds options to kubectl. ``wait`` waits until the run is
+    over, and ``follow`` prints the first pod's log meanwhile; the first signal then makes the ranks save
+    and ends the pods, the second ends them at once.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Kubernetes(Launcher):
         if kind not in _KINDS:
             raise ValueError(f"kind={kind}: it must be {' or '.join(_KINDS)}")
         if name is not None and not _NAME.fullmatch(name):
-            raise ValueError(f"name={name!r}: up to 50 small letters, digits and hyphens, a letter first")
+            raise ValueError(f"name={name!r}: use 1 to 50 of a-z, 0-9 and -, a letter first, no - last")
         for claim, path in (volumes or {}).items():
             if not PurePosixPath(str(path)).is_absolute():
                 raise ValueError(f"volumes.{claim}={path}: it must be an absolute path")
@@ -122,10 +122,10 @@ class Kubernetes(Launcher):
         self._ranks_per_node(job)
         if self._is_mounted(job.run_dir):
             return
-        mounted = ", ".join(self.volumes.values()) or "nothing is mounted"
+        mounted = ", ".join(self.volumes.values()) or "nothing"
         raise ConfigError(
-            f"run_dir={job.run_dir}: the pods would not see it ({mounted}); mount the claim that holds it at "
-            "the same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that"
+            f"run_dir={job.run_dir}: the pods do not see it (mounted: {mounted}); mount the claim with it at "
+            "the same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that path"
         )
 
     def launch(self, job: Job) -> Result:
@@ -139,7 +139,7 @@ class Kubernetes(Launcher):
         print(f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}", flush=True)
         if not self.wait:
             delete = shlex.join([*self.kubectl.command, "delete", *kind.objects(name)])
-            return Result(0, f"`{delete}` saves it and ends it; the same command continues")
+            return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
         return Result(_Followed(self.kubectl, kind, name, self.poll_seconds, self.follow).wait())
 
     def render(self, job: Job) -> str:
@@ -156,10 +156,10 @@ class Kubernetes(Launcher):
         return str(yaml.dump_all(documents, Dumper=_Dumper, **form))
 
     def job(self, job: Job) -> list[dict[str, Any]]:
-        """An Indexed Job, whose pod 0 is where the ranks meet, and the Service that gives it its name.
+        """An Indexed Job, and the Service that gives its pods names; the ranks meet in pod 0.
 
-        A run takes all its pods or none: they fail together, and start again together. Those that leave
-        because of a signal or a drained node do not count as failures; errors of the user's end the Job.
+        A run needs all its pods: they fail together and start again together. Pods that exit because
+        of a signal or a drained node do not count as failures; an error of the user ends the Job.
         """
         name, labels = self._name(job), {_INSTANCE: self._name(job)}
         container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", self._port(job))
@@ -184,7 +184,7 @@ class Kubernetes(Launcher):
                     "completionMode": "Indexed",
                     "completions": self.nodes,
                     "parallelism": self.nodes,
-                    "backoffLimit": self.restarts * self.nodes,  # it counts pods
+                    "backoffLimit": self.restarts * self.nodes,  # Kubernetes counts pods
                     "podFailurePolicy": {"rules": rules},
                     "template": {"metadata": {"labels": labels}, "spec": spec},
                 },
@@ -192,12 +192,12 @@ class Kubernetes(Launcher):
         ]
 
     def pytorchjob(self, job: Job) -> list[dict[str, Any]]:
-        """A PyTorchJob with one Master and Workers, no elastic policy.
+        """A PyTorchJob with one Master and Workers, without an elastic policy.
 
-        The world's size belongs to the config, so there is nothing to be elastic about, and a fixed Master
-        keeps rank 0 (its log, the run's lock) in a pod with a known name. The operator tells the pods their
-        numbers and the Master's address, and starts those again that leave with 128 or more: the codes of
-        those that were ended from outside, to which the one for `saved` is raised.
+        The config fixes the world size, so an elastic policy is of no use, and a fixed Master keeps rank 0
+        (its log, the run's lock) in a pod with a known name. The operator gives the pods their numbers and
+        the Master's address. It restarts pods that exit with 128 or more, the codes of pods that were ended
+        from outside; the exit code for `saved` is raised into that range.
         """
         replicas: dict[str, Any] = {}
         for part, count in (("Master", 1), ("Worker", self.nodes - 1)):
@@ -214,7 +214,7 @@ class Kubernetes(Launcher):
     def _container(
         self, job: Job, node: str, address: str, port: object, retry_from: int = 0
     ) -> dict[str, Any]:
-        """The one of each pod. ``node``, ``address`` and ``port`` may be what Kubernetes expands."""
+        """The only container of a pod. ``node``, ``address``, ``port`` may be variables for Kubernetes."""
         environment = {
             **forwarded_environment(job, self.forward),
             "PYTHONUNBUFFERED": "1",
@@ -240,18 +240,11 @@ class Kubernetes(Launcher):
         }
 
     def _command(self, job: Job, node: str, address: str, port: object, retry_from: int) -> list[str]:
-        """Without a shell, so that the container's first process is the one that obeys SIGTERM."""
+        """The container's command, without a shell, so that its first process handles SIGTERM."""
         python, run_dir = _literal(self.python), _literal(str(job.run_dir))
         retry = [f"--retry-from={retry_from}"] if retry_from else []
         return [
-            *(
-                python,
-                "-m",
-                MODULE,
-                "run",
-                "--address=$(POD_IP)",
-                f"--node={node}",
-            ),
+            *(python, "-m", MODULE, "run", "--address=$(POD_IP)", f"--node={node}"),
             *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--"),
             *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
             *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),
@@ -279,41 +272,39 @@ class Kubernetes(Launcher):
     def _ranks_per_node(self, job: Job) -> int:
         ranks, left = divmod(job.world_size, self.nodes)
         if left or not ranks:
-            raise ConfigError(
-                f"world_size={job.world_size}: launcher.nodes={self.nodes} share the ranks evenly; "
-                "set a multiple"
-            )
+            cause = f"world_size={job.world_size} must be a multiple of launcher.nodes={self.nodes}"
+            raise ConfigError(f"{cause}; change one of them")
         return ranks
 
     def _is_mounted(self, path: Path) -> bool:
         return any(path.is_relative_to(mount) for mount in self.volumes.values())
 
     def _name(self, job: Job) -> str:
-        """The run's own, the same each time, so that two commands do not train in one directory."""
+        """The objects' name, the same for each command on a run, so that two do not train it at once."""
         return self.name or f"speechtrain-{zlib.crc32(str(job.run_dir).encode()):08x}"
 
     def _port(self, job: Job) -> int:
         return rendezvous_port(job.run_dir)
 
     def _clear(self, name: str) -> None:
-        """Remove what an earlier command has left. Raises RunError where that is still at work."""
+        """Remove the objects of an earlier command. Raises RunError if they are still at work."""
         found = self.kubectl.must(*self.kind.get(name))
         if not found.strip():
             return
         if self.kind.end(json.loads(found)) is None:
             delete = shlex.join([*self.kubectl.command, "delete", *self.kind.objects(name)])
-            raise RunError(f"{self.kind.resource}/{name} is in the cluster; wait for it, or `{delete}`")
+            raise RunError(f"{self.kind.resource}/{name} is still in the cluster; wait for it, or `{delete}`")
         self.kubectl.must("delete", *self.kind.objects(name), "--ignore-not-found", "--cascade=foreground")
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What differs between the kinds of objects once they are in the cluster."""
+    """How the objects of one kind are made, named and judged in the cluster."""
 
     resource: str
     documents: Callable[[Kubernetes, Job], list[dict[str, Any]]]
     succeeded: str
-    """The condition of one that has ended well."""
+    """The condition of an object that has succeeded."""
     has_service: bool
 
     def objects(self, name: str) -> list[str]:
@@ -323,7 +314,7 @@ class _Kind:
         return ["get", f"{self.resource}/{name}", "--output=json", "--ignore-not-found"]
 
     def end(self, content: dict[str, Any]) -> tuple[bool, str] | None:
-        """Whether it has ended well, and what it says of its end; None while it is at work."""
+        """Whether the object has succeeded, with its reason and message; None while it is at work."""
         for condition in content.get("status", {}).get("conditions") or []:
             if condition.get("status") == "True" and condition.get("type") in (self.succeeded, "Failed"):
                 words = (condition.get(key, "") for key in ("reason", "message"))
@@ -338,18 +329,18 @@ _KINDS = {
 
 
 class _Kubectl:
-    """The client, with the options of every call."""
+    """The kubectl client, with the options of every call."""
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
 
     def must(self, *arguments: str, text: str = "") -> str:
-        """What a call prints. Raises MachineError with the cluster's own words where it fails."""
+        """The output of a call. Raises MachineError with the cluster's own message if the call fails."""
         try:
             done = self._done(arguments, text)
         except subprocess.TimeoutExpired:
             raise MachineError(
-                f"launcher=kubernetes: no answer to kubectl {arguments[0]} within {_KUBECTL_SECONDS:.0f} s"
+                f"launcher=kubernetes: kubectl {arguments[0]} got no answer in {_KUBECTL_SECONDS:.0f} s"
             ) from None
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if line.strip() and not _KLOG.match(line)]
@@ -358,7 +349,7 @@ class _Kubectl:
         return done.stdout
 
     def said(self, *arguments: str) -> str | None:
-        """What a call prints; None where it fails."""
+        """The output of a call; None if it fails."""
         try:
             done = self._done(arguments, "")
         except subprocess.TimeoutExpired:
@@ -372,13 +363,13 @@ class _Kubectl:
             capture_output=True,
             text=True,
             timeout=_KUBECTL_SECONDS,
-            start_new_session=True,  # a terminal's Ctrl-C is for this process
+            start_new_session=True,  # a terminal's Ctrl-C must reach only this process
             check=False,
         )
 
 
 class _Followed:
-    """A submitted object until it is over or gone. The first signal saves, the second ends it at once."""
+    """Follow an object until it is over or deleted. The first signal saves, the second ends it at once."""
 
     def __init__(
         self, kubectl: _Kubectl, kind: _Kind, name: str, poll_seconds: float, is_shown: bool
@@ -392,7 +383,7 @@ class _Followed:
         self._waits_for = ""
 
     def wait(self) -> int:
-        """Return 0 once it has ended well or is gone, else 1. Raises KeyboardInterrupt after two signals."""
+        """Return 0 after success or deletion, else 1. Raises KeyboardInterrupt after two signals."""
         with stop_signals(self._receive):
             asked, pause = 0, min(0.1, self._poll_seconds)
             while True:
@@ -402,7 +393,7 @@ class _Followed:
                     break
                 self._show()
                 until = time.monotonic() + self._poll_seconds
-                time.sleep(pause)  # also where a signal waits for a cluster that does not answer
+                time.sleep(pause)  # also while a signal waits for a cluster that does not answer
                 while time.monotonic() < until and self._received == asked:
                     time.sleep(pause)
         self._show()
@@ -414,7 +405,7 @@ class _Followed:
         return code
 
     def _ended(self) -> int | None:
-        """The code where it is over or gone; a cluster that does not answer counts as one that is at work."""
+        """The exit code of an object that is over or deleted; None while it works or nothing answers."""
         found = self._kubectl.said(*self._kind.get(self._name))
         if found is None:
             return None
@@ -428,9 +419,9 @@ class _Followed:
         return 1
 
     def _stop(self) -> bool:
-        """Delete it, its pods first: they get SIGTERM and their time, and it stays until they are gone.
+        """Delete the object after its pods, which get SIGTERM and their grace period.
 
-        Returns whether the cluster has taken that.
+        Returns whether the cluster has accepted that.
         """
         calls = [[*self._kind.objects(self._name), "--cascade=foreground"]]
         if self._received > 1:
@@ -458,7 +449,7 @@ class _Followed:
 
 
 class _Log:
-    """What the first pod prints, one pod after another; each line once, however often a connection ends."""
+    """Print the log of the first pod and its successors; each line once, even if connections end."""
 
     def __init__(self, kubectl: _Kubectl, is_shown: bool) -> None:
         self._kubectl = kubectl
@@ -469,7 +460,7 @@ class _Log:
         self._reader: threading.Thread | None = None
 
     def of(self, pod: str) -> None:
-        """Print the log of ``pod`` from now on, if that is not being done."""
+        """Start to print the log of ``pod``, unless a log is being printed."""
         if not self._is_shown or (self._reader is not None and self._reader.is_alive()):
             return
         self._end()
@@ -489,7 +480,7 @@ class _Log:
         self._reader.start()
 
     def finish(self) -> None:
-        """Print what is left, as far as it comes in time."""
+        """Print the rest of the log, as far as it arrives in time."""
         if self._reader is not None:
             self._reader.join(_LAST_WORDS_SECONDS)
         self._end()
@@ -513,7 +504,7 @@ class _Log:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations
-    """Quotes every text that some reader of YAML might take for something else, as Go's does ``1e3``."""
+    """Quote every string that a YAML reader may take for another type, as Go's does with ``1e3``."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -537,11 +528,11 @@ def _exited(codes: list[int]) -> dict[str, Any]:
 
 
 def _volume(number: int) -> str:
-    return f"volume-{number}"  # a claim's name may be longer than a volume's
+    return f"volume-{number}"  # a claim's name may be too long for a volume
 
 
 def _literal(text: str) -> str:
-    """``text`` so that Kubernetes, which expands ``$(NAME)`` and takes ``$$`` for ``$``, gives it back."""
+    """``text`` escaped for Kubernetes, which expands ``$(NAME)`` and turns ``$$`` into ``$``."""
     return text.replace("$", "$$")
 
 
@@ -552,7 +543,7 @@ def _is_first(pod: dict[str, Any]) -> bool:
 
 
 def _waiting(pod: dict[str, Any]) -> str:
-    """Why a pod does not begin: no node has room for it, its image cannot be had, and the like."""
+    """Why a pod does not start, such as no node with room or no image; empty if there is no reason."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses") or []:
         waiting = (container.get("state") or {}).get("waiting") or {}

@@ -1,4 +1,4 @@
-"""One child process on this machine."""
+"""Launcher for one child process on this machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from speechtrain.supervision.supervise import supervise
 
 
 class Local(Launcher):
-    """Start the single rank as a child, so that the device's environment is there before Python.
+    """Start the single rank as a child process, with the device's variables set before Python starts.
 
-    ``inline`` runs it in this process instead, for a debugger; variables that only count before
-    Python starts (threads, allocators) then have no effect.
+    ``inline`` runs the rank in this process, for a debugger. Variables that are read only when Python
+    starts (threads, allocators) then have no effect.
     """
 
     def __init__(self, inline: bool = False) -> None:

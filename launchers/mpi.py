@@ -1,4 +1,4 @@
-"""Ranks through mpirun: Open MPI, MPICH or Intel MPI."""
+"""Launcher for ranks with mpirun: Open MPI, MPICH or Intel MPI."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
-# what each says of itself; Intel's is built on Hydra, and says so too
+# in the output of `mpirun --version`; that of Intel MPI, which is built on Hydra, has HYDRA as well
 _SAYS = {"openmpi": r"Open ?MPI|OpenRTE|open-mpi", "intel": r"Intel\(R\) MPI", "mpich": r"HYDRA|MPICH"}
-# ranks use several cores, so none is bound to one: the device does that. Intel's binds before it starts
-# what it starts, `env` included, so a variable of the rank's would come too late
+# a rank uses several cores, so mpirun must not bind it to one: the device binds it. Intel MPI binds before
+# it starts its command, `env` included, so a variable that `env` sets would come too late
 _OPTIONS = {
     "openmpi": ["--bind-to", "none"],
     "intel": ["-genv", "I_MPI_PIN", "0"],
@@ -30,12 +30,12 @@ _HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
 
 
 class Mpi(Launcher):
-    """Start ``world_size`` ranks with mpirun; they speak to each other through torch, not through MPI.
+    """Start ``world_size`` ranks with mpirun; they communicate through torch, not through MPI.
 
-    ``engine`` is ``auto`` (what ``mpirun`` is), ``openmpi``, ``mpich`` or ``intel``; ``program`` another
-    mpirun than the one of that name. ``hostfile`` is handed on in the engine's own form; the ranks then
-    meet on its first host, at ``port`` (by default one of the run's own), else on this machine.
-    ``options`` are further ones for mpirun.
+    ``engine`` is ``auto`` (the one of ``mpirun``), ``openmpi``, ``mpich`` or ``intel``; ``program`` is the
+    mpirun to call, by name or path. ``hostfile`` is passed on in the engine's own format. The ranks meet
+    on its first host, or on this machine if there is none, at ``port`` (default: derived from the run
+    directory). ``options`` are further options for mpirun.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Mpi(Launcher):
 
     @cached_property
     def program(self) -> str:
-        """The mpirun to call. Raises MachineError where there is none."""
+        """The mpirun to call. Raises MachineError if there is none."""
         names = (
             [self.named_program] if self.named_program else [_PROGRAMS.get(self.named, "mpirun"), "mpirun"]
         )
@@ -72,28 +72,28 @@ class Mpi(Launcher):
 
     @cached_property
     def engine(self) -> str:
-        """Which MPI ``program`` belongs to, by what it says of itself."""
+        """The MPI that ``program`` belongs to. Raises MachineError if it is not the one that is set."""
         said = subprocess.run(
             [self.program, "--version"], capture_output=True, text=True, timeout=60, check=False
         )
         found = next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
         if not found or self.named not in ("auto", found):
             raise MachineError(
-                f"launcher=mpi: {self.program} is {found or 'no MPI that is known'}, not {self.named}; "
+                f"launcher=mpi: {self.program} is {found or 'an unknown MPI'}, not engine={self.named}; "
                 "set launcher.engine or launcher.program"
             )
         return found
 
     def check(self, job: Job) -> None:
         if job.world_size < 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=mpi starts one process or more")
+            raise ConfigError(f"world_size={job.world_size}: launcher=mpi needs at least 1 process")
         self._first_host()
         is_refused = (
             self.engine == "openmpi" and not os.geteuid() and "--allow-run-as-root" not in self.options
         )
         if is_refused and "OMPI_ALLOW_RUN_AS_ROOT" not in os.environ:
             raise MachineError(
-                "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container "
+                "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container set "
                 "launcher.options=[--allow-run-as-root]"
             )
 
@@ -113,9 +113,9 @@ class Mpi(Launcher):
             "MASTER_PORT": str(self._port(job)),
         }
         hosts = [_HOSTS[self.engine], self.hostfile] if self.hostfile else []
-        # Hydra's proxies give the ranks this machine's whole environment, elsewhere too
+        # Hydra's proxies pass this machine's whole environment to the ranks, on other hosts, too
         alone = ["-u", PARENT] if self.hostfile else []
-        # not in the engines' own words: theirs cut values at commas, line breaks or equals signs
+        # with `env`: the engines' own options cut values at commas, line breaks or equals signs
         assignments = [f"{name}={value}" for name, value in environment.items()]
         return [
             *(self.program, "-n", str(job.world_size), *hosts, *_OPTIONS[self.engine], *self.options),
@@ -128,14 +128,14 @@ class Mpi(Launcher):
         try:
             lines = Path(self.hostfile).read_text().splitlines()
         except OSError as error:
-            raise ConfigError(f"launcher.hostfile={self.hostfile}: {error.strerror}") from None
+            raise ConfigError(f"launcher.hostfile={self.hostfile}: {error.strerror}; set another") from None
         named = [words[0] for line in lines if (words := line.partition("#")[0].split())]
         if not named:
-            raise ConfigError(f"launcher.hostfile={self.hostfile} names no host")
-        return named[0].partition(":")[0]  # Hydra's form is host:ranks
+            raise ConfigError(f"launcher.hostfile={self.hostfile} names no host; add at least one")
+        return named[0].partition(":")[0]  # Hydra's format is host:ranks
 
     def _port(self, job: Job) -> int:
-        """One that is free here; on another host there is no asking, and the run's own is taken."""
+        """A free port if the ranks meet on this machine; on another host, the run's own port, unchecked."""
         if self.port is not None:
             return self.port
         port = rendezvous_port(job.run_dir)

@@ -1,4 +1,4 @@
-"""A batch job of Slurm's: rendered, submitted, followed."""
+"""Launcher for a Slurm batch job: renders it, submits it and follows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from speechtrain.supervision.supervise import stop_signals
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
-"""In the run directory: what was submitted, and what its batch script and rank 0 have printed."""
+"""Files in the run directory: the submitted script, and the output of the script and of rank 0."""
 
 _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
 _OVER = frozenset(
@@ -31,13 +31,13 @@ _PLAIN = re.compile(r"[^\s\x00-\x1f]+")
 
 
 class Slurm(Launcher):
-    """Submit a job with ``world_size`` ranks on ``nodes`` nodes, which srun starts.
+    """Submit a job in which srun starts ``world_size`` ranks on ``nodes`` nodes.
 
-    ``warn_seconds`` before its ``time`` is over (and when it is preempted) the ranks are asked to
-    save; with ``requeue`` the job then goes back into the queue and continues the same run. Where
-    that is not allowed, ``segments`` jobs in a row, an array of which one runs at a time, do as much.
-    ``wait`` stays until the run is over, ``follow`` prints its log meanwhile; the first signal then
-    makes the ranks save and leave, the second cancels. ``options`` are further ones for sbatch.
+    ``warn_seconds`` before its ``time`` ends (and when it is preempted) the ranks are asked to save.
+    With ``requeue`` the job then goes back into the queue and continues the same run. Where a site does
+    not allow that, ``segments`` submits an array of so many jobs, of which one runs at a time.
+    ``wait`` waits until the run is over, and ``follow`` prints its log meanwhile; the first signal then
+    makes the ranks save and exit, the second cancels the job. ``options`` are further options of sbatch.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Slurm(Launcher):
         }
         for key, setting in self.settings.items():
             if setting is not None and not _PLAIN.fullmatch(str(setting)):
-                raise ValueError(f"{key}={setting!r}: a line of a batch script takes no spaces")
+                raise ValueError(f"{key}={setting!r}: it must not be empty or have spaces or line breaks")
 
     def check(self, job: Job) -> None:
         self._ranks_per_node(job)
@@ -91,7 +91,7 @@ class Slurm(Launcher):
                 f"launcher=slurm: there is no {missing[0]} on this machine; run the command where Slurm is"
             )
         if "\n" in str(job.run_dir):
-            raise ConfigError(f"run_dir={job.run_dir!s}: launcher=slurm takes no line break in it")
+            raise ConfigError(f"run_dir={job.run_dir!s}: remove the line break for launcher=slurm")
 
     def launch(self, job: Job) -> Result:
         self.check(job)
@@ -102,13 +102,12 @@ class Slurm(Launcher):
         )
         if done.returncode:
             words = " ".join(done.stderr.split())
-            raise MachineError(f"launcher=slurm: sbatch refused {job.run_dir / SCRIPT}: {words}")
+            raise MachineError(f"launcher=slurm: sbatch rejected {job.run_dir / SCRIPT}: {words}")
         number = done.stdout.strip().partition(";")[0]
-        print(f"submitted job {number} of Slurm's; its log is {job.run_dir / LOG}", flush=True)
+        print(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}", flush=True)
         if not self.wait:
-            return Result(
-                0, f"scancel --signal=TERM {number} saves it and ends it; the same command continues"
-            )
+            stop = f"scancel --signal=TERM {number}"
+            return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
         _Followed(number, job.run_dir / LOG, self.poll_seconds, self.follow).wait()
         return Result(0)
 
@@ -123,7 +122,7 @@ class Slurm(Launcher):
         directives = {
             **self.settings,
             "ntasks-per-node": self._ranks_per_node(job),
-            "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to this script
+            "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
             "requeue" if self.requeue else "no-requeue": "",
             "open-mode": "append",
             "array": f"0-{self.segments - 1}%1" if self.segments > 1 else None,
@@ -133,7 +132,7 @@ class Slurm(Launcher):
             for key, value in directives.items()
             if value is not None
         ]
-        # what the user has set travels with the job, by Slurm's own means
+        # Slurm itself passes the user's variables to the job
         given = [n for n in sorted(job.environment) if n not in os.environ and not is_secret(n)]
         return Template(_TEMPLATE.read_text()).substitute(
             directives="\n".join(lines),
@@ -147,19 +146,17 @@ class Slurm(Launcher):
     def _ranks_per_node(self, job: Job) -> int:
         ranks, left = divmod(job.world_size, self.nodes)
         if left or not ranks:
-            raise ConfigError(
-                f"world_size={job.world_size}: launcher.nodes={self.nodes} share the ranks evenly; "
-                "set a multiple"
-            )
+            cause = f"world_size={job.world_size} must be a multiple of launcher.nodes={self.nodes}"
+            raise ConfigError(f"{cause}; change one of them")
         return ranks
 
     def _submission(self, job: Job) -> list[str]:
-        log = str(job.run_dir / LOG).replace("%", "%%")  # sbatch fills in what follows one
+        log = str(job.run_dir / LOG).replace("%", "%%")  # sbatch replaces patterns such as %j
         return ["sbatch", "--parsable", f"--output={log}", *self.options]
 
 
 class _Followed:
-    """A job until it has left the queue. The first signal saves, the second cancels."""
+    """Follow a job until it has left the queue. The first signal saves, the second cancels."""
 
     def __init__(self, number: str, log: Path, poll_seconds: float, is_shown: bool) -> None:
         self._number = number
@@ -167,10 +164,10 @@ class _Followed:
         self._poll_seconds = poll_seconds
         self._is_shown = is_shown
         self._received = 0
-        self._shown = log.stat().st_size if log.exists() else 0  # of earlier jobs
+        self._shown = log.stat().st_size if log.exists() else 0  # the output of earlier jobs
 
     def wait(self) -> None:
-        """Return when it has ended. Raises KeyboardInterrupt after a second signal."""
+        """Return when the job has ended. Raises KeyboardInterrupt after a second signal."""
         with stop_signals(self._receive):
             asked = 0
             while self._states():
@@ -186,7 +183,7 @@ class _Followed:
             raise KeyboardInterrupt
 
     def _states(self) -> list[str]:
-        """Of all that is left of the job; a controller that does not answer counts as one that is."""
+        """The states of the job's unfinished parts; ``UNKNOWN`` while the controller does not answer."""
         listed = _said("squeue", "--noheader", "--jobs", self._number, "--format=%T", "--states=all")
         if listed is None:
             known = _said("squeue", "--noheader", "--format=%T")
@@ -214,7 +211,7 @@ class _Followed:
 
 
 def _said(*command: str) -> str | None:
-    """What one of Slurm's commands prints; None where it fails."""
+    """The output of a Slurm command; None if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:

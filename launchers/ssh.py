@@ -1,4 +1,4 @@
-"""Torchrun on every host of a list, over ssh."""
+"""Launcher for torchrun on every host of a list, over ssh."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from speechtrain.supervision.supervise import stop_signals
 _ALIVE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _LOOK_AGAIN_SECONDS = 2.0
-_KILLED = 128  # an exit code above it: the agent was killed, or (255) the connection is lost
-_LOST = 255  # ssh's own
+_KILLED = 128  # a higher exit code: the agent was killed, or (255) the connection was lost
+_LOST = 255  # ssh's own exit code
 _SSH = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 
 
 class Ssh(Launcher):
-    """Start ``world_size`` ranks, shared evenly by the hosts that ``hostfile`` names.
+    """Start ``world_size`` ranks, divided evenly among the hosts that ``hostfile`` names.
 
-    One address a line; blank lines and what follows ``#`` do not count. ``nodes`` takes the first so
-    many of them. The first host is where the ranks meet, at ``port`` (by default one of the run's
-    own). Every host needs a login without a password, this interpreter at the same path (or
-    ``python``), the same versions, and the run directory: all that is tried before anything starts.
-    The variables whose names match ``forward`` go along, secrets never.
+    The file has one address per line; blank lines and text after ``#`` are ignored. ``nodes`` limits the
+    run to the first hosts of the file. The ranks meet on the first host, at ``port`` (default: derived
+    from the run directory). Every host needs a login without a password, this interpreter at the same
+    path (or ``python``), the same versions, and the run directory: all that is checked before the start.
+    The hosts get the variables whose names match ``forward``, but never secrets.
 
-    With ``max_restarts`` the agents start all ranks again up to so many times when one has failed, and
-    a lost host other than the first, which keeps the agents' common store, is waited for up to
-    ``rejoin_seconds`` and joins again. The ranks are then numbered by their hosts' addresses.
+    With ``max_restarts`` the agents start all ranks again, up to that many times, after one has failed. A
+    lost host can join again within ``rejoin_seconds``, except the first host, which keeps the agents'
+    common store. The ranks are then numbered by their hosts' addresses.
 
-    A stop is asked for, and its connection's end noticed, on the remote command's standard input:
-    a terminal there (``ssh -tt``) would join its outputs and change their bytes.
+    The remote command reads stop requests, and notices a lost connection, on its standard input:
+    a terminal there (``ssh -tt``) would merge its outputs and change their bytes.
     """
 
     def __init__(
@@ -98,37 +98,37 @@ class Ssh(Launcher):
 
     def render(self, job: Job) -> str:
         lines = [shlex.join(command) for command in self._commands(job, self._hosts())]
-        return "\n".join(["# all at the same time, each with its standard input kept open", *lines])
+        return "\n".join(["# start all at the same time, each with its standard input open", *lines])
 
     def _hosts(self) -> list[str]:
         try:
             lines = self.hostfile.read_text().splitlines()
         except OSError as error:
             raise ConfigError(
-                f"launcher.hostfile={self.hostfile}: {error.strerror}; name a file with one address a line"
+                f"launcher.hostfile={self.hostfile}: {error.strerror}; name a file with one address per line"
             ) from None
         hosts = [address for line in lines if (address := line.partition("#")[0].strip())]
         for host in hosts:
             if host.startswith("-") or len(host.split()) > 1:
                 raise ConfigError(
-                    f"{self.hostfile}: {host!r} is no address; write one a line and nothing else"
+                    f"{self.hostfile}: {host!r} is not an address; write one address per line, nothing else"
                 )
         wanted = len(hosts) if self.nodes is None else self.nodes
         if not hosts or wanted > len(hosts):
             raise ConfigError(
-                f"{self.hostfile} names {len(hosts)} hosts, launcher.nodes={max(wanted, 1)} needs as many; "
-                "add them, or set launcher.nodes or NNODES"
+                f"{self.hostfile} names {len(hosts)} hosts, but launcher.nodes={max(wanted, 1)} needs more; "
+                "add hosts, or set launcher.nodes or NNODES"
             )
         if len(set(hosts[:wanted])) < wanted:
-            raise ConfigError(f"{self.hostfile} names a host twice; every host has one line")
+            raise ConfigError(f"{self.hostfile} names a host twice; write one line per host")
         return hosts[:wanted]
 
     def _ranks_per_host(self, job: Job, hosts: list[str]) -> int:
         ranks, left = divmod(job.world_size, len(hosts))
         if left or not ranks:
             raise ConfigError(
-                f"world_size={job.world_size}: launcher=ssh shares the ranks evenly by {len(hosts)} hosts "
-                f"({self.hostfile}); set a multiple, or launcher.nodes"
+                f"world_size={job.world_size} must be a multiple of {len(hosts)}, the number of hosts "
+                f"({self.hostfile}); change world_size or launcher.nodes"
             )
         return ranks
 
@@ -139,7 +139,7 @@ class Ssh(Launcher):
         return ["ssh", *_SSH, f"-oConnectTimeout={self.login_seconds}", *self.options, "--", host, command]
 
     def _commands(self, job: Job, hosts: list[str]) -> list[list[str]]:
-        """What reaches each host's shell: go to this folder, then one command with its environment."""
+        """The ssh command of each host: change to this folder, then run one command with its environment."""
         ranks = self._ranks_per_host(job, hosts)
         environment = {
             **forwarded_environment(job, self.forward),
@@ -168,9 +168,9 @@ class Ssh(Launcher):
         return commands
 
     def _meeting(self, job: Job, hosts: list[str], index: int) -> list[str]:
-        """torchrun's options that say where the hosts meet.
+        """torchrun's options for the rendezvous of the hosts.
 
-        Where they are fixed nobody can join later; a store, on the first host, lets them.
+        With a fixed address no host can join later; with a store on the first host, a host can.
         """
         if not self.max_restarts:
             where = [f"--master-addr={hosts[0]}", f"--master-port={self._port(job)}"]
@@ -183,7 +183,7 @@ class Ssh(Launcher):
         ]
 
     def _check_hosts(self, job: Job, hosts: list[str]) -> None:
-        """Raise MachineError, after a line for each host that lacks something, where one cannot take part."""
+        """Raise MachineError if hosts cannot take part; if several cannot, print a line for each first."""
         lacking = self._lacking(job, hosts, self._port(job))
         complaints = [f"{host}: {lack}" for host, lack in lacking.items()]
         if len(complaints) == 1:
@@ -196,7 +196,7 @@ class Ssh(Launcher):
             )
 
     def _lacking(self, job: Job, hosts: list[str], port: int) -> dict[str, str]:
-        """Those of ``hosts`` that cannot take part, and why: ``port`` must be free on the first."""
+        """The hosts that cannot take part, with the reason; ``port`` must be free on the first host."""
         token = secrets.token_hex(16)
         path = job.run_dir / f".seen-{token[:8]}"
         path.write_text(token)
@@ -209,10 +209,10 @@ class Ssh(Launcher):
             path.unlink(missing_ok=True)
 
     def _lacks(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
-        """What ``host`` lacks, with the way out; empty where nothing is missing. Port 0 is always free."""
+        """What ``host`` lacks, with the fix; empty if nothing is missing. Port 0 is always free."""
         look = ["look", str(path), str(port), host if port else ""]
         probe = [self.python, "-m", MODULE, *look]
-        # PYTHONPATH, where it is forwarded
+        # among them PYTHONPATH, if it is forwarded
         kept = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
         folder = shlex.quote(str(Path.cwd()))
@@ -227,7 +227,7 @@ class Ssh(Launcher):
                 check=False,
             )
         except FileNotFoundError:
-            return "there is no ssh on this machine; install an OpenSSH client"
+            return "cannot be reached: this machine has no ssh; install an OpenSSH client"
         except subprocess.TimeoutExpired:
             return f"no answer within {3 * self.login_seconds} s; raise launcher.login_seconds if it is slow"
         words = login.stderr.strip().splitlines()[-1:] or [f"exit code {login.returncode}"]
@@ -236,8 +236,8 @@ class Ssh(Launcher):
         try:
             seen = json.loads(login.stdout.strip().splitlines()[-1])
         except (IndexError, ValueError):
-            cause = f"speechtrain does not run there as {self.python} ({words[0]})"
-            return f"{cause}; install it, or set launcher.python"
+            cause = f"speechtrain does not run there with {self.python} ({words[0]})"
+            return f"{cause}; install it there, or set launcher.python"
         if seen["token"] != token:
             return f"does not see {job.run_dir}; set run_dir to a folder that all hosts share"
         differ = [
@@ -246,21 +246,21 @@ class Ssh(Launcher):
             if seen["versions"].get(n) != v
         ]
         if differ:
-            return f"has other versions: {'; '.join(differ)}; install the same on all hosts"
+            return f"has other versions: {'; '.join(differ)}; install the same versions on all hosts"
         if seen["taken"]:
-            return f"port {port} cannot be used ({seen['taken']}); set launcher.port to one that is free"
+            return f"port {port} cannot be used ({seen['taken']}); set launcher.port to a free port"
         return ""
 
 
 class _Client:
-    """The ssh client of one host, and what became of it."""
+    """The ssh client of one host, and its state."""
 
     def __init__(self, host: str, command: list[str]) -> None:
         self.host = host
         self.is_over = False
-        """It has ended, and nobody waits for its host."""
+        """The client has ended, and its host is not waited for."""
         self.lost_at: float | None = None
-        """Since when its host is waited for, in seconds of the monotonic clock."""
+        """When its host was lost and is waited for, in seconds of the monotonic clock; else None."""
         self.is_back = threading.Event()
         self.starts = 0
         self._command = command
@@ -268,7 +268,7 @@ class _Client:
         self._readers: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Connect, and print what comes, with the host before each line."""
+        """Connect, and print the output, each line with the host in front."""
         pipe = subprocess.PIPE
         self._process = process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
@@ -283,12 +283,12 @@ class _Client:
 
     @property
     def code(self) -> int | None:
-        """The exit code; None as long as it runs, 0 before its start."""
+        """The exit code; None while the client runs, 0 before its start."""
         return self._process.poll() if self._process else 0
 
     def say(self, word: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError, ValueError):  # ended since
+            with suppress(OSError, ValueError):  # it has ended
                 self._process.stdin.write(word)
                 self._process.stdin.flush()
 
@@ -298,17 +298,17 @@ class _Client:
             self._process.wait()
 
     def join(self, seconds: float) -> None:
-        """Wait until all its output is printed."""
+        """Wait until all output is printed, ``seconds`` at most for each stream."""
         for reader in self._readers:
             reader.join(seconds)
 
 
 class _Connections:
-    """Running ssh clients, one a host.
+    """The running ssh clients, one per host.
 
-    The first signal asks all ranks to save and leave, the second kills. When one host ends the
-    others follow: by themselves where their ranks notice, else asked, and last by force. One that is
-    lost is waited for where the agents restart ranks: ``lacks`` says what it still lacks.
+    The first signal asks all ranks to save and exit, the second kills. When one host ends, the others
+    must end, too: their ranks notice it, else they are asked to stop, and at last they are killed. If
+    the agents restart ranks, a lost host is waited for: ``lacks`` returns what it still lacks.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class _Connections:
         lacks: Callable[[str], str],
     ) -> None:
         self.cause = ""
-        """The loss that has ended the run, in a line."""
+        """The lost host that has ended the run, in one line."""
         self._clients = clients
         self._grace = grace
         self._max_restarts = max_restarts
@@ -329,12 +329,12 @@ class _Connections:
         self._received = 0
 
     def run(self) -> int:
-        """The highest of their exit codes. Raises KeyboardInterrupt after a second signal."""
+        """Wait for all clients; return the highest exit code. Raises KeyboardInterrupt after two signals."""
         with stop_signals(self._receive):
             for client in self._clients:
                 client.start()
             if self._received:
-                self._say(STOP)  # it came between two starts
+                self._say(STOP)  # the signal came between two starts
             try:
                 self._wait()
             finally:
@@ -368,7 +368,7 @@ class _Connections:
             time.sleep(_POLL_SECONDS)
 
     def _ended(self, client: _Client, now: float) -> None:
-        """Decide what becomes of a client that does not run: it is over, waited for, or started again."""
+        """Decide about a client that does not run: it is over, is waited for, or starts again."""
         is_leaving = bool(self._received) or any(other.is_over for other in self._clients)
         if client.lost_at is None:
             if is_leaving or (client.code or 0) <= _KILLED:
@@ -382,16 +382,16 @@ class _Connections:
                 threading.Thread(target=self._watch_for, args=(client,), daemon=True).start()
         elif is_leaving:
             client.is_over = True
-            self._say(KILL)  # without it there is nothing that the others could save
+            self._say(KILL)  # the others cannot save without this host
         elif client.is_back.is_set():
             self._tell(f"{client.host} is back and joins again")
             client.start()
         elif now - client.lost_at > self._rejoin_seconds:
-            self._end_with(client, f"{client.host} was lost and not back within {self._rejoin_seconds:g} s")
+            self._end_with(client, f"{client.host} is lost for more than {self._rejoin_seconds:g} s")
             self._say(KILL)
 
     def _watch_for(self, client: _Client) -> None:
-        """Look again and again whether a lost host can take part; in a thread of its own."""
+        """Check a lost host until it can take part again; runs in a thread of its own."""
         while not client.is_over:
             if not self._lacks(client.host):
                 client.is_back.set()

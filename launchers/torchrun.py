@@ -1,4 +1,4 @@
-"""Several child processes on this machine, through torchrun."""
+"""Launcher for several child processes on this machine, with torchrun."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from speechtrain.supervision.supervise import supervise
 class Torchrun(Launcher):
     """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
 
-    They meet at a free port of this host, so runs beside each other do not collide. Up to
-    ``max_restarts`` times the agent starts all ranks again, and they continue from the last
-    checkpoint; ``shutdown_seconds`` are what the others may take to end before they are killed.
-    The agent itself waits no longer than 30 s after a failure.
+    The ranks meet at a free port of this host, so that runs on the same host do not collide. The agent
+    starts all ranks again up to ``max_restarts`` times, and they continue from the last checkpoint.
+    After a failure, the other ranks have ``shutdown_seconds`` to end before they are killed; the agent
+    itself waits at most 30 s.
     """
 
     def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 10) -> None:
@@ -28,7 +28,7 @@ class Torchrun(Launcher):
 
     def check(self, job: Job) -> None:
         if job.world_size < 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=torchrun starts one process or more")
+            raise ConfigError(f"world_size={job.world_size}: launcher=torchrun needs at least 1 process")
 
     def is_here(self, job: Job) -> bool:
         return True
@@ -45,7 +45,7 @@ class Torchrun(Launcher):
         return shell_line(self._command(job), job.environment)
 
     def _prepared(self, job: Job) -> Job:
-        # a variable, not an option: releases that do not know it take no notice
+        # a variable, not an option: torch releases that do not know it ignore it
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
         variables |= RESTARTABLE if self.max_restarts else {}
         return Job(job.config, job.run_dir, job.world_size, {**job.environment, **variables})
@@ -54,6 +54,6 @@ class Torchrun(Launcher):
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *(f"--nproc-per-node={job.world_size}", f"--max-restarts={self.max_restarts}"),
-            # the worker line as every launcher has it
+            # the same worker command as with every launcher
             *("--no-python", job.command[0], *escape_for_torchrun(job.command[1:])),
         ]

@@ -1,6 +1,6 @@
-"""How to compute on this machine: the forms of a block that a device chooses from, and the usable CPUs.
+"""Compute policy: which implementation of a block a device uses, and the usable CPUs.
 
-The forms of a block have equal results and parameters, and use other operations.
+The implementations of a block have equal results and parameters, but use different operations.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ComputePolicy:
-    """What a device wants of the blocks that can compute in more than one way.
+    """A device's choice for blocks that have several implementations.
 
-    ``static``: no shape depends on data and nothing is read back by the host within a step.
-    ``lstm``: ``fused`` is torch's own, ``loop`` a loop over frames (devices without a fused one, and
-    bf16 on CPU, where the fused one's backward is slower than in fp32).
+    ``static``: no shape depends on data, and the host reads nothing back within a step.
+    ``lstm``: ``fused`` is torch's own, ``loop`` a loop over frames (for devices without a fused LSTM, and
+    for bf16 on CPU, where the backward of the fused LSTM is slower than in fp32).
     """
 
     static: bool = False
@@ -27,25 +27,25 @@ class ComputePolicy:
 
 
 class PolicyAware(ABC):
-    """A block with several forms; checkpoints do not depend on which is used."""
+    """A block with several implementations; checkpoints do not depend on the choice."""
 
     @abstractmethod
     def apply_policy(self, policy: ComputePolicy) -> None:
-        """Compute as ``policy`` says from now on."""
+        """Use the implementation that ``policy`` selects."""
 
 
 def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
-    """Tell every adaptive block of ``module``, itself included."""
+    """Apply ``policy`` to ``module`` and to every block in it that is ``PolicyAware``."""
     for block in module.modules():
         if isinstance(block, PolicyAware):
             block.apply_policy(policy)
 
 
 def times(scalar: Tensor, factor: float) -> Tensor:
-    """A scalar tensor () by a number, in the tensor's dtype: lazy tensors would make the product fp64."""
+    """Multiply a scalar tensor () by a number in the tensor's dtype; lazy tensors would return fp64."""
     return scalar * torch.full_like(scalar, factor)
 
 
 def usable_cpus() -> set[int]:
-    """The CPUs that this process may use: its affinity mask, which cgroups narrow (Linux), else all."""
+    """The CPUs that this process may use: its affinity mask (Linux; cgroups reduce it), else all CPUs."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,7 +1,7 @@
-"""Draws with an address: every random decision is a pure function of where it stands in the run.
+"""Counter-based random numbers: every draw is a pure function of its address in the run.
 
-No generator state is carried, so resume, gradient accumulation and any number of ranks and data
-workers draw the same. Source: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
+There is no generator state, so a draw does not depend on resume, gradient accumulation or the number
+of ranks and data workers. Source: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def addressed(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64 random bits for each address; the parts broadcast, so a whole epoch is one call."""
+    """Return 64 random bits for each address; its parts broadcast, so one call draws a whole epoch."""
     with np.errstate(over="ignore"):
         state = np.zeros((), np.uint64)
         for part in address:
@@ -30,15 +30,15 @@ def addressed(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def seed_at(*address: int) -> int:
-    """A non-negative 63-bit seed for one address, e.g. ``seed_at(run_seed, update, micro_batch)``."""
+    """Return a non-negative 63-bit seed for an address, e.g. ``seed_at(run_seed, update, micro_batch)``."""
     return int(addressed(*address)) >> 1
 
 
 def uniform_at(*address: int | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform draws in [0, 1) with 53 bits, one for each address."""
+    """Return a uniform draw in [0, 1) with 53 bits for each address."""
     return (addressed(*address) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def key_of(name: str) -> int:
-    """A non-negative 63-bit hash of a name, the same in every process (unlike ``hash``)."""
+    """Return a non-negative 63-bit hash of a name, equal in every process (unlike ``hash``)."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,7 @@
-"""Tensors spread over the ranks (DTensors): a rank's share, the whole's norms, and files of shares.
+"""Tensors that are sharded over the ranks (DTensors): a rank's shard, norms of the whole, and files.
 
-Everything here takes ordinary tensors as well, and leaves them as they are. What needs the collectives
-of ``torch.distributed.tensor`` loads it then: runs without shards are spared the second of its import.
+Everything here takes ordinary tensors, too, and returns them unchanged. ``torch.distributed.tensor`` is
+imported only in functions that need its collectives: the import takes a second.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from speechtrain.errors import one_line
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a share of ``tensor`` only."""
+    """Whether this rank holds only a shard of ``tensor``."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's share, in the same memory: rows of the whole, perhaps none."""
+    """This rank's shard, in the same memory: rows of the whole, perhaps none."""
     if not is_sharded(tensor):
         return tensor
     spread: Any = tensor.detach()
@@ -32,7 +32,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of ``tensor``; every rank of the group must ask."""
+    """All of ``tensor``; every rank of the group must call this."""
     if not is_sharded(tensor):
         return tensor
     spread: Any = tensor.detach()
@@ -41,7 +41,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(value: Tensor, model: Tensor) -> Tensor:
-    """``value``, whole on every rank, spread and placed as ``model`` is; nothing travels."""
+    """``value``, whole on every rank, sharded and placed like ``model``, without communication."""
     if not is_sharded(model):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -52,14 +52,14 @@ def like(value: Tensor, model: Tensor) -> Tensor:
 
 
 def empty(value: Tensor, model: Tensor | None) -> Tensor:
-    """Memory of ``value``'s shape and dtype, spread and placed as ``model`` is, by default on the host."""
+    """Memory of ``value``'s shape and dtype, sharded and placed like ``model``, by default on the host."""
     if model is None:
         return torch.empty(value.shape, dtype=value.dtype, device="cpu")
     return torch.empty_like(model, dtype=value.dtype, requires_grad=False)
 
 
 def sum_shares(values: Tensor, model: Tensor) -> Tensor:
-    """The sums of every rank's ``values`` over the ranks that hold ``model``; no sums where one holds it."""
+    """``values``, summed in place over the ranks that hold ``model``; unchanged if it is not sharded."""
     if is_sharded(model):
         spread: Any = model
         torch.distributed.all_reduce(values, group=spread.device_mesh.get_group())
@@ -67,7 +67,7 @@ def sum_shares(values: Tensor, model: Tensor) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm () of all tensors together, the same on every rank: one reduction.
+    """The Euclidean norm () of all tensors together, the same on every rank; takes one reduction.
 
     Either all of them are sharded, over the same ranks, or none is.
     """
@@ -78,7 +78,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every value of every tensor is finite: a host read, the same answer on every rank."""
+    """Whether every value of every tensor is finite, the same on every rank; takes a host read."""
     if not tensors:
         return True
     bad = torch.stack([(~torch.isfinite(local(tensor))).any() for tensor in tensors]).any()
@@ -86,10 +86,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def save_shares(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write every rank's shares of sharded ``tensors`` into ``folder``: one safetensors file a rank.
+    """Write every rank's shards of ``tensors`` into ``folder``: one safetensors file per rank.
 
-    By torch.distributed.checkpoint, which keeps a share's place in the header of its file. All ranks must
-    call; where one fails, all raise OSError.
+    torch.distributed.checkpoint stores a shard's position in the header of its file. All ranks must call
+    this; if one fails, all raise OSError.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -97,7 +97,7 @@ def save_shares(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     try:
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as error:  # no Exception, so nothing above would stop it
+    except CheckpointException as error:  # a BaseException, which no caller would catch
         causes = {
             f"rank {rank}: {' '.join(str(cause).split())[:200]}"
             for rank, (cause, _) in error.failures.items()
@@ -106,16 +106,16 @@ def save_shares(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def load_shares(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors, sharded in any way or whole, from what ``save_shares`` wrote; each rank on its own.
+    """Fill tensors, sharded in any way or whole, from the files of ``save_shares``; each rank on its own.
 
-    Raises RuntimeError where a tensor is not there or of another shape.
+    Raises RuntimeError if a tensor is missing or has another shape.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        with warnings.catch_warnings():  # it tells that no other rank takes part, as is meant
+        with warnings.catch_warnings():  # about ranks that do not take part, as intended
             warnings.simplefilter("ignore")
             load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:

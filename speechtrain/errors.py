@@ -1,6 +1,6 @@
 """Errors that a user can act on: one line each, and an exit code by class.
 
-The command prints ``speechtrain: error: <line>`` and leaves with the class's code; the trace goes
+The command prints ``speechtrain: error: <line>`` and exits with the class's code; the trace goes
 to a file in the run directory. The codes are part of the interface (see ``docs/exit-codes.md``).
 """
 
@@ -14,7 +14,7 @@ EXIT_KILLED = 130  # the second Ctrl-C
 
 
 class SpeechtrainError(Exception):
-    """Base of every error whose message is meant for the user: one line that names the cause and the fix."""
+    """Base of all errors with a message for the user: one line that names the cause and the fix."""
 
     exit_code = 1
 
@@ -44,19 +44,19 @@ class RunError(SpeechtrainError):
 
 
 class Diverged(SpeechtrainError):
-    """Training that cannot go on: non-finite updates in a row, or a loss scale at its floor."""
+    """Training that cannot continue: non-finite updates in a row, or a loss scale at its floor."""
 
     exit_code = 6
 
 
 class Preempted(SpeechtrainError):
-    """Not a fault: a signal came, everything is saved, and the same command continues."""
+    """Not a fault: after a signal everything is saved, and the same command continues."""
 
     exit_code = EXIT_PREEMPTED
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'hidden'?"`` for a near miss of one of ``known``, else an empty string."""
+    """``"; did you mean 'hidden'?"`` if a name in ``known`` is similar, else an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -67,5 +67,5 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(message: str, limit: int | None = None) -> str:
-    """A message with its line breaks and runs of spaces closed up, cut to ``limit`` characters."""
+    """A message with line breaks and runs of spaces as one space, cut to ``limit`` characters."""
     return " ".join(message.split())[:limit]

@@ -27,11 +27,11 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def atomic(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A temporary path in the folder of ``path``; it replaces ``path`` where the block ends without an error.
+    """A temporary path in the folder of ``path``; it replaces ``path`` if the block ends without an error.
 
     A reader sees the old file or the new one. A missing folder is made first. An error removes the
-    temporary. ``durable`` flushes its bytes to the disk before the rename. Raises OSError where the
-    disk refuses.
+    temporary. ``durable`` flushes its bytes to the disk before the rename. Raises OSError if the
+    disk is full or read-only.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -46,6 +46,15 @@ def atomic(path: Path, durable: bool = True) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:
-    """Replace ``path`` by ``content`` in one step, as ``atomic`` does."""
+    """Replace ``path`` by ``content`` as JSON, in one step as ``atomic`` does."""
     with atomic(path, durable) as temporary:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in ``path``; empty if the file is missing, unreadable or not a mapping."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -16,18 +16,18 @@ from speechtrain.errors import MachineError
 
 WORKER = "speechtrain.train_rank"
 AGENT = "agent.log"
-"""In the run directory: what an agent that starts the ranks says of them."""
+"""File in the run directory: the stderr of an agent that starts the ranks."""
 
 _SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
 
 
 PARENT = "SPEECHTRAIN_PARENT"
-"""Environment variable: the process that started this one here; without it there is no reason to go on."""
+"""Environment variable: the pid of the command on this host; a rank stops when that process has ended."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher starts: the same worker line, ``world_size`` times."""
+    """What a launcher starts: the same worker command, ``world_size`` times."""
 
     config: Path
     run_dir: Path
@@ -36,7 +36,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The worker line of one process."""
+        """The worker command of one process."""
         return [sys.executable, "-m", WORKER, str(self.config)]
 
     def environ(self) -> dict[str, str]:
@@ -50,9 +50,9 @@ class Result:
 
     returncode: int
     submitted: str = ""
-    """Where the processes run without this command: what has been handed over, in a line."""
+    """A line for the user if the processes run without this command: how to stop them."""
     cause: str = ""
-    """What ended them from outside, such as a lost host, in a line."""
+    """A line about what ended the processes from outside, such as a lost host."""
 
 
 class Launcher(ABC):
@@ -60,31 +60,31 @@ class Launcher(ABC):
 
     @abstractmethod
     def check(self, job: Job) -> None:
-        """Raise ConfigError or MachineError where this launcher cannot start ``job``."""
+        """Raise ConfigError or MachineError if this launcher cannot start ``job``."""
 
     def is_here(self, job: Job) -> bool:
-        """Whether the processes run on this host, whose devices can then be looked at beforehand."""
+        """Whether the processes run on this host, so that its devices can be checked before the start."""
         return False
 
     @abstractmethod
     def launch(self, job: Job) -> Result:
-        """Start the processes, pass signals on, wait."""
+        """Start the processes, pass signals on to them, and wait for their end."""
 
     @abstractmethod
     def render(self, job: Job) -> str:
-        """Exactly what ``launch`` would run, as text."""
+        """The text of exactly what ``launch`` would run."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value must not stand in a command line or a log."""
+    """Whether, by its name, a variable's value must not appear in a command line or a log."""
     return _SECRET.search(name) is not None
 
 
 def forwarded_environment(job: Job, patterns: Iterable[str]) -> dict[str, str]:
-    """The environment that a job's processes get on machines other than this one.
+    """The environment of a job's processes on other machines.
 
-    That is the job's own, as the user has overridden it, and this process's variables whose names
-    match one of ``patterns`` (``HF_*``); secrets stay here.
+    It holds the job's variables, with the values that the user has set, and this process's variables
+    whose names match one of ``patterns`` (``HF_*``). Secrets are left out.
     """
     wanted = tuple(patterns)
     mine = {n: v for n, v in os.environ.items() if any(fnmatchcase(n, pattern) for pattern in wanted)}
@@ -101,13 +101,13 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
 
 
 def escape_for_torchrun(words: Iterable[str]) -> list[str]:
-    """Arguments that torchrun, which fills in macros and takes ``$$`` for ``$``, hands on as they are."""
+    """Arguments escaped for torchrun, which expands macros and turns ``$$`` into ``$``."""
     return [word.replace("$", "$$") for word in words]
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among its peers, read once from the environment."""
+    """This process's rank among its peers, read once from the environment."""
 
     rank: int = 0
     size: int = 1
@@ -116,11 +116,11 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> World:
-        """Read the variables of whoever started this process; absent ones mean a single process.
+        """Read the variables of the program that started this process; without them it is a single process.
 
         Torchrun's come first (an agent may itself run under Slurm or MPI), then those of Open MPI, of
-        Slurm's steps, and of MPICH and Intel MPI. Raises MachineError naming the variable where only
-        some are set or one is no number.
+        Slurm's steps, and of MPICH and Intel MPI. Raises MachineError naming the variable if only some
+        are set or one is not a number.
         """
         for names in _STARTERS:
             known = [name in environ for name in names[:2]]
@@ -131,13 +131,13 @@ class World:
         return cls()
 
     def variables(self) -> dict[str, str]:
-        """This place in torchrun's words, which torch and vendors' libraries read."""
+        """The same under torchrun's names, which torch and vendors' libraries read."""
         values = (self.rank, self.size, self.local_rank, self.local_size)
         return {name: str(value) for name, value in zip(_STARTERS[0], values, strict=True)}
 
 
-# Rank, number of ranks, rank on this host, ranks on this host. A job of Slurm's has SLURM_PROCID as well:
-# only in a step, which srun starts, does it count processes.
+# Rank, number of ranks, rank on this host, ranks on this host. Slurm's batch script has SLURM_PROCID, too,
+# but it numbers processes only in a step, which srun starts.
 _STARTERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     (

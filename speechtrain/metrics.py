@@ -1,4 +1,4 @@
-"""Error rates as sums and counts, and metrics that are divided once, after all reductions."""
+"""Error rates as sums and counts, and metrics that are divided once, after the last reduction."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """Levenshtein distance in words, and the words of the reference; words are split at white space."""
+    """Return the Levenshtein distance in words (split at white space), and the words of the reference."""
     words = reference.split()
     return Levenshtein.distance(words, hypothesis.split()), len(words)
 
 
 def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
-    """Levenshtein distance in characters, and the characters of the reference.
+    """Return the Levenshtein distance in characters, and the characters of the reference.
 
     A single space between words counts as a character; other white space does not.
     """
@@ -26,7 +26,7 @@ def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
 
 
 def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """``wer`` and ``cer`` of (reference, hypothesis) pairs as sums of errors and counts, () float64."""
+    """Return ``wer`` and ``cer`` of (reference, hypothesis) pairs as error sums and counts, () float64."""
     pairs = list(pairs)
     rates = {}
     for name, errors_of in (("wer", word_errors), ("cer", character_errors)):
@@ -36,15 +36,15 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Ten
     return rates
 
 
-_PENDING = 4096  # batches whose scalars are kept on the device before they are read
+_PENDING = 4096  # most batches whose scalars stay on the device before they are read
 
 
 class MetricSums:
     """Named sums and counts over batches, then over ranks; exact in float64.
 
-    The scalars of a batch become one vector on their device, unread until ``reduce``, ``totals`` or
-    ``means`` asks for it: one copy to the host a batch, and no graph of its own on devices that record
-    them (4096 batches are read early, to bound memory).
+    The scalars of a batch become one vector on their device, which is read only by ``reduce``,
+    ``totals`` or ``means``: one copy to the host per batch, and no extra graph on devices that record
+    graphs. After 4096 batches they are read early, to bound memory.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class MetricSums:
             places.setdefault(total.device, []).append(name)
         for device, names in places.items():
             scalars = [scalar.detach().to(device).reshape(()) for name in names for scalar in sums[name]]
-            if scalars[0].is_cpu:  # elsewhere fp64 may not be there
+            if scalars[0].is_cpu:  # other devices may lack fp64
                 scalars = [scalar.double() for scalar in scalars]
             self._pending.append((names, torch.stack(scalars)))
         if len(self._pending) >= _PENDING:
             self._read_all()
 
     def _read_all(self) -> dict[str, Tensor]:
-        """Everything that waited, with the totals so far: (2,) float64 on the host for each name."""
+        """Add all pending vectors to the totals and return them: (2,) float64 on the host for each name."""
         for names, vector in self._pending:
             for name, pair in zip(names, vector.cpu().double().view(-1, 2), strict=True):
                 self._totals[name] = self._totals.get(name, 0.0) + pair
@@ -73,10 +73,10 @@ class MetricSums:
         return self._totals
 
     def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Replace the sums by those over all ranks.
+        """Replace the sums by the sums over all ranks.
 
-        One call of ``sum_over_ranks``, with a float64 vector on the host of twice as many values as
-        there are metrics, in the order of their names; every rank must have met the same names.
+        ``sum_over_ranks`` is called once, with a float64 vector on the host: sum and count of each
+        metric, in the order of the names. Every rank must have added the same names.
         """
         totals = self._read_all()
         names = sorted(totals)
@@ -85,9 +85,9 @@ class MetricSums:
             self._totals = dict(zip(names, reduced.reshape(-1, 2), strict=True))
 
     def totals(self) -> dict[str, tuple[float, float]]:
-        """``name: (sum, count)`` so far."""
+        """Return ``name: (sum, count)`` so far."""
         return {name: (float(pair[0]), float(pair[1])) for name, pair in self._read_all().items()}
 
     def means(self) -> dict[str, float]:
-        """Each sum by its count; infinite where the count is 0, as a WER over no words is."""
+        """Return each sum divided by its count; infinite if the count is 0, as for a WER without words."""
         return {name: total / count if count else math.inf for name, (total, count) in self.totals().items()}

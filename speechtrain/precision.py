@@ -1,4 +1,4 @@
-"""Precision: the arithmetic of forward and backward. Losses and softmaxes are fp32 whatever it is."""
+"""Precision: the arithmetic of forward and backward. Losses and softmaxes are always fp32."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from speechtrain.dtensor import all_finite, local
 
 
 class Precision(ABC):
-    """How a step computes: a context for the forward, a way back, a guarded optimizer step."""
+    """The arithmetic of a step: a context for forward, the backward, a guarded optimizer step."""
 
     name: str
     dtype: torch.dtype
 
     @abstractmethod
     def autocast(self, device: str) -> AbstractContextManager[object]:
-        """The context of forward passes on torch device type ``device``."""
+        """The context for forward passes on the torch device type ``device``."""
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate one micro-batch's scaled loss."""
         torch.autograd.backward(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - nothing is a sensible default
-        """Take the loss scale out of the gradients, before their norm is measured."""
+        """Divide the gradients by the loss scale, before their norm is measured."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from finite gradients."""
         optimizer.step()
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Told of a non-finite loss or gradient instead of ``step``; True where a loss scale was lowered."""
+        """Handle a non-finite loss or gradient, instead of ``step``; True if the loss scale was lowered."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class FP32(Precision):
 
 
 class BF16(Precision):
-    """bfloat16 matrix products and convolutions by autocast; weights and sums stay fp32. No scaler."""
+    """bfloat16 matrix products and convolutions by autocast; weights and sums stay fp32. No loss scale."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -67,9 +67,9 @@ class BF16(Precision):
 class FP16(Precision):
     """float16 by autocast with a dynamic loss scale (Micikevicius et al., ICLR 2018).
 
-    The scale doubles after ``growth_interval`` updates without an overflow and is halved by one. At
-    ``floor`` an overflow counts as a non-finite update. It lives on the host, where the trainer has
-    read whether the gradients are finite anyway, so it is the same on every kind of device.
+    The scale doubles after ``growth_interval`` updates without an overflow; an overflow halves it. At
+    ``floor``, an overflow counts as a non-finite update. The scale is stored on the host, because the
+    trainer already reads there whether the gradients are finite; so it works alike on every device.
     """
 
     name = "fp16"
@@ -80,14 +80,14 @@ class FP16(Precision):
     ) -> None:
         if not 0 < floor <= initial_scale or growth_interval < 1:
             raise ValueError(
-                f"initial_scale={initial_scale}, floor={floor}, growth_interval={growth_interval}: "
-                "need 0 < floor <= initial_scale and growth_interval >= 1"
+                f"precision.initial_scale={initial_scale}, floor={floor}, growth_interval={growth_interval}: "
+                "set 0 < floor <= initial_scale and growth_interval >= 1"
             )
         self.scale = initial_scale
         self.growth_interval = growth_interval
         self.floor = floor
         self.healthy = 0
-        """Updates since the scale changed or overflowed."""
+        """Updates since the last change of the scale or the last overflow."""
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         return torch.autocast(device, dtype=torch.float16)
@@ -108,7 +108,7 @@ class FP16(Precision):
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         self.healthy = 0
         if self.scale <= self.floor or all_finite(gradients_of(optimizer)):
-            return False  # nothing left to lower, or a loss that no scale makes finite
+            return False  # the scale is at its floor, or a lower scale cannot help
         self.scale = max(self.floor, self.scale / 2.0)
         return True
 
@@ -124,5 +124,5 @@ NAMES = {kind.dtype: kind.name for kind in (FP32, BF16, FP16)}
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that an optimizer's next step would use."""
+    """The gradients that the optimizer's next step would use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

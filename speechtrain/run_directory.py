@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import subprocess
@@ -13,22 +12,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from speechtrain.errors import RunError
+from speechtrain.files import read_json
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
 ABOUT = "run.json"
 DEVICE = "device.json"
-"""What the device has chosen by measurement; a resumed run takes it from there."""
+"""What the device chose by measurement; a resumed run reads it."""
 ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
-"""Where each rank stood when a rank was stuck; a folder for each time."""
+"""The phase and stacks of each rank when a rank was stuck; one folder per time."""
 
 
 class RunLock:
-    """One run at a time in a directory: an advisory lock that dies with its process.
+    """An advisory lock that allows one run at a time in a directory; it ends with its process.
 
-    The file names host and pid, for the message that a second command prints.
+    The file names host and pid, for the message of a second command.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -36,7 +36,7 @@ class RunLock:
         self._file: TextIO | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock. Raises RunError naming who holds it."""
+        """Take the lock. Raises RunError, which names the process that holds it."""
         file = self.path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,12 +60,12 @@ class RunLock:
 
 
 def rank_folder(run_dir: Path, rank: int) -> Path:
-    """Where a rank leaves its outcome, the trace of its failure and what it has to say."""
+    """The folder of a rank's result, of the trace of its failure, and of its output."""
     return run_dir / RANKS / str(rank) if rank else run_dir
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
-    """The outcome of the rank that failed first, its peers' follow from it; None where none has failed."""
+    """The result of the rank that failed first and made its peers fail; None if no rank failed."""
     folders = [run_dir, *(run_dir / RANKS).glob("*")]
     found = [result for folder in folders if (result := read_result(folder)) is not None]
     failed = [result for result in found if result.get("status") == "failed"]
@@ -77,35 +77,23 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """What ``result.json`` says, or None where there is none that can be read."""
-    try:
-        content = json.loads((run_dir / RESULT).read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    """The content of ``result.json``, or None if it is missing or unreadable."""
+    return read_json(run_dir / RESULT) or None
 
 
 def read_device(run_dir: Path) -> dict[str, Any]:
-    """What ``device.json`` says; nothing where there is none that can be read."""
-    try:
-        content = json.loads((run_dir / DEVICE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """The content of ``device.json``; empty if it is missing or unreadable."""
+    return read_json(run_dir / DEVICE)
 
 
 def read_about(run_dir: Path) -> dict[str, Any]:
-    """What ``run.json`` says of the first start: at least ``overrides``, and ``written`` by file."""
-    try:
-        content = json.loads((run_dir / ABOUT).read_text())
-    except (OSError, ValueError):
-        content = None
-    return {"overrides": [], "written": {}, **(content if isinstance(content, dict) else {})}
+    """The content of ``run.json``, of the first start: at least ``overrides``, and ``written`` by file."""
+    return {"overrides": [], "written": {}, **read_json(run_dir / ABOUT)}
 
 
 def about(argv: list[str]) -> dict[str, Any]:
-    """How a start came to be: command line, code version, library versions, host."""
-    names = (
+    """The origin of a start: command line, code version, library versions, host."""
+    names = [
         "speechtrain",
         "torch",
         "numpy",
@@ -114,7 +102,7 @@ def about(argv: list[str]) -> dict[str, Any]:
         "lhotse",
         "soundfile",
         "sentencepiece",
-    )
+    ]
     versions = {"python": platform.python_version()}
     for name in names:
         try:
@@ -132,7 +120,7 @@ def about(argv: list[str]) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit and cleanliness of the checkout that ``folder`` is in; empty where it is none."""
+    """Commit of the checkout of ``folder``, and whether it has changes; empty outside a checkout."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(

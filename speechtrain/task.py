@@ -1,4 +1,4 @@
-"""Task: one network with its objective. It turns a batch into a loss sum and the number it covers."""
+"""Task: one network with its objective. It maps a batch to a loss sum and the weight of this sum."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""Metrics as ``name: (sum, count)`` scalar tensors; whoever reports divides, after all reductions."""
+"""Metrics as ``name: (sum, count)`` scalar tensors; the reporter divides, after all reductions."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A summed loss and its weight. Only the trainer divides, by the global weight."""
+    """A summed loss and its weight. Only the trainer divides it, by the global weight."""
 
     total: Tensor  # () fp32, sum over what ``weight`` counts
     weight: Tensor  # () fp32, for example the utterances or masked frames that ``total`` covers
@@ -34,14 +34,14 @@ class Example:
 
 
 def examples_of(batch: Batch, hypotheses: Sequence[str]) -> tuple[Example, ...]:
-    """The decoded utterances of a batch, filler rows left out."""
+    """The decoded utterances of a batch, without padding rows."""
     rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
     return tuple(Example(name, reference, text) for name, reference, text in rows if name)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What ``Task.evaluate`` says of one batch."""
+    """The result of ``Task.evaluate`` for one batch."""
 
     metrics: Sums
     examples: tuple[Example, ...] = ()
@@ -49,58 +49,58 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Training that goes wrong although its loss is finite."""
+    """A training problem that a finite loss does not show."""
 
     onset: int  # the update at which the first sign was seen
-    message: str  # one line: what has happened, and what to change
+    message: str  # one line: what happened and what to change
 
 
 class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 
     metric: str = "loss"
-    """The name among the evaluation metrics that selects the best checkpoint; lower is better."""
+    """The name of the evaluation metric that selects the best checkpoint; lower is better."""
 
     skips_parameters: bool = False
-    """Whether some update's loss leaves out a trained parameter: several ranks must then look for it."""
+    """Whether some update's loss does not use a trained parameter; DDP must then search for it."""
 
     normalise_audio: bool = False
-    """Whether each recording comes with zero mean and unit variance, before cropping and padding."""
+    """Whether each recording is normalised to zero mean and unit variance before cropping and padding."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
-        """Loss sum of one micro-batch; randomness comes from the seeded global generators only."""
+        """Compute the loss sum of one micro-batch; all randomness is from the seeded global generators."""
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Metrics of one evaluation batch, as sums. Called without gradients, in ``eval`` mode."""
+        """Compute the metrics of one evaluation batch, as sums; called without gradients in ``eval`` mode."""
 
     def transcribe(self, batch: Batch) -> list[str]:
-        """Text of each row, for tasks that recognise speech."""
+        """Return the text of each row, for tasks that recognise speech. Raises TypeError for others."""
         raise TypeError(f"{type(self).__name__} does not transcribe speech")
 
     def advance(self, step: int, seed: int) -> None:
-        """Told once before each update: ``step`` updates have been done (temperatures, freezing).
+        """Prepare for the next update after ``step`` updates (temperatures, freezing); called once for each.
 
         ``seed`` addresses draws that all micro-batches of the update share, on all ranks.
         """
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
-        """Told the training metrics of every log line, on all ranks alike; an alarm ends or warns the run."""
+        """Check the metrics of a log line, equal on all ranks; an alarm stops the run or warns."""
         return None
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """The batch with what this task draws or counts on the host, before it moves to the device.
+        """Add this task's host-side draws and counts to the batch, before it moves to the device.
 
-        ``seed`` is the micro-batch's address in training, and follows from its utterances in
-        evaluation. Results go into ``batch.extra``.
+        ``seed`` is the micro-batch's address in training; in evaluation it depends on the utterances.
+        The results are in ``batch.extra``.
         """
         return batch
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:
-        """Optimizer parameter groups; a group may carry ``lr_scale``."""
+        """The optimizer's parameter groups; a group may have ``lr_scale``."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
 
     def footprint(self) -> Footprint:
-        """Predicted memory of a step, for packing by memory and for out-of-memory messages."""
+        """The predicted memory of a step, for batch limits by memory and out-of-memory messages."""
         return Footprint(per_second=0.0)

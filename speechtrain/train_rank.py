@@ -46,8 +46,9 @@ from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
-from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training.trainer import Progress, Trainer, planned_steps
+from speechtrain.trainer_config import TrainerConfig, planned_steps
+from speechtrain.training.run_state import Progress
+from speechtrain.training.trainer import Trainer
 
 _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights

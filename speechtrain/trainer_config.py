@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from speechtrain.errors import ConfigError
 
 
 @dataclass
@@ -12,19 +15,39 @@ class TrainerConfig:
     max_steps: int | None = None  # optimizer updates
     max_epochs: float | None = None
     max_hours: float | None = None  # wall time, earlier parts of a resumed run included
-    target: float | None = None  # stop once the task's metric (WER as a fraction) is this low
+    target: float | None = None  # stop when the task's metric (WER as a fraction) is this low
     accumulate: int = 1  # micro-batches per rank and step
     simulate_world: int | None = None  # world_size × accumulate; accumulate is then derived
-    shard: str = "none"  # none | parameters: each rank holds its share of them (FSDP2) or all (DDP)
+    shard: str = "none"  # none (DDP) | parameters (FSDP2: each rank holds a shard of them)
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     ema: float = 0.999  # decay of the weight average that is evaluated and exported; 0 turns it off
     log_every: int = 10  # steps
     validate_every: int | None = None  # steps; null: after each epoch
     save_every: int | None = None  # steps; null: after each validation
-    keep: int = 2  # newest checkpoints kept, beside the best
+    keep: int = 2  # newest checkpoints to keep, in addition to the best
     on_save_error: str = "continue"  # continue | stop, when a checkpoint cannot be written
-    on_collapse: str = "stop"  # stop | warn, when the task sees training collapse
-    max_graphs: int | None = None  # compilations that a device which counts them may make; null: no limit
-    max_bad_updates: int = 10  # non-finite updates in a row that end the run
-    timeout_seconds: float = 1800.0  # without a move, or kept waiting by a peer: the stuck rank is named
+    on_collapse: str = "stop"  # stop | warn, when the task detects that training collapses
+    max_graphs: int | None = None  # most graph compilations, on a device that counts them; null: no limit
+    max_bad_updates: int = 10  # number of non-finite updates in a row that ends the run
+    timeout_seconds: float = 1800.0  # a rank without progress for this long ends the run
     profile: str = ""  # A:B writes a torch profile of steps A to B
+
+
+def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:
+    """Number of updates within the limits by steps and epochs; None if only time or a target ends the run."""
+    plans = []
+    if config.max_steps is not None:
+        plans.append(config.max_steps)
+    if config.max_epochs is not None:
+        plans.append(math.ceil(config.max_epochs * steps_per_epoch))
+    return min(plans, default=None)
+
+
+def profile_steps(spec: str) -> tuple[int, int]:
+    """The first and the last step of ``trainer.profile``; (0, 0) for none. Raises ConfigError."""
+    first, _, last = spec.partition(":")
+    if spec and not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise ConfigError(
+            f"trainer.profile={spec}: write it as A:B, the first and the last step, such as 10:12"
+        )
+    return (int(first), int(last)) if spec else (0, 0)

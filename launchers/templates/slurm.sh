@@ -9,16 +9,16 @@ export MASTER_ADDR MASTER_PORT=$port
 # an earlier job of the array may have finished the run
 if [ -n "$$SLURM_ARRAY_TASK_ID" ] && $outcome; then exit 0; fi
 
-# a warning that comes while a rank imports its libraries waits until it can be obeyed (coreutils 8.31)
+# block stop signals until a rank has imported its libraries and can handle them (coreutils 8.31)
 hold="env --block-signal=TERM,INT"
 $$hold true 2>/dev/null || hold=
 
-# shellcheck disable=SC2086  # words
+# shellcheck disable=SC2086  # splitting is wanted
 srun --kill-on-bad-exit=1 $$hold $command
 started=$$?
 $outcome
 code=$$?
-# all is saved: back into the queue, unless the job may not, and on in the same run
+# all is saved: requeue the job, if that is allowed, so that it continues the same run
 if [ "$$code" = 75 ] && [ -z "$$SLURM_ARRAY_TASK_ID" ] && scontrol requeue "$$SLURM_JOB_ID" 2>/dev/null; then
     sleep 60 # until Slurm ends this script
 fi

@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that share out the parameters."""
+"""Checkpoints of runs with sharded parameters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from speechtrain.dtensor import is_sharded, save_shares, whole
 
 
 class ShardedCheckpointer(Checkpointer):
-    """A Checkpointer whose ``save`` every rank calls, each writing its own shares.
+    """A Checkpointer whose ``save`` every rank calls; each rank writes its own shards.
 
-    Sharded tensors stand in ``state.pt`` as tensors without content, and in ``shards/`` as files of
-    safetensors, one a rank. What one rank cannot write, all leave unwritten.
+    ``state.pt`` has sharded tensors without their content, which is in ``shards/``: one safetensors file
+    per rank. If one rank cannot write its file, no checkpoint is kept.
     """
 
     needs_all = True
@@ -45,7 +45,7 @@ class ShardedCheckpointer(Checkpointer):
 
         held = mapped({name: part.state_dict() for name, part in states.items()}, stand_in)
         evaluated: dict[str, Tensor] = {}
-        for name, tensor in weights.items():  # one at a time: only rank 0 has memory for all
+        for name, tensor in weights.items():  # one at a time: only rank 0 keeps all of them
             gathered = whole(tensor)
             if is_first:
                 evaluated[name] = gathered.cpu()
@@ -67,7 +67,7 @@ class ShardedCheckpointer(Checkpointer):
 
     @contextmanager
     def _together(self, step: int, temporary: Path | None) -> Iterator[None]:
-        """A part of a save: where a rank raises OSError in it, all do, and ``temporary`` is removed."""
+        """A context for a part of a save: if a rank raises OSError, all do, and ``temporary`` is removed."""
         failure: OSError | None = None
         try:
             yield

@@ -1,12 +1,12 @@
-"""Checkpoints: named states, written whole or not at all, verified before they are believed.
+"""Checkpoints: named states, written completely or not at all, and verified before they are loaded.
 
 A checkpoint is a folder ``checkpoints/step-00001200`` that holds ``state.pt`` (tensors and plain
 values only, always read with ``weights_only=True``), ``model.safetensors`` (the weights that were
 evaluated) and ``checkpoint.json`` (format, step, sha256 of each file). It is written under another
 name, flushed to the disk and renamed, so a reader finds all of it or none.
 
-A run whose ranks share out the parameters leaves a folder ``shards`` beside them, one file of each
-rank. Either kind continues either kind of run, on any number of ranks.
+A run with sharded parameters adds a folder ``shards`` with one file per rank. Either kind of checkpoint
+continues either kind of run, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import RunError
-from speechtrain.files import flush, sha256, write_json
+from speechtrain.files import flush, read_json, sha256, write_json
 
 WHOLE, SHARDED = 1, 2
-FORMAT = SHARDED  # the newest that is read; earlier versions know WHOLE alone, and set nothing aside
+FORMAT = SHARDED  # the newest that is read; versions that read only WHOLE refuse it, and set nothing aside
 SHARDS = "shards"
 _FILES = {"state.pt", "model.safetensors"}
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -38,7 +38,7 @@ class OtherFormat(RunError):
 
 
 class Stateful(Protocol):
-    """Two methods make a checkpoint."""
+    """What a checkpoint can hold: an object with these two methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -46,7 +46,7 @@ class Stateful(Protocol):
 
 
 def mapped(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
-    """The same with every tensor changed; ``change`` is told its path: ``optimizer/state/0/exp_avg``."""
+    """``state`` with every tensor changed; ``change`` gets its path, as in ``optimizer/state/0/exp_avg``."""
     if isinstance(state, Tensor):
         return change(path, state)
     prefix = path and f"{path}/"
@@ -58,14 +58,14 @@ def mapped(state: Any, change: Callable[[str, Tensor], Tensor], path: str = "") 
 
 
 def on_host(state: Any) -> Any:
-    """The same with every tensor in the host's memory: a checkpoint belongs to no device."""
+    """``state`` with every tensor in host memory: a checkpoint belongs to no device."""
     return mapped(state, lambda path, tensor: tensor.detach().cpu())
 
 
 def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor | None]:
-    """What says of a saved tensor, by its path, which tensor of the run it is to be spread like, if any.
+    """A function from a saved tensor and its path to the run's tensor that it is sharded like, if any.
 
-    An optimizer that has taken no step has no state yet: what has a parameter's shape goes where it is.
+    An optimizer has no state before its first step: what has a parameter's shape is sharded like it.
     """
     models: dict[str, Tensor] = {}
     parameters: dict[str, Tensor] = {}
@@ -91,7 +91,7 @@ def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor
 
 
 def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
-    """``saved`` with each tensor spread as the run has it, its content from ``shards`` where it has none."""
+    """``saved`` with each tensor sharded as in the run; ``shards`` has the content that ``saved`` has not."""
     model_of, missing = _models_of(states), {}
 
     def place(path: str, value: Tensor) -> Tensor:
@@ -110,12 +110,12 @@ def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
 class Checkpointer:
     """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
 
-    Keeps the newest ``keep`` and the best. What it finds damaged it names through ``warn``, sets
-    aside as ``<name>.damaged`` and never loads.
+    Keeps the newest ``keep`` and the best. It reports a damaged checkpoint through ``warn``, renames it
+    to ``<name>.damaged`` and never loads it.
     """
 
     needs_all = False
-    """Whether every rank must call ``save``, and not rank 0 alone."""
+    """Whether every rank must call ``save``, not only rank 0."""
 
     def __init__(self, run_dir: str | Path, keep: int = 2, warn: Callable[[str], None] = print) -> None:
         self.root = Path(run_dir) / "checkpoints"
@@ -131,7 +131,7 @@ class Checkpointer:
     ) -> Path:
         """Write the checkpoint of ``step``; ``metric`` (lower is better) competes for the best.
 
-        Raises OSError where the disk refuses, with every earlier checkpoint intact.
+        Raises OSError if that fails; every earlier checkpoint stays intact.
         """
         folder, temporary = self._folders(step)
         self._begin(temporary)
@@ -148,7 +148,7 @@ class Checkpointer:
         return folder
 
     def _folders(self, step: int) -> tuple[Path, Path]:
-        """Where the checkpoint of ``step`` is to be, and where it is written."""
+        """The final folder of the checkpoint of ``step``, and the one in which it is written."""
         folder = self.root / f"step-{step:08d}"
         return folder, self.root / f".writing-{folder.name}"
 
@@ -171,7 +171,7 @@ class Checkpointer:
         )
 
     def _end(self, folder: Path, temporary: Path, form: int, step: int, metric: float | None) -> None:
-        """Flush and hash what has been written, and give it its name."""
+        """Flush and hash the written files, and rename their folder to ``folder``."""
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
             flush(path)
@@ -192,7 +192,7 @@ class Checkpointer:
         shutil.rmtree(aside, ignore_errors=True)
 
     def _choose(self, folder: Path, metric: float | None) -> None:
-        """Note the best, and remove what is neither that nor among the newest."""
+        """Note the best checkpoint, and remove those that are neither the best nor among the newest."""
         if metric is not None and metric < self.best()[1]:
             try:
                 write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
@@ -202,11 +202,8 @@ class Checkpointer:
 
     def best(self) -> tuple[Path | None, float]:
         """The best checkpoint's folder and metric; (None, inf) while there is none."""
-        try:
-            content = json.loads((self.root / "best.json").read_text())
-            folder = self.root / content["name"]
-        except (OSError, ValueError, KeyError):
-            return None, float("inf")
+        content = read_json(self.root / "best.json")
+        folder = self.root / str(content.get("name", "none"))
         return (folder, float(content["metric"])) if folder.is_dir() else (None, float("inf"))
 
     def folders(self) -> list[Path]:
@@ -214,9 +211,9 @@ class Checkpointer:
         return sorted(p for p in self.root.glob("step-*") if p.is_dir() and not p.suffix)
 
     def verify(self, folder: Path) -> dict[str, Any]:
-        """The manifest of a checkpoint whose files are all there and whole.
+        """The manifest of a checkpoint, after a check that all its files are there and unchanged.
 
-        Raises RunError that names what is wrong: a missing or changed file, or another format.
+        Raises RunError that names the fault: a missing or changed file, or another format.
         """
         try:
             manifest: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
@@ -228,7 +225,7 @@ class Checkpointer:
             raise RunError(f"{folder} has no readable checkpoint.json ({type(error).__name__})") from None
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
-                f"{folder} has checkpoint format {form}; this version reads formats {WHOLE} to {FORMAT}"
+                f"{folder} has checkpoint format {form}, not {WHOLE} to {FORMAT}; update speechtrain for it"
             )
         if not is_whole:
             raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
@@ -240,11 +237,11 @@ class Checkpointer:
         return manifest
 
     def restore(self, states: Mapping[str, Stateful]) -> int | None:
-        """Load the newest sound checkpoint into ``states``; its step, or None where there is none.
+        """Load the newest usable checkpoint into ``states`` and return its step; None if there is none.
 
-        Raises RunError where a sound checkpoint does not fit the run, or is of another format.
+        Raises RunError if a usable checkpoint does not fit the run, or has another format.
         """
-        for aside in self.root.glob(".replaced-step-*"):  # killed while this step's was being exchanged
+        for aside in self.root.glob(".replaced-step-*"):  # the run was killed while it replaced this one
             folder = self.root / aside.name.removeprefix(".replaced-")
             if not folder.exists():
                 aside.rename(folder)
@@ -262,13 +259,13 @@ class Checkpointer:
                 then = (
                     f"trying {folders[before - 1].name}"
                     if before
-                    else "no checkpoint is left, beginning again"
+                    else "no other checkpoint is left, training starts at step 0"
                 )
                 self.warn(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
                 continue
             saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             if set(saved) != set(states):
-                raise RunError(f"{folder} holds {sorted(saved)}, this run needs {sorted(states)}")
+                raise RunError(f"{folder} holds {sorted(saved)}, but this run needs {sorted(states)}")
             saved = _placed(saved, states, folder / SHARDS)
             for name, part in states.items():
                 part.load_state_dict(saved[name])
@@ -278,7 +275,7 @@ class Checkpointer:
     def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
         """The evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.
 
-        ``best`` falls back to the newest where no evaluation chose one. Raises RunError.
+        ``best`` falls back to the newest if no evaluation has chosen one. Raises RunError.
         """
         folders = self.folders()
         if not folders:

@@ -1,4 +1,4 @@
-"""What every command shares: one line for an error, a trace in a file, an exit code by class."""
+"""Shared by all commands: an error is printed as one line, with a trace file and an exit code by class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speechtrain.errors import EXIT_KILLED, ConfigError, Preempted, SpeechtrainE
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose complaint is a ConfigError, and so one line like every other error."""
+    """argparse that raises ConfigError for wrong usage, which is printed as one line like every error."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
@@ -24,8 +24,8 @@ class Parser(argparse.ArgumentParser):
 def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
     """Run a command; print a failure as one line and return its exit code.
 
-    A SpeechtrainError has its own code; anything else is a fault of ours: code 1, its trace in
-    ``trace`` or a temporary file that the line names.
+    A SpeechtrainError has its own code. Any other exception is a defect of speechtrain: code 1, with
+    the trace in ``trace`` or in a temporary file that the line names.
     """
     try:
         return command()
@@ -38,7 +38,7 @@ def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
     except KeyboardInterrupt:
         print("speechtrain: interrupted", file=sys.stderr)
         return EXIT_KILLED
-    except BrokenPipeError:  # the reader of our output has gone, as in `… | head`
+    except BrokenPipeError:  # the reader of the output has exited, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # the boundary of the process

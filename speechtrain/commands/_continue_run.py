@@ -1,4 +1,4 @@
-"""A run that is continued: its own config, with what is typed now and was not typed when it began."""
+"""The config of a run that continues: its stored config, with the overrides that are new in this start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN = 3  # keys in a message
 
 
 def run_to_continue(argv: Sequence[str], run_dir: Path | None) -> Path | None:
-    """The existing run that a command line means; None for a new run, a sweep and what trains nothing."""
+    """The existing run that a command line continues; None for a new run, a sweep and for no training."""
     flags, overrides = options(argv)
     if _NOT_ONE_RUN & {flag.partition("=")[0] for flag in flags} or any(o[:5] == "hydra" for o in overrides):
         return None
@@ -39,11 +39,11 @@ def run_to_continue(argv: Sequence[str], run_dir: Path | None) -> Path | None:
 def continued(
     run_dir: Path, overrides: Sequence[str], folder: str | None, world_size: int | None = None
 ) -> DictConfig:
-    """The config of the run in ``run_dir`` as this start trains it, on ``world_size`` ranks where given.
+    """The config of the run in ``run_dir`` for this start, on ``world_size`` ranks if that is given.
 
-    What stands with the same text in the run's ``run.json`` changes nothing: the stored value wins.
-    Another override is applied where its key may change. Raises RunError, by name, where it may not,
-    and ConfigError for a world that does not divide the micro-batches of an update.
+    An override with the same text in the run's ``run.json`` changes nothing: the stored value is used.
+    Another override is applied if its key may change. Raises RunError, which names the key, if it may
+    not, and ConfigError for a world size that does not divide the micro-batches of an update.
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
@@ -59,11 +59,11 @@ def continued(
             if is_volatile(key):
                 choose(config, key, str(value))
             else:
-                refused.append(f"{key}={value} was not typed when the run began")
+                refused.append(f"{key}={value} was not typed when the run started")
         elif is_volatile(key):
             set_key(config, key, value)
         elif (before := stored_value(config, key)) != value:
-            refused.append(f"{key}: {before} there, {value} now")
+            refused.append(f"{key}: {before} in the run, {value} now")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")
     _say_what_is_kept(run_dir, config, [*about["overrides"], *new], folder)
@@ -82,14 +82,14 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         except HydraException as error:
             raise explain(error, list(overrides)) from None
         if override.is_sweep_override():
-            raise ConfigError(f"{text}: several values are a sweep, add -m; a list is {key_of(text)}=[…]")
+            raise ConfigError(f"{text}: several values are a sweep: add -m; a list is {key_of(text)}=[…]")
         if override.is_delete():
-            raise ConfigError(f"{text}: a run keeps its keys; remove it, or set another run_dir")
+            raise ConfigError(f"{text}: no key of a run can be removed; omit it, or set another run_dir")
         yield key_of(text), override.value()
 
 
 def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The keys whose values the user has changed in YAML files of his own since the run began."""
+    """The keys whose values the user has changed in his own YAML files since the run started."""
     for name, old in before.items():
         new = text_of(folder, name) or old
         try:
@@ -101,16 +101,16 @@ def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[
 
 
 def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
-    """Give another world size as many micro-batches an update as before; what is wrong with typed ones."""
+    """Keep the micro-batches per update on another world size; returns the typed keys that contradict."""
     trainer, world = config.trainer, int(changes.get("world_size", config.world_size))
     total = int(trainer.simulate_world or config.world_size * trainer.accumulate)
     typed = {key: value for key, value in changes.items() if key != "world_size"}
     wanted = typed.get("trainer.simulate_world") or world * typed.get("trainer.accumulate", 0)
     if typed and wanted != total:
-        return [f"{key}: {stored_value(config, key)} there, {value} now" for key, value in typed.items()]
+        return [f"{key}: {stored_value(config, key)} in the run, {value} now" for key, value in typed.items()]
     if total % world:
         raise ConfigError(
-            f"{run_dir} has {total} micro-batches an update, which world_size={world} does not divide; "
+            f"{run_dir} has {total} micro-batches per update, which world_size={world} does not divide; "
             "set another world_size or run_dir"
         )
     if world != config.world_size:
@@ -119,7 +119,7 @@ def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) ->
 
 
 def _say_what_is_kept(run_dir: Path, config: DictConfig, typed: Sequence[str], folder: str | None) -> None:
-    """Print one line where a new run that is typed so would have other values than this one."""
+    """Print one line if a new run with these overrides would have other values than this run."""
     own = flat(resolved(config))
     try:
         new = flat(resolved(compose(list(typed), folder)))
@@ -129,9 +129,9 @@ def _say_what_is_kept(run_dir: Path, config: DictConfig, typed: Sequence[str], f
     except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have
         kept = ["configuration"]
     if kept:
-        print(f"{run_dir}: the run keeps its own {_shown(kept)}; a new one would differ", flush=True)
+        print(f"{run_dir}: the run keeps its {_shown(kept)}; a new run would differ", flush=True)
 
 
 def _is_place(key: str) -> bool:
-    """True for a key whose value follows from where a run lies or how many ranks it has."""
+    """True for a key whose value follows from the run's folder or its number of ranks."""
     return key.endswith("run_dir") or key in (*_BATCH_KEYS, "tokenizer.model")

@@ -1,9 +1,8 @@
-"""A command that something else has started several times: rank 0 composes, the others wait and join."""
+"""A command that another program has started several times: rank 0 composes, the others wait and join."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -15,31 +14,31 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError
-from speechtrain.files import write_json
+from speechtrain.files import read_json, write_json
 from speechtrain.launcher import Job, Launcher, Result, World
 from speechtrain.run_directory import CONFIG, rank_folder, read_result
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
 RENDEZVOUS = "rendezvous.json"
-"""In the run directory: what rank 0 tells the others of this start."""
+"""File in the run directory: what rank 0 passes to the other ranks of this start."""
 
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 600.0
-# what differs between two starts, where the starter says so
+# variables that differ between two starts, if the starter sets them
 _STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID")
 
 
 def world_of(argv: list[str]) -> World:
-    """This process's place among others that were started alike; one of one where it is alone.
+    """This process's rank among processes that were started together; rank 0 of 1 if it is alone.
 
-    Raises ConfigError where they are several and ``argv`` does not name the run directory.
+    Raises ConfigError if there are several and ``argv`` does not name the run directory.
     """
     world = World.from_environment(os.environ)
     if world.size > 1 and explicit_run_dir(argv) is None:
         raise ConfigError(
-            f"this is rank {world.rank} of {world.size} processes that were started together: set run_dir=, "
-            "so that all mean the same run"
+            f"run_dir is not set, and this is rank {world.rank} of {world.size} processes that were started "
+            "together; set run_dir=, so that all use the same run directory"
         )
     return world
 
@@ -57,16 +56,16 @@ def explicit_run_dir(argv: list[str]) -> Path | None:
 
 
 def _start(world: World) -> list[str]:
-    """What all processes of this start know, and none of another."""
+    """Values that all processes of this start share, and processes of another start do not."""
     known = [os.environ.get(name, "") for name in _STARTS]
     if world.local_size == world.size:
-        known.append(str(os.getppid()))  # MPICH says nothing of its own
+        known.append(str(os.getppid()))  # MPICH sets none of these variables
     return [*known, str(world.size)]
 
 
 @dataclass
 class ExternalLaunch(Launcher):
-    """Rank 0's launcher: the other ranks are there already, and only need to be told."""
+    """Rank 0's launcher: the other ranks run already, and only wait for its file."""
 
     world: World
     told: bool = field(default=False, init=False)
@@ -74,8 +73,8 @@ class ExternalLaunch(Launcher):
     def check(self, job: Job) -> None:
         if job.world_size != self.world.size:
             raise ConfigError(
-                f"world_size={job.world_size}, but {self.world.size} processes were started together; leave "
-                "world_size away, or start as many"
+                f"world_size={job.world_size}, but {self.world.size} processes were started together; remove "
+                "world_size, or start as many processes"
             )
 
     def launch(self, job: Job) -> Result:
@@ -93,13 +92,13 @@ class ExternalLaunch(Launcher):
         return f"# {self.world.size} processes were started together; each runs\n" + " ".join(job.command)
 
     def tell(self, run_dir: Path, content: dict[str, Any]) -> None:
-        """Let the others go on, or leave."""
+        """Write ``content`` for the other ranks, which then continue or exit."""
         self.told = True
         write_json(run_dir / RENDEZVOUS, {"start": _start(self.world), **content})
 
     @contextmanager
     def telling(self, run_dir: Path) -> Iterator[None]:
-        """Whatever becomes of rank 0, the others hear of it."""
+        """A context that reports to the other ranks in any case, also if rank 0 fails in it."""
         (run_dir / RENDEZVOUS).unlink(missing_ok=True)
         code = 1
         try:
@@ -115,9 +114,9 @@ class ExternalLaunch(Launcher):
 
 
 def join(argv: list[str], world: World) -> int:
-    """Another rank than the first: wait for rank 0's word, train, and return the exit code."""
+    """Run a rank other than 0: wait for rank 0's file, train, and return the exit code."""
     run_dir = explicit_run_dir(argv)
-    assert run_dir is not None  # world_of has seen to it
+    assert run_dir is not None  # world_of has checked it
     content = _heard(run_dir, world)
     if "code" in content:
         return int(content["code"])
@@ -130,12 +129,11 @@ def join(argv: list[str], world: World) -> int:
 def _heard(run_dir: Path, world: World) -> dict[str, Any]:
     begun = time.monotonic()
     while time.monotonic() - begun < _WAIT_SECONDS:
-        with contextlib.suppress(OSError, ValueError):
-            content: dict[str, Any] = json.loads((run_dir / RENDEZVOUS).read_text())
-            if content.get("start") == _start(world):
-                return content
+        content = read_json(run_dir / RENDEZVOUS)
+        if content.get("start") == _start(world):
+            return content
         time.sleep(_POLL_SECONDS)
     raise MachineError(
-        f"rank {world.rank} has waited {_WAIT_SECONDS:.0f} s for rank 0's {run_dir / RENDEZVOUS}; set "
-        f"run_dir to a folder that all hosts share (this is {socket.gethostname()}, {sys.executable})"
+        f"rank {world.rank} ({socket.gethostname()}, {sys.executable}) found no {run_dir / RENDEZVOUS} of "
+        f"rank 0 within {_WAIT_SECONDS:.0f} s; set run_dir to a folder that all hosts share"
     )

@@ -1,4 +1,4 @@
-"""Hydra, once, in the parent: overrides in, one config a job out, and its complaints in one line."""
+"""Hydra in the parent process: composes one config per job, and reports its errors in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from speechtrain.errors import (
 CONFIG_PATH = "pkg://speechtrain.conf"
 RunJob = Callable[[DictConfig, Path, list[str], dict[str, str]], float | None]
 
-# each with whether a value follows it
+# Hydra's options, with whether a value follows
 _FLAGS = {
     **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc"), False),
     **dict.fromkeys(("--cfg", "-c", "--config-dir", "-cd", "--package", "-p", "--info", "-i"), True),
@@ -51,12 +51,12 @@ def _run_name(*, _root_: DictConfig) -> str:
 
 
 def _typed(settings: Any) -> list[str]:
-    """The overrides as typed: an interpolation in a value would be looked up in Hydra's own node."""
+    """The overrides as typed: Hydra would resolve an interpolation in its own node."""
     return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
 
 
 class _Folders:
-    """The folders that Hydra will make: those that stay empty are removed when the command ends."""
+    """The folders that Hydra makes: those that stay empty are removed when the command ends."""
 
     def __init__(self) -> None:
         self.missing: set[Path] = set()
@@ -82,11 +82,11 @@ def _sweep_dir(*, _root_: DictConfig) -> str:
 
 
 class _Stop(BaseException):
-    """Leaves Hydra without a word: it prints lines of its own about any Exception of a job."""
+    """Exits Hydra silently: Hydra prints lines of its own for any Exception of a job."""
 
 
 class _Jobs:
-    """The jobs of one command, and what went wrong in them."""
+    """The jobs of one command, and their errors."""
 
     def __init__(self, job: RunJob) -> None:
         self.job = job
@@ -100,12 +100,10 @@ class _Jobs:
         written = written_files(settings.runtime.choices, config_dir(sys.argv))
         self.count += 1
         try:
-            # absolute: ranks on other hosts and a resumed command must mean the same folder
+            # absolute: ranks on other hosts and a resumed command must use the same folder
             return self.job(config, Path(settings.runtime.output_dir), overrides, written)
         except Exception as error:
-            if (
-                os.getpid() != self.process
-            ):  # a sweep's launcher runs jobs elsewhere: only Hydra tells the parent
+            if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
                 raise
             self.errors.append(error)
             is_sweep = settings.mode == RunMode.MULTIRUN
@@ -113,13 +111,13 @@ class _Jobs:
                 raise _Stop from error
             named = " ".join(overrides)
             print(f"speechtrain: error: job {self.count} ({named}): {one_line(str(error))}", file=sys.stderr)
-            return math.nan  # an optimizing sweeper goes on to its next job
+            return math.nan  # an optimizing sweeper continues with its next job
         finally:
-            with contextlib.suppress(OSError):  # a job of a sweep that began nothing leaves no folder
+            with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
 
     def conclude(self) -> None:
-        """Raise what the jobs raised; of several failures the first, with their number."""
+        """Raise the jobs' error; if several failed, the first one with the number of failures."""
         if not self.errors:
             return
         last, first = self.errors[-1], self.errors[0]
@@ -129,10 +127,10 @@ class _Jobs:
 
 
 def run_composed(argv: list[str], job: RunJob) -> None:
-    """Compose and call ``job`` with each job's config, run directory, overrides and YAML files of the user's.
+    """Compose each job's config; call ``job`` with it, its run directory, overrides and the user's own YAML.
 
-    One job, or with ``-m`` all of a sweep through Hydra's sweeper and launcher; a failed job of a
-    sweep is reported and the others run. Folders that stay empty are removed. Raises ConfigError
+    Runs one job, or with ``-m`` all jobs of a sweep through Hydra's sweeper and launcher; a failed job
+    of a sweep is reported and the others run. Folders that stay empty are removed. Raises ConfigError
     for what Hydra refuses, MachineError where a folder cannot be made, and whatever ``job`` raises.
     """
     check_flags(argv)
@@ -164,9 +162,9 @@ def run_composed(argv: list[str], job: RunJob) -> None:
     except OSError as error:
         where = error.filename or "the run directory"
         raise MachineError(
-            f"{where}: {error.strerror}; set run_dir or OUTPUT_DIR to a folder that can be written"
+            f"{where}: {error.strerror}; set run_dir or OUTPUT_DIR to a writable folder"
         ) from error
-    except Exception as error:  # all that is left comes from composing: jobs keep theirs
+    except Exception as error:  # any other error comes from composing: jobs keep theirs
         raise explain(error, argv) from error
     finally:
         sys.argv = previous
@@ -176,7 +174,7 @@ def run_composed(argv: list[str], job: RunJob) -> None:
 
 
 def config_dir(argv: Sequence[str]) -> str | None:
-    """The folder of ``--config-dir``, the last one where there are several."""
+    """The folder of ``--config-dir``, the last one if there are several."""
     folder = None
     for flag, value in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, attached = flag.partition("=")
@@ -186,20 +184,20 @@ def config_dir(argv: Sequence[str]) -> str | None:
 
 
 def _refuse_callbacks(argv: list[str]) -> None:
-    """Hydra builds ``hydra.callbacks`` from any class: a stranger's config folder may not name one."""
+    """Refuse ``hydra.callbacks`` in a config folder: Hydra builds a callback from any class."""
     folder = config_dir(argv)
-    if folder is None or not Path(folder).is_dir():  # Hydra itself says that it is missing
+    if folder is None or not Path(folder).is_dir():  # Hydra itself reports that it is missing
         return
     overrides = [a for a in argv if "=" in a and not a.startswith("-")]
     if "-m" in argv or "--multirun" in argv:
         overrides = [a for a in overrides if "," not in a]
     composed = compose(overrides, folder, return_hydra_config=True)
     if OmegaConf.select(composed, "hydra.callbacks"):
-        raise ConfigError(f"hydra.callbacks: {folder} may not set it, a callback runs code; remove it there")
+        raise ConfigError(f"hydra.callbacks: {folder} sets it, but a callback can run any code; remove it")
 
 
 def check_flags(argv: list[str]) -> None:
-    """Refuse options that Hydra would answer with a page of usage, or that replace the config."""
+    """Refuse options for which Hydra would print its usage, or which replace the config."""
     waiting = ""
     for argument in argv:
         if waiting:
@@ -224,7 +222,7 @@ def check_flags(argv: list[str]) -> None:
 
 
 def options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's options with their values, and the overrides: its parser refuses them mixed."""
+    """Split arguments into Hydra's options with values, and overrides: its parser refuses a mixture."""
     found: tuple[list[str], list[str]] = ([], [])
     takes_next = False
     for argument in argv:
@@ -246,7 +244,7 @@ def _listed(name: str) -> str:
 
 
 def explain(error: Exception, argv: list[str]) -> ConfigError:
-    """What Hydra or OmegaConf refused, as one line that names the key and the nearest valid one."""
+    """An error of Hydra or OmegaConf as one line that names the key and the nearest valid key."""
     message = str(error).strip()
     if isinstance(error, OverrideParseException):
         return _explain_syntax(error)
@@ -261,7 +259,7 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
             return _explain_key(found.group(1), message, argv)
     if found := re.search(r"Ambiguous value for argument '([^']+)'", message):
         key, _, value = found.group(1).partition("=")
-        return ConfigError(f"{found.group(1)}: several values are a sweep, add -m; a list is {key}=[{value}]")
+        return ConfigError(f"{found.group(1)}: several values are a sweep: add -m; a list is {key}=[{value}]")
     if found := re.search(r"Could not append to config. An item is already at '([^']+)'", message):
         return ConfigError(f"+{found.group(1)}: the key exists already; write it without the +")
     if found := re.search(r"Multiple values for ([^\s.]+)", message):
@@ -273,7 +271,7 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
     if isinstance(cause, OmegaConfBaseException):
         key = cause.full_key or _key_of(message)
         return ConfigError(f"{key + ': ' if key else ''}{first_line(cause)}")
-    line = one_line(message)[:300] or type(error).__name__  # of a YAML file that cannot be read, its place
+    line = one_line(message)[:300] or type(error).__name__  # for unreadable YAML, its position
     return ConfigError(
         line if isinstance(error, HydraException) else f"the command line or a config file: {line}"
     )
@@ -282,13 +280,13 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
 def _explain_syntax(error: OverrideParseException) -> ConfigError:
     text = error.override
     if re.fullmatch(r"[\w./@]+", text):
-        return ConfigError(f"{text!r} is no KEY=VALUE; write {text}=VALUE")
+        return ConfigError(f"{text!r} is not KEY=VALUE; write {text}=VALUE")
     if not text or text.startswith("="):
-        return ConfigError(f"{text!r} names no key; write KEY=VALUE")
+        return ConfigError(f"{text!r} has no key; write KEY=VALUE")
     line = first_line(error)
     cause = "" if line.startswith("Lexer") else f" ({line})"
     return ConfigError(
-        f"{text!r} cannot be read{cause}; close what is opened, or quote the value for Hydra: "
+        f"{text!r} cannot be read{cause}; close brackets and quotes, or quote the value for Hydra: "
         "KEY='\"VALUE\"' in a shell"
     )
 
@@ -337,7 +335,7 @@ def _known_keys(argv: list[str]) -> set[str]:
     for attempt in (tuple(choices), ()):
         try:
             return _composed_keys(attempt, folder)
-        except Exception:  # this line is to explain another error, not to add one
+        except Exception:  # this explains another error and must not add one
             continue
     return set()
 
@@ -345,7 +343,7 @@ def _known_keys(argv: list[str]) -> set[str]:
 def compose(
     overrides: list[str], config_dir: str | None = None, return_hydra_config: bool = False
 ) -> DictConfig:
-    """One job's config from the package's groups and those of ``config_dir``. Raises what Hydra raises."""
+    """Compose one job's config from the package's groups and ``config_dir``. Raises Hydra's errors."""
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):

@@ -1,4 +1,4 @@
-"""A finished or running run, opened to be used: its config, its weights, its tokenizer.
+"""Opens a run, finished or in progress, for use: its config, its weights, its tokenizer.
 
 Nothing is written and no lock is taken, so a run in progress may be opened at any time.
 """
@@ -33,12 +33,12 @@ from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.train_rank import build_task, open_device
 
 _CHOICES = ("device", "precision")
-"""Groups that a trained run may be opened with another choice of."""
+"""Groups whose choice may change when a trained run is opened."""
 
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run's parts, ready for evaluation, and the checkpoint that its weights are from."""
+    """A run's parts, ready for evaluation, and the checkpoint of its weights."""
 
     config: DictConfig
     checkpoint: Path
@@ -49,19 +49,19 @@ class OpenedRun:
 
 
 def open_config(run_dir: Path, overrides: Sequence[str]) -> DictConfig:
-    """A run's config with KEY=VALUE pairs set, its paths those of where the run lies now.
+    """Load a run's config, with KEY=VALUE pairs set and with the paths of its present folder.
 
-    Raises RunError where there is no run, ConfigError for a key that its config does not have.
+    Raises RunError if there is no run, ConfigError for a key that its config does not have.
     """
     if not (run_dir / CONFIG).is_file():
-        raise RunError(f"{run_dir} holds no {CONFIG}; give the run directory that speechtrain-train printed")
+        raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain-train printed")
     config = own_config(run_dir)
     apply_overrides(config, overrides)
     return config
 
 
 def own_config(run_dir: Path) -> DictConfig:
-    """The config that a run keeps, its own paths and its copy of the tokenizer where the run lies now."""
+    """Load a run's stored config, with the paths of its present folder and of its tokenizer's copy there."""
     config = load(run_dir / CONFIG)
     _relocate(config, str(config.run_dir), str(run_dir.resolve()))
     tokenizer_class = target_class(str(config.tokenizer._target_), "tokenizer")
@@ -71,7 +71,7 @@ def own_config(run_dir: Path) -> DictConfig:
 
 
 def _relocate(node: Any, before: str, now: str) -> None:
-    """Replace the run's folder wherever a part was given it."""
+    """Replace the run's former folder in every part that has it."""
     for key in node if isinstance(node, DictConfig) else ():
         value = node._get_node(key)
         if isinstance(value, DictConfig):
@@ -84,7 +84,7 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
     """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
 
     ``overrides`` are KEY=VALUE pairs on its config, such as ``device.threads=1``; the choice of the
-    device and the precision may change as well. Raises RunError where there is no run or no sound
+    device and the precision may change as well. Raises RunError if there is no run or no usable
     checkpoint, ConfigError for a key that the run's config does not have.
     """
     config = open_config(run_dir, overrides)
@@ -103,15 +103,15 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:
-    """Folder and verified weights of a checkpoint. Raises RunError naming what there is instead."""
+    """Folder and verified weights of a checkpoint. Raises RunError, which lists the checkpoints."""
     checkpointer = Checkpointer(run_dir)
     names = [folder.name for folder in checkpointer.folders()]
     if checkpoint not in ("best", "last", *names) and names:
         near = nearest(checkpoint, ["best", "last", *names])
         raise RunError(
-            f"{checkpointer.root} has no {checkpoint!r}{near}; there are best, last, {', '.join(names)}"
+            f"{checkpointer.root} has no {checkpoint!r}{near}; choose best, last, {', '.join(names)}"
         )
-    for _ in range(2):  # a run in progress may retire a checkpoint while it is being read
+    for _ in range(2):  # a run in progress may delete a checkpoint while it is read
         try:
             return checkpointer.weights(checkpoint)
         except OSError:
@@ -126,7 +126,7 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
 
 
 def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Set KEY=VALUE pairs; ``allow_targets=`` goes to the environment. Raises ConfigError."""
+    """Set KEY=VALUE pairs in a config, ``allow_targets=`` in the environment. Raises ConfigError."""
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -144,7 +144,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def choose(config: DictConfig, group: str, choice: str) -> None:
-    """Put another choice of a group into a run's config, its interpolations left to that config."""
+    """Replace a group of a run's config by another choice, whose interpolations that config resolves."""
     from speechtrain.commands._hydra_app import compose, explain
 
     try:
@@ -155,7 +155,7 @@ def choose(config: DictConfig, group: str, choice: str) -> None:
 
 
 def set_key(config: DictConfig, key: str, value: Any) -> None:
-    """Set one key of a run's config. Raises ConfigError for one that it has not, or of another type."""
+    """Set one key of a run's config. Raises ConfigError for an unknown key or a value of another type."""
     try:
         parent, leaf = _parent(config, key)
         is_mapping = isinstance(value, Mapping | DictConfig)
@@ -168,14 +168,14 @@ def set_key(config: DictConfig, key: str, value: Any) -> None:
 
 
 def stored_value(config: DictConfig, key: str) -> Any:
-    """A run's value of a key. Raises ConfigError for a key that its config has not."""
+    """A run's value of a key. Raises ConfigError for an unknown key."""
     parent, leaf = _parent(config, key)
     value = parent[leaf]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
-    """The node that holds ``key``, and its last part; one that came later has its constructor's default."""
+    """The node of ``key`` and its last part; a key newer than the run gets its constructor's default."""
     parent_key, _, leaf = key.rpartition(".")
     parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
     if isinstance(parent, DictConfig) and leaf not in parent and "_target_" in parent:
@@ -203,7 +203,7 @@ def _near(config: DictConfig, key: str) -> str:
 
 
 def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
-    """Raise ConfigError where the value just set does not fit the constructor that will take it."""
+    """Raise ConfigError if the value just set does not fit its constructor's parameter."""
     if "_target_" not in parent:
         return
     found = target_class(str(parent["_target_"]), key.rpartition(".")[0])

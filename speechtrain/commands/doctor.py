@@ -1,4 +1,4 @@
-"""speechtrain-doctor: is this machine, and a given recipe, fit to train?"""
+"""speechtrain-doctor: checks whether this machine, and a given recipe, can train."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 GREEN, AMBER, RED = "green", "amber", "red"
 _PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _LOOKED_AT = 10_000  # transcripts
-_GUARDED = 4  # micro-batches that tell whether a recipe is fit for a device with static shapes
+_GUARDED = 4  # micro-batches that show whether a recipe is fit for a device with static shapes
 _SHOWN = 8  # shapes
 
-HELP = f"""speechtrain-doctor {__version__}: look at this machine, and at a recipe on it.
+HELP = f"""speechtrain-doctor {__version__}: check this machine, and a recipe on it.
 
 usage: speechtrain-doctor [GROUP=CHOICE ...] [KEY=VALUE ...] [--config-dir DIR]
 
-Takes what speechtrain-train takes; without arguments it looks at the defaults. Prints a line for each thing
-looked at: green (fine), amber (works, but), red (will not work, and what to do). The last lines are of the
-recipe: its config, its model, its recordings and transcripts, its shapes with the memory predicted for them,
-and one training step of its largest batch. For a device with static shapes (device=hpu, device=lazy) the step
-is also watched on the CPU, whether that device is here or not: does it read the host, does a shape depend on
-data? Where it is not fit, the line of code is named.
-Leaves nothing behind but the data cache that training would make (SPEECHTRAIN_CACHE).
+Takes the arguments of speechtrain-train; without arguments it checks the defaults. Prints one line for each
+check: green (fine), amber (works, with a drawback), red (does not work, and what to do). The last lines are
+about the recipe: its config, model, recordings and transcripts, its shapes with their predicted memory, and
+one training step of its largest batch. For a device with static shapes (device=hpu, device=lazy) the step
+is also checked on the CPU, with or without that device: does it read a value back to the host, does a shape
+depend on data? If so, the line of code is named.
+Writes no file except the data cache that training would also write (SPEECHTRAIN_CACHE).
 
-exit codes: 0 nothing is red; else that of the first red line: 2 config, 3 data, 4 machine or training step
+exit codes: 0 no line is red, else that of the first red line: 2 config, 3 data, 4 machine or training step
 """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """How something stands, what was looked at, what was found and what to do."""
+    """The result of one check: its state, what was checked, what was found and what to do."""
 
     state: str
     what: str
     found: str
-    exit_code: int = MachineError.exit_code  # of a red one
+    exit_code: int = MachineError.exit_code  # of a red finding
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], str | None]:
-    """Overrides, and the folder behind --config-dir. Raises ConfigError for another option."""
+    """The overrides, and the folder of --config-dir. Raises ConfigError for another option."""
     overrides, config_dir = [], None
     arguments = iter(argv)
     for argument in arguments:
@@ -93,7 +93,7 @@ def _split(argv: list[str]) -> tuple[list[str], str | None]:
         if name in ("--config-dir", "-cd"):
             config_dir = value if equals else next(arguments, None)
             if not config_dir or not Path(config_dir).is_dir():
-                raise ConfigError(f"--config-dir {config_dir}: is no folder")
+                raise ConfigError(f"--config-dir {config_dir}: it is not a folder")
         elif argument.startswith("-"):
             raise ConfigError(f"unknown option {name}; speechtrain-doctor --help shows the usage")
         else:
@@ -102,7 +102,7 @@ def _split(argv: list[str]) -> tuple[list[str], str | None]:
 
 
 def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Finding]:
-    """Everything that is looked at, cheapest first."""
+    """The findings of all checks, the cheapest check first."""
     yield from machine()
     yield from packages()
     yield from tried("audio", decode_sample)
@@ -114,7 +114,7 @@ def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Fi
 
 
 def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
-    """One finding: green with what ``look`` returns, or red with what it raised."""
+    """One finding: green with the text that ``look`` returns, or red with the error that it raises."""
     try:
         yield Finding(GREEN, what, look())
     except Exception as error:  # a doctor reports whatever it finds
@@ -122,14 +122,14 @@ def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
 
 
 def failure(what: str, error: Exception) -> Finding:
-    """What was raised as a red finding."""
+    """The red finding of an error."""
     if isinstance(error, SpeechtrainError):
         return Finding(RED, what, one_line(str(error)), error.exit_code)
     return Finding(RED, what, one_line(f"{type(error).__name__}: {error}")[:300])
 
 
 def machine() -> Iterator[Finding]:
-    """Python, cores, memory, disk, cache."""
+    """Findings on Python, cores, memory, disk and cache."""
     good = sys.version_info >= (3, 11)
     version = platform.python_version()
     yield Finding(GREEN if good else RED, "python", version + ("" if good else "; 3.11 or newer is needed"))
@@ -149,7 +149,7 @@ def machine() -> Iterator[Finding]:
 
 
 def _threads() -> Finding:
-    """Physical cores, memory nodes, and what a rank would get of them."""
+    """The finding on physical cores, memory nodes, and the threads of a single rank."""
     from speechtrain.compute_policy import usable_cpus
     from speechtrain.devices import affinity
     from speechtrain.devices.cpu import CPU
@@ -164,7 +164,7 @@ def _threads() -> Finding:
 
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
-    """Whether a folder can be written to, and has room."""
+    """The finding on whether a folder is writable and has free space."""
     whole = wanted.expanduser().absolute()
     folder = next(path for path in (whole, *whole.parents) if path.is_dir())
     if not os.access(folder, os.W_OK):
@@ -176,14 +176,14 @@ def _room(what: str, wanted: Path, variable: str) -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Versions of what is needed, and of what could be used."""
+    """Findings on required and optional packages, and on devices."""
     for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "safetensors"):
         try:
             yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Finding(RED, name, f"not installed; pip install {name} brings it")
+            yield Finding(RED, name, f"is not installed; pip install {name}")
     if importlib.util.find_spec("tensorboard") is None:
-        yield Finding(AMBER, "tensorboard", "not installed, events are not written; pip install tensorboard")
+        yield Finding(AMBER, "tensorboard", "is not installed and gets no events; pip install tensorboard")
     import torch
 
     from speechtrain.devices.cpu import has_bf16
@@ -195,11 +195,11 @@ def packages() -> Iterator[Finding]:
         GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
     )
     if not has_bf16():
-        yield Finding(AMBER, "bf16", "this chip computes bf16 in software; precision=fp32 will be faster")
+        yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=fp32 is faster")
 
 
 def _libraries() -> Finding:
-    """What could be loaded before Python: allocators and Intel's OpenMP."""
+    """The finding on libraries that can be preloaded: allocators and Intel's OpenMP."""
     from speechtrain.devices import preload
 
     places = preload.folders(os.environ)
@@ -213,13 +213,13 @@ def _libraries() -> Finding:
     missing = [name for name, path in found.items() if not path]
     if not there:
         advice = "apt-get install libjemalloc2 and pip install intel-openmp may make CPU training faster"
-        return Finding(AMBER, "libraries", f"none of {', '.join(missing)} found to preload; {advice}")
+        return Finding(AMBER, "libraries", f"none of {', '.join(missing)} is installed; {advice}")
     absent = f"; not found: {', '.join(missing)}" if missing else ""
-    return Finding(GREEN, "libraries", f"preloaded where wanted: {', '.join(there)}{absent}")
+    return Finding(GREEN, "libraries", f"can be preloaded: {', '.join(there)}{absent}")
 
 
 def devices() -> Finding:
-    """Which devices are here, in which precisions they train, and what the others miss."""
+    """The finding on devices: those of this machine with their precisions, and what the others lack."""
     from speechtrain.commands._hydra_app import compose
     from speechtrain.config.build import build
     from speechtrain.precision import NAMES
@@ -234,7 +234,7 @@ def devices() -> Finding:
             continue
         able = [name for dtype, name in NAMES.items() if device.supports(dtype)]
         here.append(f"{choice} ({' '.join(able)})")
-    absent = f"; not here: {', '.join(missing)}" if missing else ""
+    absent = f"; not available: {', '.join(missing)}" if missing else ""
     return Finding(GREEN, "devices", f"{', '.join(here)}{absent}")
 
 
@@ -246,7 +246,7 @@ def _device_choices() -> list[str]:
 
 
 def decode_sample() -> str:
-    """Write and read back a second of audio in each format that the data layer promises."""
+    """Write one second of audio in each supported format and read it back. Raises ValueError."""
     import numpy as np
     import soundfile
 
@@ -257,12 +257,12 @@ def decode_sample() -> str:
             soundfile.write(path, tone, 16000)
             read, rate = soundfile.read(path)
             if rate != 16000 or abs(read - tone).max() > 1e-3:
-                raise ValueError(f"{suffix} is not read back as it was written")
+                raise ValueError(f"the {suffix} file that was written is read back with other samples")
     return f"WAV and FLAC are read (libsndfile {soundfile.__libsndfile_version__})"
 
 
 def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
-    """Compose and check the config of a run; it is left in ``config`` once it fits."""
+    """Compose and check the config of a run; append it to ``config`` if it is valid."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -277,13 +277,13 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     found.run_dir = run_dir
     check(found)
     config.append(found)
-    return f"{' '.join(overrides) or 'the defaults'}: every key fits"
+    return f"{' '.join(overrides) or 'the defaults'}: every key is valid"
 
 
 def recipe(config: DictConfig) -> Iterator[Finding]:
-    """The device, the model, the data, the transcripts and one training step of a recipe."""
+    """Findings on the device, model, data, transcripts and one training step of a recipe."""
     from speechtrain.config.build import build
-    from speechtrain.train_rank import build_task, open_device
+    from speechtrain.train_rank import build_data, build_task, open_device
 
     try:
         device: Device = build(config, "device")
@@ -309,9 +309,7 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     parameters = sum(p.numel() for p in task.parameters())
     yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
     try:
-        data: DataModule = build(
-            config, "data", tokenizer=tokenizer, footprint=task.footprint(), normalise=task.normalise_audio
-        )
+        data = build_data(config, task, tokenizer)
     except Exception as error:  # as above
         yield _data_failure(config, error)
         return
@@ -328,9 +326,9 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
 
 
 def fitness(device: Device, data: DataModule, task: Task) -> str:
-    """Whether steps of ``task`` on the CPU are what a device with static shapes runs from its cache.
+    """Check on the CPU that a device with static shapes can run steps of ``task`` from its graph cache.
 
-    Raises ConfigError where the recipe's shapes vary, Unfit, naming the line of code, where a step does.
+    Raises ConfigError if the recipe's shapes vary, and Unfit, naming the line of code, if a step is unfit.
     """
     import torch
 
@@ -343,14 +341,14 @@ def fitness(device: Device, data: DataModule, task: Task) -> str:
     task.train()
     for number, batch in enumerate(smallest_batches(data, _GUARDED)):
         shape = (*batch.audio.shape, *batch.labels.shape)
-        for repeat in range(1 if shape in known else 2):  # the first of a shape brings new tensors
+        for repeat in range(1 if shape in known else 2):  # the first step of a shape makes new tensors
             is_new = shape not in known
             prepared = task.prepare(batch, seed=number + repeat * _GUARDED)
             task.zero_grad()
             with guard.warm_up() if is_new else guard:
                 torch.autograd.backward(task(prepared).total)
             known.add(shape)
-    return f"fit: {_GUARDED} micro-batches of {len(known)} shapes read nothing back and bring no other shape"
+    return f"fit: {_GUARDED} micro-batches of {len(known)} shapes read nothing back and have no other shape"
 
 
 def _zero() -> Any:
@@ -360,7 +358,7 @@ def _zero() -> Any:
 
 
 def _data_failure(config: DictConfig, error: Exception) -> Finding:
-    """A red line of the data; where a folder that the environment should name is missing, it says so."""
+    """The red finding of a data error; it says so if DATASET_DIR is needed and not set."""
     from omegaconf import OmegaConf
 
     finding = failure("data", error)
@@ -368,14 +366,14 @@ def _data_failure(config: DictConfig, error: Exception) -> Finding:
     if not unset:
         return finding
     return Finding(
-        RED, "data", f"{finding.found} (DATASET_DIR is not set: it names that folder)", finding.exit_code
+        RED, "data", f"{finding.found} (DATASET_DIR is not set; set it to that folder)", finding.exit_code
     )
 
 
 def _look_at_data(
     config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer
 ) -> Iterator[Finding]:
-    """Recordings, spelling, and labels against encoder frames."""
+    """Findings on recordings, shapes, spelling, and labels per encoder frame."""
     from speechtrain.data.module import EvaluationBatches, SpeechData
 
     try:
@@ -400,7 +398,7 @@ def _look_at_data(
 def transcripts(
     name: str, index: Index, tokenizer: Tokenizer, task: Task, sample_rate: int
 ) -> Iterator[Finding]:
-    """Which transcripts cannot be spelled, and which have more labels than the encoder has frames."""
+    """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
     import numpy as np
 
     rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
@@ -421,7 +419,7 @@ def transcripts(
             worst = worst or f"{cut['id']!r} has {labels} labels and {frames} frames"
     if unspelt:
         shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
-        fate = "are left out" if name == "train" else "count as errors"
+        fate = "are skipped" if name == "train" else "count as errors"
         yield Finding(
             AMBER,
             f"text {name}",
@@ -436,8 +434,8 @@ def transcripts(
         yield Finding(
             AMBER,
             f"lengths {name}",
-            f"{crowded} of {len(rows)} have more labels than encoder frames, {worst}: "
-            "hard to learn, impossible for CTC; lower encoder.stack_time, "
+            f"{crowded} of {len(rows)} have more labels than encoder frames ({worst}), "
+            "which is hard to learn, and impossible for CTC; lower encoder.stack_time, "
             "or train larger subwords (speechtrain-prepare tokenizer)",
         )
 
@@ -449,7 +447,7 @@ def _text_of(cut: dict[str, Any]) -> str:
 
 
 def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
-    """The fixed shapes of training with the memory predicted for each, or that they vary."""
+    """The finding on training shapes: the fixed ones with their predicted memory, or that they vary."""
     shapes, footprint = data.shapes(), task.footprint()
     if not shapes:
         return Finding(GREEN, "shapes", "vary with the recordings (data.shapes=N fixes them)")
@@ -460,7 +458,7 @@ def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
         for rows, samples, labels in shapes
     ]
     more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return Finding(GREEN, "shapes", f"rows × length × labels, predicted: {', '.join(told[:_SHOWN])}{more}")
+    return Finding(GREEN, "shapes", f"rows × length × labels, with memory: {', '.join(told[:_SHOWN])}{more}")
 
 
 def smallest_batches(data: DataModule, count: int) -> list[Batch]:
@@ -484,7 +482,7 @@ def largest_batch(data: DataModule) -> Batch:
 
 
 def step(config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision) -> str:
-    """Forward, backward and update on the largest batch. Raises ValueError where it is not finite."""
+    """Run one training step on the largest batch. Raises ValueError if loss or gradient is not finite."""
     import torch
 
     from speechtrain.compute_policy import apply_policy

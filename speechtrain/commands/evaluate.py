@@ -25,15 +25,15 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     build = Parser(
         prog="speechtrain-evaluate",
-        description="Score a run's checkpoint: the same code, and so the same figures, as in training. "
+        description="Score a run's checkpoint, with the same code and the same figures as in training. "
         "The run may be in progress, and may have been moved.",
-        epilog="KEY=VALUE is any key of the run's config, such as device.threads=1 or "
-        "data.valid_batch.count=4, and precision=CHOICE or device=CHOICE. Exit codes: 0 done, 2 usage, "
-        "3 data, 4 machine, 5 no run or no sound checkpoint.",
+        epilog="KEY=VALUE sets a key of the run's config, such as device.threads=1 or "
+        "data.valid_batch.count=4, or precision=CHOICE or device=CHOICE. Exit codes: 0 done, 2 usage, "
+        "3 data, 4 machine, 5 no run or no usable checkpoint.",
     )
     build.add_argument("run", type=Path, help="run directory")
     build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
-    build.add_argument("--checkpoint", default="best", help="best, last or a folder's name (best)")
+    build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument(
         "--set",
         action="append",
@@ -42,10 +42,10 @@ def parser() -> argparse.ArgumentParser:
         help="score this manifest or folder instead of the run's own sets; may be repeated",
     )
     build.add_argument(
-        "--out", type=Path, metavar="FILE", help="references and hypotheses, one JSON object a line"
+        "--out", type=Path, metavar="FILE", help="write references and hypotheses, one JSON object per line"
     )
     build.add_argument(
-        "--json", action="store_true", help="print one JSON object; what is not finite is null"
+        "--json", action="store_true", help="print one JSON object; a value that is not finite is null"
     )
     return build
 
@@ -62,16 +62,13 @@ def run(argv: list[str]) -> int:
     if arguments.out:
         _check_writable(arguments.out)
     from speechtrain.commands._load_run import open_run
-    from speechtrain.config.build import build
-    from speechtrain.data.base import DataModule
     from speechtrain.distributed.group import SingleProcess
+    from speechtrain.train_rank import build_data
     from speechtrain.training.evaluation import evaluate
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
     _choose_sets(opened.config, named, arguments.run)
-    task = opened.task
-    offers = {"tokenizer": opened.tokenizer, "footprint": task.footprint(), "normalise": task.normalise_audio}
-    data: DataModule = build(opened.config, "data", **offers)
+    data = build_data(opened.config, opened.task, opened.tokenizer)
     try:
         outcomes = evaluate(
             opened.task, data.valid(), opened.device, opened.precision, SingleProcess(), examples=None
@@ -93,7 +90,7 @@ def run(argv: list[str]) -> int:
 
 
 def finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
-    """Metrics as JSON can hold them: infinities and NaN become null."""
+    """Replace infinities and NaN, which JSON lacks, by None."""
     return {
         name: {key: value if math.isfinite(value) else None for key, value in values.items()}
         for name, values in metrics.items()
@@ -108,29 +105,29 @@ def _named_sets(pairs: list[str]) -> dict[str, str]:
             raise ConfigError(f"--set {pair}: write it as NAME=FILE")
         if name in named:
             raise ConfigError(
-                f"--set {pair}: {name!r} is named twice; several files of one set are joined by commas"
+                f"--set {pair}: {name!r} is given twice; join several files of one set by commas"
             )
         named[name] = file
     return named
 
 
 def _choose_sets(config: DictConfig, named: dict[str, str], run_dir: Path) -> None:
-    """Put ``named`` sets in the place of the run's own; its training data is not needed, nor looked for."""
+    """Replace the run's evaluation sets by ``named``, if any; its training data is not opened."""
     if named:
         if "valid" not in config.data:
-            raise ConfigError(f"--set: {config.data._target_} has no 'valid' to put it in")
+            raise ConfigError(f"--set: {config.data._target_} takes no evaluation set; remove --set")
         config.data.valid = named
     if "valid" in config.data and not config.data.valid:
-        raise ConfigError(f"{run_dir} names no evaluation set; give one with --set NAME=FILE")
+        raise ConfigError(f"{run_dir} has no evaluation set; give one with --set NAME=FILE")
     if config.data._target_ == "speechtrain.data.module.SpeechData":
         config.data.train = ""  # opened at first use, and never used here
 
 
 def _check_writable(path: Path) -> None:
-    """Before minutes of evaluation, not behind them. Raises MachineError."""
+    """Raise MachineError, before minutes of evaluation, if ``path`` cannot be written."""
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise MachineError(f"--out {path}: cannot be written there; name a file in a folder that exists")
+        raise MachineError(f"--out {path} cannot be written; name a file in a writable folder")
 
 
 def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:

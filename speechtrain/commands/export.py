@@ -1,4 +1,4 @@
-"""speechtrain-export: a run to fairseq's or Hugging Face's form, and theirs to ours."""
+"""speechtrain-export: convert wav2vec 2.0 models between runs, fairseq and Hugging Face."""
 
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     build = Parser(
         prog="speechtrain-export",
-        description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), their checkpoints "
-        "to ours (--from), or the one to the other (both). Every conversion runs Hugging Face's model and "
-        "ours on the same audio, and leaves nothing behind where they differ by more than 1e-4.",
-        epilog="What --from alone writes is used as speechtrain-train --config-dir DIR model=imported "
+        description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), one of their "
+        "checkpoints to ours (--from), or theirs to each other (both). Every conversion runs Hugging Face's "
+        "model and ours on the same audio, and writes nothing if they differ by more than 1e-4.",
+        epilog="To train what --from alone writes: speechtrain-train --config-dir DIR model=imported "
         "init_from=DIR, or encoder=imported with a recogniser. Exit codes: 0 done, 2 usage, 3 a file that "
         "cannot be used or models that differ, 4 transformers is missing or --out cannot be written, 5 no "
-        "run or no sound checkpoint.",
+        "run or no usable checkpoint.",
     )
     build.add_argument("source", type=Path, help="run directory, fairseq .pt file or Hugging Face directory")
     build.add_argument(
-        "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"({_OURS}: a run)"
+        "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}: a run"
     )
-    build.add_argument("--to", dest="form", choices=_FORMATS, default=_OURS, help=f"({_OURS})")
+    build.add_argument("--to", dest="form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}")
     build.add_argument(
         "--out", type=Path, required=True, help="directory to write; a .pt file with --to fairseq"
     )
-    build.add_argument("--checkpoint", default="best", help="of a run: best, last or a folder's name (best)")
-    build.add_argument(
-        "--encoder", action="store_true", help="leave out what only pretraining needs: Wav2Vec2Model"
-    )
-    build.add_argument("--force", action="store_true", help="replace what lies at --out")
+    build.add_argument("--checkpoint", default="best", help="of a run: best (default), last or a name")
+    build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
+    build.add_argument("--force", action="store_true", help="replace existing files at --out")
     return build
 
 
@@ -51,11 +49,11 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Convert and say what was checked. Raises a SpeechtrainError, with nothing left behind."""
+    """Convert and print what was checked. Raises a SpeechtrainError; then no file is written."""
     arguments = parser().parse_args(argv)
     if arguments.source_form == arguments.form:
         raise ConfigError(
-            f"--from and --to are both {arguments.form}; name another form, such as --to huggingface"
+            f"--from and --to are both {arguments.form}; name another format, such as --to huggingface"
         )
     out: Path = arguments.out
     _check_free(out, arguments.form, arguments.force)
@@ -66,19 +64,17 @@ def run(argv: list[str]) -> int:
         differences.append(_write(pretrained, arguments.form, out, updates))
     except OSError as error:
         raise MachineError(
-            f"--out {out} cannot be written ({error.strerror or error}); name another place"
+            f"--out {out} cannot be written ({error.strerror or error}); name another path"
         ) from None
     kind = "encoder" if pretrained.is_encoder else "pretraining model"
     print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
     known = [value for value in differences if value is not None]
     if known:
-        print(f"checked in Hugging Face's model on the same audio: largest difference {max(known):.1e}")
+        print(f"checked against Hugging Face's model on the same audio: largest difference {max(known):.1e}")
     else:
-        print(
-            "NOT checked in Hugging Face's model: transformers is missing; pip install 'speechtrain[interop]'"
-        )
+        print("NOT checked against Hugging Face's model: it needs pip install 'speechtrain[interop]'")
     if "fairseq" in (arguments.source_form, arguments.form):
-        print("not run in fairseq itself: docs/interchange.md has the commands that do")
+        print("not run in fairseq itself; docs/interchange.md has the commands for that")
     return 0
 
 
@@ -88,11 +84,11 @@ def _check_free(out: Path, form: str, force: bool) -> None:
     if form != "fairseq" and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; name a directory")
     if not force and out.exists() and (out.is_file() or any(out.iterdir())):
-        raise ConfigError(f"--out {out} exists; choose another, or --force replaces the files in question")
+        raise ConfigError(f"--out {out} exists; name another path, or add --force to replace its files")
 
 
 def _read(source: Path, form: str, checkpoint: str) -> tuple[Pretrained, int, list[float | None]]:
-    """The model, its updates so far, and what its check has shown."""
+    """Read the source: the model, its number of updates, and the differences that its check found."""
     from speechtrain.interop import huggingface
     from speechtrain.interop.wav2vec2 import describe
     from speechtrain.interop.weights import read_fairseq
@@ -105,7 +101,7 @@ def _read(source: Path, form: str, checkpoint: str) -> tuple[Pretrained, int, li
         return pretrained, 0, [checked]
     from speechtrain.commands._load_run import open_run
 
-    # where the run was trained need not be where it is exported
+    # the device of the training may be missing here
     opened = open_run(source, checkpoint, ["device=cpu", "precision=fp32"])
     updates = int(opened.checkpoint.name.partition("-")[2])
     return describe(opened.task, opened.task.state_dict()), updates, []

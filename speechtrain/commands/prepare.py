@@ -1,4 +1,4 @@
-"""speechtrain-prepare: tokenizers, manifests and converted recordings; `--help` imports no torch."""
+"""speechtrain-prepare: tokenizers, manifests and converted recordings; `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ Refusal = tuple[str, str]
 """Why a recording cannot be used: a reason (see docs/data.md) and a detail."""
 
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
-_FLAC_SHARE = 0.7  # of PCM's size that FLAC takes at most, speech being about half
-_MEASURED = ("nemo", "mlperf", "fairseq")  # formats that do not tell a recording's own length and rate
-_SAMPLE_UTTERANCES = 300  # of the embedded validation set, as conf/data/digits.yaml draws it
+_FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
+_MEASURED = ("nemo", "mlperf", "fairseq")  # formats without the recording's own length and rate
+_SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the argument parser."""
     build = Parser(
         prog="speechtrain-prepare",
-        description="What comes before training. A SOURCE is anything that data.train takes: a lhotse, NeMo, "
-        "MLPerf or fairseq manifest, or a folder of recordings with transcripts; several are their union in "
-        "order.",
-        epilog="exit codes: 0 done, 2 usage, 3 data (also: done, and some recordings are bad), 4 disk",
+        description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
+        "NeMo, MLPerf or fairseq manifest, or a folder of recordings with transcripts. Several SOURCEs are "
+        "read one after the other.",
+        epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -60,16 +60,16 @@ def parser() -> argparse.ArgumentParser:
     _add_sources(tokenizer)
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FILE.model")
     tokenizer.add_argument("--kind", choices=("unigram", "bpe"), default="unigram")
-    tokenizer.add_argument("--size", type=int, default=1023, metavar="N", help="pieces, blank apart (1023)")
-    tokenizer.add_argument("--character-coverage", type=float, default=1.0, metavar="X", help="default 1.0")
-    tokenizer.add_argument("--normaliser", default="lower", help="as tokenizer.normaliser will be (lower)")
+    tokenizer.add_argument("--size", type=int, default=1023, metavar="N", help="pieces, without blank (1023)")
+    tokenizer.add_argument("--character-coverage", type=float, default=1.0, metavar="X", help="a share (1.0)")
+    tokenizer.add_argument("--normaliser", default="lower", help="equal to tokenizer.normaliser (lower)")
     tokenizer.set_defaults(act=train_tokenizer)
 
     manifest = commands.add_parser("manifest", help="write any source as a lhotse cut manifest")
     _add_sources(manifest)
     manifest.add_argument("--out", type=Path, required=True, metavar="CUTS.jsonl[.gz]")
-    manifest.add_argument("--check", action="store_true", help="decode every recording, list the bad ones")
-    manifest.add_argument("--drop-bad", action="store_true", help="check, and leave the bad ones out")
+    manifest.add_argument("--check", action="store_true", help="decode all recordings, list the bad ones")
+    manifest.add_argument("--drop-bad", action="store_true", help="check, and omit bad recordings")
     _add_jobs(manifest)
     manifest.set_defaults(act=write_manifest)
 
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
     tsv.add_argument("--out", type=Path, required=True, metavar="DIR")
     tsv.add_argument("--valid-percent", type=float, default=0.01, metavar="X", help="a share, 0 to 1 (0.01)")
-    tsv.add_argument("--seed", type=int, default=42, metavar="N", help="of the split (42)")
+    tsv.add_argument("--seed", type=int, default=42, metavar="N", help="seed of the split (42)")
     tsv.add_argument("--ext", default="flac", help="suffix of the recordings (flac)")
     _add_jobs(tsv)
     tsv.set_defaults(act=write_tsv)
@@ -97,24 +97,24 @@ def parser() -> argparse.ArgumentParser:
 
     sample = commands.add_parser("sample", help="write one utterance of the embedded validation set")
     sample.add_argument("out", type=Path, metavar="OUT.wav")
-    sample.add_argument("--utterance", type=int, default=0, metavar="N", help="0 to 299 (0)")
+    sample.add_argument("--utterance", type=int, default=0, metavar="N", help="its number, 0 to 299 (0)")
     sample.set_defaults(act=write_sample)
     return build
 
 
 def _add_sources(build: argparse.ArgumentParser) -> None:
     build.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
-    build.add_argument("--corpus", choices=("digits", "fsdd"), help="a corpus instead (fsdd: in DATASET_DIR)")
+    build.add_argument("--corpus", choices=("digits", "fsdd"), help="a corpus instead (fsdd: DATASET_DIR)")
 
 
 def _add_format(build: argparse.ArgumentParser) -> None:
-    build.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits a sample (wav)")
-    build.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="default 16000")
+    build.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
+    build.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
     _add_jobs(build)
 
 
 def _add_jobs(build: argparse.ArgumentParser) -> None:
-    build.add_argument("--jobs", type=int, default=2, metavar="N", help="recordings decoded at once (2)")
+    build.add_argument("--jobs", type=int, default=2, metavar="N", help="recordings decoded in parallel (2)")
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run one subcommand; returns the exit code. Raises a SpeechtrainError for what cannot be done."""
+    """Run one subcommand and return its exit code. Raises a SpeechtrainError if it fails."""
     arguments = parser().parse_args(argv)
     for name in ("jobs", "train", "valid", "size"):
         if getattr(arguments, name, 1) < 1:
@@ -140,7 +140,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
     from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 
     if not 0 < arguments.character_coverage <= 1:
-        raise ConfigError(f"--character-coverage {arguments.character_coverage}: it is above 0 and at most 1")
+        raise ConfigError(f"--character-coverage {arguments.character_coverage}: must be above 0, at most 1")
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
     with _out(arguments.out):
@@ -156,7 +156,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
         f"{labels / max(1, len(spoken) - unspelt):.1f} labels each"
     )
     if unspelt:
-        print(f"{unspelt} transcripts hold symbols outside the coverage; training will skip them")
+        print(f"{unspelt} transcripts have symbols outside the coverage; training skips them")
     other = f" tokenizer.normaliser={arguments.normaliser}" if arguments.normaliser != "lower" else ""
     print(f"use it with: tokenizer=sentencepiece tokenizer.model={arguments.out.absolute()}{other}")
     return 0
@@ -166,9 +166,9 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def named_source(arguments: argparse.Namespace) -> Source:
-    """What SOURCE … or --corpus name. Raises ConfigError for neither or both."""
+    """Open the SOURCEs or the --corpus. Raises ConfigError for neither or both."""
     if bool(arguments.sources) == bool(arguments.corpus):
-        raise ConfigError("name one or more SOURCEs, or a --corpus (digits or fsdd)")
+        raise ConfigError("give one or more SOURCEs, or a --corpus (digits or fsdd)")
     if arguments.corpus == "digits":
         return Digits("train", 2000)
     if arguments.corpus == "fsdd":
@@ -177,13 +177,13 @@ def named_source(arguments: argparse.Namespace) -> Source:
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
-    """Every cut in lhotse's JSON form. Raises DataError for an id that is there twice."""
+    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
     seen: set[int] = set()  # keys, not ids: 60 MB for a million
     for part in parts_of(source):
         if isinstance(part, Manifest):
             for entry in part.entries():
                 if (key := key_of(str(entry.cut["id"]))) in seen:
-                    raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is there already; ids are unique")
+                    raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated; ids must be unique")
                 seen.add(key)
                 if part.kind in _MEASURED:
                     yield measured(entry.cut, counts_samples=part.kind == "fairseq")
@@ -194,16 +194,16 @@ def cuts_of(source: Source) -> Iterator[Record]:
 
 
 def measured(cut: Record, counts_samples: bool = False) -> Record:
-    """A cut of one file with its recording's own rate, length and channels, where the header tells them.
+    """Set the rate, length and channels of a cut of one file from its recording's header, if readable.
 
-    NeMo's and MLPerf's lines leave them open; lhotse refuses a recording that differs from its file.
-    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations. Where the manifest
-    ``counts_samples``, and they are the header's, the length in seconds is the header's too.
+    NeMo's and MLPerf's lines lack them, and lhotse refuses a recording that differs from its file.
+    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations. If the manifest
+    ``counts_samples`` and the header has the same count, the duration becomes the header's.
     """
     recording = cut["recording"]
     info = header(recording["sources"][0]["source"])
     if info is None or info.frames < 1:
-        return cut  # it stays, to be counted or named like any other bad recording
+        return cut  # kept: it is reported like any other bad recording
     if counts_samples and info.frames == recording["num_samples"]:
         cut["duration"] = info.duration
     channels = list(range(info.channels))
@@ -225,7 +225,7 @@ def measured(cut: Record, counts_samples: bool = False) -> Record:
 
 @dataclass
 class Totals:
-    """What a manifest holds, and the recordings that are bad."""
+    """Totals of a manifest, and its bad recordings by reason."""
 
     utterances: int = 0
     seconds: float = 0.0
@@ -242,12 +242,12 @@ class Totals:
         self.empty += not text.strip()
 
     def refuse(self, cut: Record, reason: str, detail: str) -> None:
-        """Count and show one bad recording."""
+        """Count and print one bad recording."""
         self.bad[reason] += 1
         print(f"bad: {cut['id']}\t{reason}\t{detail}", flush=True)
 
     def describe(self) -> str:
-        """One line."""
+        """Return the totals as one line."""
         empty = f", {self.empty} empty transcripts" if self.empty else ""
         bad = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
         return (
@@ -257,7 +257,7 @@ class Totals:
 
 
 def write_manifest(arguments: argparse.Namespace) -> int:
-    """Write the sources' cuts; with --check 3 where a recording is bad, else 0."""
+    """Write the sources' cuts; return 3 if --check finds a bad recording, else 0."""
     cuts = cuts_of(named_source(arguments))
     looks = arguments.check or arguments.drop_bad
     checked = parallel(_checked, cuts, arguments.jobs) if looks else ((cut, cut) for cut in cuts)
@@ -266,10 +266,10 @@ def write_manifest(arguments: argparse.Namespace) -> int:
 
 
 def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], keeps_bad: bool = False) -> int:
-    """Write the second of each pair, or why there is none, and print what was written.
+    """Write the result of each (cut, result) pair, print refusals and totals; return the count of bad ones.
 
-    The number of bad recordings. ``keeps_bad`` writes the first in their place. Raises DataError
-    where nothing is left, MachineError where the disk refuses.
+    ``keeps_bad`` writes the original cut of a bad recording. Raises DataError if no recording is left,
+    MachineError if the file cannot be written.
     """
     totals = Totals()
     with writing(out) as file:
@@ -288,11 +288,11 @@ def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], ke
 
 def _refuse_empty(totals: Totals, out: Path) -> None:
     if not totals.utterances:
-        raise DataError(f"{out}: not written, as no usable recording is left")
+        raise DataError(f"{out} is not written: no recording is usable; repair the sources")
 
 
 def _checked(cut: Record) -> Record | Refusal:
-    """A cut whose audio can be used, or why it cannot."""
+    """Return the cut if its audio is usable, else the reason."""
     from speechtrain.data.audio import Unusable, read_cut
 
     try:
@@ -306,21 +306,21 @@ def _checked(cut: Record) -> Record | Refusal:
 
 
 def write_tsv(arguments: argparse.Namespace) -> int:
-    """Write ``train.tsv`` and ``valid.tsv`` by fairseq's rule; 3 where a recording is bad, else 0.
+    """Write ``train.tsv`` and ``valid.tsv`` by fairseq's rule; return 3 if a recording is bad, else 0.
 
-    One uniform draw for each file, in sorted order: it is for training where the draw is above
-    ``valid_percent``. A bad file uses its draw too, so that it moves no other one.
+    Each file, in sorted order, gets a uniform draw and is for training if it is above
+    ``valid_percent``. A bad file uses its draw too, so the split of the other files is the same.
     """
     share = arguments.valid_percent
     if not 0 <= share <= 1:
-        raise ConfigError(f"--valid-percent {share}: it is a share, from 0 to 1")
+        raise ConfigError(f"--valid-percent {share}: it must be a share from 0 to 1")
     folder = arguments.folder.expanduser().resolve()
     if not _fits_tsv(str(folder)):
-        raise DataError(f"{str(folder)!a}: a folder of this name cannot stand in a TSV; rename it")
+        raise DataError(f"{str(folder)!a}: a TSV cannot contain this path; rename the folder")
     suffix = f".{arguments.ext.lstrip('.')}"
     names = files_below(folder, (suffix.lower(),), hidden=False)
     if not names:
-        raise DataError(f"{folder}: no *{suffix} below it; --ext names another suffix")
+        raise DataError(f"{folder} contains no *{suffix} file; set another suffix with --ext")
     draw = random.Random(arguments.seed).random
     splits: dict[str, list[tuple[str, Any]]] = {"train": [], "valid": []}
     totals = Totals()
@@ -336,7 +336,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
         if split == "train" or share > 0:
             _write_split(arguments.out / f"{split}.tsv", folder, chosen)
     if totals.bad:
-        print(f"{totals.bad.total()} of {len(names)} recordings are bad, and in neither file")
+        print(f"{totals.bad.total()} of {len(names)} recordings are bad and are in neither file")
     return DataError.exit_code if totals.bad else 0
 
 
@@ -346,7 +346,7 @@ def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Any]]) -> Non
         for name, info in chosen:
             file.write(f"{name}\t{info.frames}\n".encode())
     hours = sum(info.frames / info.samplerate for _, info in chosen) / 3600
-    more = "" if chosen else "; as data it is refused: change --valid-percent or --seed"
+    more = "" if chosen else "; training refuses an empty set: change --valid-percent or --seed"
     print(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}")
 
 
@@ -359,11 +359,11 @@ def _fits_tsv(name: str) -> bool:
 
 
 def _header_of(folder: Path, name: str) -> Any | Refusal:
-    """soundfile's facts about a recording, or why it cannot be in a TSV."""
+    """Return soundfile's info of a recording, or the reason why it cannot be in a TSV."""
     from speechtrain.data.audio import Unusable, check_file
 
     if not _fits_tsv(name):
-        return "unreadable", "its name cannot stand in a TSV; rename it"
+        return "unreadable", "a TSV cannot contain its name; rename it"
     path = str(folder / name)
     try:
         check_file(path)
@@ -382,14 +382,14 @@ def _header_of(folder: Path, name: str) -> Any | Refusal:
 
 @dataclass(frozen=True)
 class Converter:
-    """Decodes cuts to mono 16-bit files below ``folder``; what is there already and whole stays."""
+    """Decodes cuts to mono 16-bit files below ``folder``; keeps complete files that exist."""
 
     folder: Path
     format: str
     rate: int
 
     def path(self, cut: Record) -> Path:
-        """Where a cut's audio goes: its id, with a hash where a file name cannot hold the id as it is."""
+        """Return the path of a cut's audio: its id, with a hash if a file name cannot contain the id."""
         name = str(cut["id"])
         safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
         if safe != name:
@@ -398,11 +398,11 @@ class Converter:
         return self.folder / "audio" / f"{key_of(name) & 0xFF:02x}" / f"{safe}.{self.format}"
 
     def bytes(self, seconds: float) -> float:
-        """Size of a file, at most."""
+        """Return the largest size of a file."""
         return seconds * self.rate * 2 * (_FLAC_SHARE if self.format == "flac" else 1.0) + 4096
 
     def __call__(self, cut: Record) -> Record | Refusal:
-        """Write one file; its cut, or why its audio cannot be used. Raises OSError where the disk refuses."""
+        """Write one file; return its cut, or why its audio is unusable. Raises OSError if it cannot write."""
         from speechtrain.data.audio import Unusable, read_cut
 
         path = self.path(cut)
@@ -413,7 +413,7 @@ class Converter:
             except Unusable as problem:
                 return problem.reason, problem.detail
             pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
-            buffer = io.BytesIO()  # libsndfile tells nobody that a disk is full
+            buffer = io.BytesIO()  # libsndfile does not report a full disk
             soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
             with atomic(path, durable=False) as temporary:  # a sync for each of a million files takes hours
                 temporary.write_bytes(buffer.getvalue())
@@ -421,7 +421,7 @@ class Converter:
         return self._cut(cut, path, samples)
 
     def _done(self, cut: Record, path: Path) -> int | None:
-        """Samples of a file that an earlier call has written since its sources changed last."""
+        """Return the samples of a file from an earlier call, if it is newer than its sources."""
         from speechtrain.data.audio import files_of
 
         try:
@@ -441,7 +441,7 @@ class Converter:
 
 
 def convert_source(arguments: argparse.Namespace) -> int:
-    """Convert the sources to files and ``cuts.jsonl``; 3 where a recording was bad, else 0."""
+    """Convert the sources to files and ``cuts.jsonl``; return 3 if a recording is bad, else 0."""
     return convert(named_source(arguments), arguments, "cuts.jsonl")
 
 
@@ -453,9 +453,9 @@ def write_digits(arguments: argparse.Namespace) -> int:
 
 
 def convert(source: Source, arguments: argparse.Namespace, name: str) -> int:
-    """Convert a source (read twice: it is measured first) and write the manifest ``name``."""
+    """Convert a source (read twice: first for its size) and write the manifest ``name``."""
     if not 1_000 <= arguments.rate <= 768_000:
-        raise ConfigError(f"--rate {arguments.rate}: it is in Hz, such as 16000")
+        raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
     converter = Converter(arguments.out, arguments.format, arguments.rate)
     _check_room(converter, cuts_of(source))
     bad = write_cuts(arguments.out / name, parallel(converter, cuts_of(source), arguments.jobs))
@@ -463,14 +463,14 @@ def convert(source: Source, arguments: argparse.Namespace, name: str) -> int:
 
 
 def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
-    """Say how much disk space the conversion takes. Raises MachineError where there is less."""
+    """Print the disk space that the conversion needs. Raises MachineError if less is free."""
     need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
     whole = converter.folder.absolute()
     folder = next(path for path in (whole, *whole.parents) if path.exists())
     free = shutil.disk_usage(folder).free
-    told = f"{converter.folder}: needs up to {_size(need)}, {_size(free)} are free"
+    told = f"{converter.folder} needs up to {_size(need)}, {_size(free)} are free"
     if need + _ROOM > free:
-        raise MachineError(f"{told}; free some space, name another --out, or use --format flac")
+        raise MachineError(f"{told}; free some space, use another --out, or use --format flac")
     print(told, flush=True)
 
 
@@ -482,10 +482,10 @@ def _size(count: float) -> str:
 
 
 def write_sample(arguments: argparse.Namespace) -> int:
-    """Write one utterance of the embedded validation set as WAV, and print what is said in it."""
+    """Write one utterance of the embedded validation set as WAV and print its transcript."""
     source = Digits("valid", _SAMPLE_UTTERANCES)
     if not 0 <= arguments.utterance < _SAMPLE_UTTERANCES:
-        raise ConfigError(f"--utterance {arguments.utterance}: there are 0 to {_SAMPLE_UTTERANCES - 1}")
+        raise ConfigError(f"--utterance {arguments.utterance}: it must be 0 to {_SAMPLE_UTTERANCES - 1}")
     chosen = source.plan()[arguments.utterance]
     buffer = io.BytesIO()
     soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
@@ -500,9 +500,9 @@ def write_sample(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to (gzipped where it is named ``.gz``) that gets its name only when all is well.
+    """Open a file to write, gzipped if its name ends in ``.gz``; it gets its name only on success.
 
-    Raises MachineError where the disk refuses.
+    Raises MachineError if it cannot be written.
     """
     with _out(path), atomic(path) as temporary, temporary.open("wb") as raw:
         if path.suffix == ".gz":
@@ -517,13 +517,13 @@ def _out(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MachineError(f"{path}: {error.strerror or error}; name another --out") from error
+        raise MachineError(f"{path}: {error.strerror or error}; use another --out") from error
 
 
 def parallel(
     function: Callable[[Item], Made], items: Iterable[Item], jobs: int
 ) -> Iterator[tuple[Item, Made]]:
-    """(item, result) in order, ``jobs`` at once; decoding releases the interpreter lock."""
+    """Yield (item, result) in order from ``jobs`` threads; decoding releases the interpreter lock."""
     waiting: deque[tuple[Item, Future[Made]]] = deque()
     with ThreadPoolExecutor(jobs) as pool:
         try:

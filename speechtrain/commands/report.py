@@ -1,4 +1,4 @@
-"""speechtrain-report: one HTML page of a run, or of several side by side. Imports no torch."""
+"""speechtrain-report: one HTML page of a run, or of several for comparison. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="speechtrain-report",
         description="Write one self-contained HTML page: outcome, curves, transcripts with their errors "
-        "marked, skipped recordings, config. Works while a run is in progress, and after it failed.",
+        "marked, skipped recordings, config. The run may be in progress, and may have failed.",
         epilog="exit codes: 0 done, 2 usage, 5 no run in the directory, or the page cannot be written",
     )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory; several runs share the charts")
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory; several are drawn into the same charts"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="default: RUN/report.html; of several runs comparison.html in the first"
+        "--out", metavar="FILE", help="default: RUN/report.html; for several comparison.html in the first"
     )
     return parser

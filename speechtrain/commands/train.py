@@ -29,10 +29,10 @@ groups (the choices of each follow; those of your --config-dir add to them)
 
 keys
   world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
-  launcher=NAME              auto is local for one rank and torchrun, the default for more than one rank
-  seed=N                     of every random decision
-  run_dir=DIR                default runs/<model>-<data>-<hash>; the same command continues the run in it
-  resume=auto|never|must     what to do with a run directory that holds checkpoints
+  launcher=NAME              how the ranks are started; auto is local for one rank, torchrun for several
+  seed=N                     seed of every random decision
+  run_dir=DIR                default runs/<model>-<data>-<hash>; run_dir=RUN alone continues the run RUN
+  resume=auto|never|must     auto: continue if there are checkpoints; never: refuse them; must: require them
   dry_run=true               print what would be started, and start nothing
   trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
   trainer.accumulate=N       micro-batches per rank and update
@@ -40,13 +40,13 @@ keys
   data.train=FILE[,FILE]     with data=manifest: training manifests, their union in order
   data.valid.NAME=FILE       with data=manifest: an evaluation set
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
-  --cfg job                  print the composed config and leave: every key that can be set
+  --cfg job                  print the composed config, with every key that can be set, and exit
 
 environment
-  DATASET_DIR                where data=fsdd and other corpora are looked for
-  OUTPUT_DIR                 where run directories are made instead of runs/
-  NUM_STEPS                  trainer.max_steps, where the command line does not set it
-  SPEECHTRAIN_CACHE          where indexes and joined corpora are kept (default ~/.cache/speechtrain)
+  DATASET_DIR                folder of the corpora of data=fsdd and others
+  OUTPUT_DIR                 folder of run directories, instead of runs/
+  NUM_STEPS                  trainer.max_steps, if the command line does not set it
+  SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)
   SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
 
 exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directory, 6 diverged,
@@ -61,7 +61,7 @@ def main() -> None:
 
 def run(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
-    if "--help" in argv or "-h" in argv:  # answered without Hydra, whose own help composes everything first
+    if "--help" in argv or "-h" in argv:  # without Hydra, whose own help composes everything first
         print(HELP.replace("{groups}", _groups(argv)), end="")
         return 0
     if "--version" in argv:
@@ -98,7 +98,7 @@ def run(argv: list[str]) -> int:
 
 def _groups(argv: list[str]) -> str:
     package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"  # a wheel maps it into the package; a checkout has it beside
+    installed = package / "conf"  # a wheel maps it into the package; in a checkout it is next to it
     folders = [installed if installed.is_dir() else package.parent / "conf"]
     for flag, value in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, attached = flag.partition("=")
@@ -112,9 +112,9 @@ def _groups(argv: list[str]) -> str:
 
 
 def rewrite(argv: list[str]) -> list[str]:
-    """Arguments as users of other toolkits type them, as Hydra wants them.
+    """Translate arguments as users of other toolkits type them into Hydra's syntax.
 
-    ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would take it for a sweep), and
+    ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would read it as a sweep), and
     ``data.valid.NAME=…`` may add a name. ``allow_targets=`` moves to the environment, so that no
     file can set it.
     """

@@ -1,4 +1,4 @@
-"""speechtrain-transcribe: a run and audio files in, text out."""
+"""speechtrain-transcribe: transcribe audio files with a run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     build = Parser(
         prog="speechtrain-transcribe",
-        description="Transcribe audio files (WAV, FLAC and what libsndfile reads; any rate, any channels): "
-        "FILE<tab>TEXT in the order given.",
-        epilog="KEY=VALUE among the files is a key of the run's config, such as device.threads=1, "
-        "precision=bf16 or device=cpu. A file that cannot be used is one line on stderr, the others are "
-        "transcribed, and the exit code is 3. Others: 0 done, 2 usage, 4 machine, 5 no run or no sound "
-        "checkpoint.",
+        description="Transcribe audio files (WAV, FLAC and others of libsndfile; any rate, any channels). "
+        "Prints FILE<tab>TEXT in the order given.",
+        epilog="KEY=VALUE among the files sets a key of the run's config, such as device.threads=1, "
+        "precision=bf16 or device=cpu. A file that cannot be read is one line on stderr; the others are "
+        "transcribed, and the exit code is 3. Other codes: 0 done, 2 usage, 4 machine, 5 no run or no "
+        "usable checkpoint.",
     )
     build.add_argument("run", type=Path, help="run directory")
     build.add_argument("audio", nargs="+", metavar="AUDIO", help="audio files")
-    build.add_argument("--checkpoint", default="best", help="best, last or a folder's name (best)")
-    build.add_argument("--batch", type=int, default=8, metavar="N", help="files decoded together (8)")
-    build.add_argument("--json", action="store_true", help="one JSON object a file instead of FILE<tab>TEXT")
+    build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
+    build.add_argument("--batch", type=int, default=8, metavar="N", help="files decoded together (default 8)")
+    build.add_argument("--json", action="store_true", help="print a JSON object per file, not FILE<tab>TEXT")
     return build
 
 
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
 
 
 def _readable(files: list[str], rate: int, normalise: bool) -> Batch | None:
-    """A batch of those of ``files`` that can be read, or None; each other one is a line on stderr."""
+    """A batch of the ``files`` that can be read, or None; each other file is reported on stderr."""
     from speechtrain.data.batches import audio_batch
 
     try:

@@ -1,4 +1,4 @@
-"""From a checked config to objects."""
+"""Builds the objects of a checked config."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from speechtrain.errors import ConfigError, first_line
 
 
 def build(config: DictConfig, group: str, **offers: Any) -> Any:
-    """Construct the part of ``group``; of ``offers``, those that its constructor takes are passed, and win.
+    """Construct the part of ``group``; those of ``offers`` that its constructor takes replace config values.
 
-    Not ``hydra.utils.instantiate``: every level goes through ``target_class``, in the ranks too,
-    and what is offered (modules, parameters) is passed on as it is, never walked as configuration.
-    Raises the part's own SpeechtrainError, or ConfigError where its constructor refuses a value.
+    Not ``hydra.utils.instantiate``: every level is checked by ``target_class``, in the ranks too, and
+    ``offers`` (modules, parameters) are passed unchanged, never read as configuration.
+    Raises the part's own SpeechtrainError, or ConfigError if its constructor refuses a value.
     """
     node = OmegaConf.to_container(config[group], resolve=True)
     assert isinstance(node, dict)
@@ -49,10 +49,10 @@ def _construct_nested(path: str, value: Any) -> Any:
 
 
 def dry_build(config: DictConfig) -> None:
-    """Build every part that costs nothing: what a constructor refuses is known before a process starts.
+    """Build every part that is cheap to build: a constructor's error is known before a process starts.
 
-    Networks are built on torch's meta device, which holds no numbers; one that cannot be built there
-    is left to the ranks. Trackers open files and are left to them too. Raises what ``build`` raises.
+    Networks are built on torch's meta device, without values; only the ranks build a network that
+    fails there, and trackers, which open files. Raises what ``build`` raises.
     """
     import torch  # only here: --cfg job and dry checks of the root need none
 

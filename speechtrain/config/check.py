@@ -1,16 +1,15 @@
-"""The config: its typed root, how its parts are checked against their constructors, and built.
+"""Checks a config against the constructors of its parts.
 
-``check`` runs once, in the parent, before any process starts: every key of every part against the
-constructor it is meant for, every value against that parameter's annotation. ``build`` calls the
-constructors. Loading a config never runs strangers' code: a ``_target_`` must resolve to a class
-that is *defined* in an allowed module and implements its group's interface.
+``check`` runs once, in the parent, before any process starts. It checks every key of every part
+against the part's constructor, and every value against the parameter's annotation. Loading a config
+never runs foreign code: a ``_target_`` must resolve to a class that is *defined* in an allowed module
+and implements its group's interface.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -23,7 +22,7 @@ from speechtrain.config.resolved import resolved
 from speechtrain.config.schema import INTERFACES, OFFERED, Config
 from speechtrain.config.targets import import_class, target_class
 from speechtrain.errors import ConfigError, nearest
-from speechtrain.trainer_config import TrainerConfig
+from speechtrain.trainer_config import TrainerConfig, profile_steps
 
 # --- checking -----------------------------------------------------------------------------------
 
@@ -31,27 +30,27 @@ from speechtrain.trainer_config import TrainerConfig
 def check(config: DictConfig) -> dict[str, Any]:
     """Check every part against its constructor; return the resolved config as plain containers.
 
-    Raises ConfigError, one line that names the key and the nearest valid name.
+    Raises ConfigError, which names the key and the nearest valid name.
     """
     plain = resolved(config)
     _check_root(plain)
     if plain["resume"] not in ("auto", "never", "must"):
-        raise ConfigError(f"resume={plain['resume']}: it is auto, never or must")
+        raise ConfigError(f"resume={plain['resume']}: choose auto, never or must")
     _check_limits(plain)
     for group, interface in INTERFACES.items():
         node = plain[group]
         if not isinstance(node, dict) or "_target_" not in node:
-            raise ConfigError(f"{group} names no class; choose one with {group}=NAME")
+            raise ConfigError(f"{group} has no class; choose one with {group}=NAME")
         found, wanted = target_class(str(node["_target_"]), group), import_class(interface, group)
         if not issubclass(found, wanted) or inspect.isabstract(found):
-            fault = "is abstract" if inspect.isabstract(found) else f"is no {wanted.__name__}"
+            fault = "is abstract" if inspect.isabstract(found) else f"does not implement {wanted.__name__}"
             raise ConfigError(f"{group}._target_: {node['_target_']} {fault}; choose one with {group}=NAME")
         _check_node(group, node, OFFERED.get(group, set()))
     return plain
 
 
 def _check_root(plain: Mapping[str, Any]) -> None:
-    """Keys that a + or a file added to the typed root, or a ~ took from it."""
+    """Refuse keys that a + or a file added to the typed root, or that a ~ removed from it."""
     for prefix, typed in (("", fields(Config)), ("trainer.", fields(TrainerConfig))):
         node = plain["trainer"] if prefix else plain
         if not isinstance(node, dict):
@@ -59,7 +58,7 @@ def _check_root(plain: Mapping[str, Any]) -> None:
         known = [entry.name for entry in typed]
         for key in known:
             if key not in node:
-                raise ConfigError(f"{prefix}{key} is missing; leave ~{prefix}{key} out")
+                raise ConfigError(f"{prefix}{key} is missing; remove ~{prefix}{key}")
         for key in node:
             if key not in known:
                 names = [prefix + name for name in known]
@@ -80,17 +79,13 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
             raise ConfigError(f"trainer.{key}={limits[key]}: it must be at least 0")
     if not 0 <= plain["seed"] < 2**63:
         raise ConfigError(f"seed={plain['seed']}: it must be at least 0 and below 2**63")
-    steps = re.fullmatch(r"(\d+):(\d+)", limits["profile"])
-    if limits["profile"] and not (steps and 0 < int(steps[1]) <= int(steps[2])):
-        raise ConfigError(
-            f"trainer.profile={limits['profile']}: it is A:B, the first and the last step to profile"
-        )
+    profile_steps(limits["profile"])
     if limits["on_save_error"] not in ("continue", "stop"):
-        raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: it is continue or stop")
+        raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: choose continue or stop")
     if limits["on_collapse"] not in ("stop", "warn"):
-        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: it is stop or warn")
+        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: choose stop or warn")
     if limits["shard"] not in ("none", "parameters"):
-        raise ConfigError(f"trainer.shard={limits['shard']}: it is none or parameters")
+        raise ConfigError(f"trainer.shard={limits['shard']}: choose none or parameters")
     if plain["world_size"] < 1:
         raise ConfigError(f"world_size={plain['world_size']}: it must be at least 1")
     if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):
@@ -103,12 +98,13 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
         )
     if simulated is not None and limits["accumulate"] != 1 and world != simulated:
         raise ConfigError(
-            f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree"
+            f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree; "
+            "remove trainer.accumulate"
         )
 
 
 def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
-    """Check one ``_target_`` node and those nested in it; return its class."""
+    """Check one ``_target_`` node and the nodes nested in it; return its class."""
     found = target_class(str(node["_target_"]), path)
     signature = inspect.signature(found)
     parameters = {
@@ -150,7 +146,7 @@ def _nested(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def mismatch(value: Any, annotation: Any) -> str:
-    """Why a config value does not fit a parameter's annotation; empty where it does.
+    """Why a config value does not match a parameter's annotation; empty if it does.
 
     Understands int, float, bool, str, None, unions, list[…] and dict[str, …]; a class accepts a
     nested node, and anything else passes.
@@ -191,7 +187,7 @@ def _describe(annotation: Any) -> str:
         bool: "true or false",
         int: "an integer",
         float: "a finite number",
-        str: "a text",
+        str: "a string",
         types.NoneType: "null",
     }
     if annotation in names:

@@ -1,4 +1,4 @@
-"""Configs that earlier releases wrote, as this one reads them: one function for each format number."""
+"""Migrates configs of earlier releases to this one: one function for each format number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOVED_1_TO_2 = {
 
 
 def migrate_1_to_2(plain: dict[str, Any]) -> None:
-    """Classes that moved, the roll-back after a collapse, two keys of the CPU's core pinning."""
+    """Migrate moved classes, the roll-back after a collapse, and two keys of the CPU's core pinning."""
     _move(plain, _MOVED_1_TO_2)
     trainer = plain.get("trainer")
     if isinstance(trainer, dict) and trainer.get("on_collapse") == "rollback":
@@ -32,28 +32,28 @@ _STEPS: tuple[Callable[[dict[str, Any]], None], ...] = (migrate_1_to_2,)
 
 
 def migrate(plain: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The content of a config file in today's form, without its format number.
+    """The content of a config file in the current format, without its format number.
 
     Raises ConfigError, naming ``source``, for a number that this release does not know.
     """
     migrated = {str(key): value for key, value in plain.items()}
     number = migrated.pop("format", 1)
     if not isinstance(number, int) or not 1 <= number <= FORMAT:
-        raise ConfigError(f"{source}: format {number!r} is unknown (1 to {FORMAT}); use a newer release")
+        raise ConfigError(f"{source}: format {number!r} is not 1 to {FORMAT}; use a newer release")
     for step in _STEPS[number - 1 :]:
         step(migrated)
     return migrated
 
 
 def migrate_limits(limits: Any) -> Any:
-    """The ``trainer`` node that an earlier release kept in ``result.json``, in today's form."""
+    """The ``trainer`` node of an earlier release's ``result.json``, in the current format."""
     return (
         migrate({"trainer": dict(limits)}, "result.json")["trainer"] if isinstance(limits, dict) else limits
     )
 
 
 def _move(node: Any, moved: Mapping[str, str]) -> None:
-    """Replace the ``_target_`` of classes that have moved, everywhere below ``node``."""
+    """Replace the ``_target_`` of moved classes, everywhere below ``node``."""
     children = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
     if isinstance(node, dict) and node.get("_target_") in moved:
         node["_target_"] = moved[node["_target_"]]

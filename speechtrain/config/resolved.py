@@ -1,4 +1,4 @@
-"""A config as a file, and as plain containers."""
+"""Reads a config file, writes one, and resolves a config to plain containers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speechtrain.errors import ConfigError, first_line, one_line
 
 
 def load(path: Path) -> DictConfig:
-    """A config file of this or an earlier release as the typed root. Raises ConfigError naming the file."""
+    """Load a config file of this or an earlier release. Raises ConfigError, which names the file."""
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if not isinstance(plain, dict):
@@ -33,20 +33,20 @@ def load(path: Path) -> DictConfig:
 
 
 def dump(config: DictConfig) -> str:
-    """The config as YAML, resolved, but for values that come from the environment (secrets among them)."""
+    """The config as YAML, resolved except for values from the environment, which may be secrets."""
     raw = OmegaConf.to_container(config, resolve=False)
-    # resolved a second time with a mark for such values: what refers to one has the mark as well
+    # resolved again with a marker for such values: a value that refers to one then has the marker too
     marked = OmegaConf.to_container(OmegaConf.create(_mark(raw)), resolve=True)
     kept = _keep_environment(raw, marked, resolved(config))
     return OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **kept}))
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """The config as plain containers. Raises ConfigError naming a key that is missing or does not resolve."""
+    """The config as plain containers. Raises ConfigError for a key that is missing or does not resolve."""
     try:
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
-            raise ConfigError(f"{missing[0]} is not set; give it on the command line as {missing[0]}=VALUE")
+            raise ConfigError(f"{missing[0]} is not set; add {missing[0]}=VALUE to the command line")
         plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'config'}: {first_line(error)}") from None

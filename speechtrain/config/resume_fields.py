@@ -1,4 +1,4 @@
-"""What of a config may change while a run goes on, and what makes it another run."""
+"""Which keys of a config may change when a run continues, and which make it another run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PER_START = ("resume", "dry_run")
-"""Keys that belong to one start of a run, never to the run."""
+"""Keys that apply to one start of a run only."""
 
 _VOLATILE = (
     *("world_size", "run_dir", "launcher", "tracking", "device", *PER_START),
@@ -22,13 +22,13 @@ _ALL_VOLATILE = (*_VOLATILE, *(f"trainer.{key}" for key in _VOLATILE_LIMITS))
 
 
 def is_volatile(key: str) -> bool:
-    """True where ``key``, dotted, may change while a run goes on."""
-    # the run directory is repeated where a part writes files of its own
+    """True if ``key``, dotted, may change when a run continues."""
+    # a part that writes files of its own repeats the run directory
     return key.endswith(".run_dir") or any(key == v or key.startswith(v + ".") for v in _ALL_VOLATILE)
 
 
 def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one of dotted keys; an empty mapping is a value."""
+    """Nested mappings as one mapping of dotted keys; an empty mapping is a value."""
     found: dict[str, Any] = {}
     for key, value in plain.items():
         if isinstance(value, Mapping) and value:
@@ -38,23 +38,18 @@ def flat(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def resume_fields(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat keys and values that a resume may not change."""
-    return {key: value for key, value in flat(plain).items() if not is_volatile(key)}
-
-
 def key_of(override: str) -> str:
-    """The key of a KEY=VALUE as typed, without Hydra's +, ++ and ~ and without a package."""
+    """The key of a KEY=VALUE as typed, without Hydra's +, ++, ~ and package."""
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
 def typed_fields(overrides: Sequence[str]) -> list[str]:
-    """The overrides that make a run what it is, in an order of their keys: those of one key stay as typed."""
+    """The overrides that identify a run, sorted by key; overrides of one key keep their order."""
     kept = [override for override in overrides if not is_volatile(key_of(override))]
     return sorted(kept, key=key_of)
 
 
 def fingerprint(overrides: Sequence[str], written: Mapping[str, str]) -> str:
-    """Eight hexadecimal digits of what the user typed and of the YAML files that he wrote."""
+    """Eight hexadecimal digits: a hash of the overrides and of the user's own YAML files."""
     text = json.dumps([typed_fields(overrides), written], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""The typed root of the config, and what each group of it must be."""
+"""The typed root of the config, and the interface of each of its groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechtrain.trainer_config import TrainerConfig
 
 @dataclass
 class Config:
-    """The root: typed here, and open nodes whose keys are their classes' constructor parameters."""
+    """The config's root: typed keys, and groups whose keys are their class's constructor parameters."""
 
     world_size: int = 1
     seed: int = 1
@@ -48,7 +48,7 @@ INTERFACES = {
     "schedule": "speechtrain.optim.schedules.Schedule",
     "tracking": "speechtrain.tracking.base.Tracker",
 }
-"""What a group's class must implement. A string: naming an interface imports nothing."""
+"""What a group's class must implement; as strings, so that nothing is imported."""
 
 OFFERED = {
     "model": {"tokenizer", "encoder"},
@@ -57,6 +57,6 @@ OFFERED = {
     "optimizer": {"params"},
     "schedule": {"steps_per_epoch", "planned_steps"},
 }
-"""Constructor parameters that the worker fills in; a YAML does not list them."""
+"""Constructor parameters that the ranks fill in; no YAML file has them."""
 
 ConfigStore.instance().store(name="schema", node=Config)

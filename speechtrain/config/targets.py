@@ -14,9 +14,9 @@ ALLOW_TARGETS = "SPEECHTRAIN_ALLOW_TARGETS"
 
 
 def target_class(target: str, path: str) -> type:
-    """The class that ``target`` names, if it is defined where classes may come from.
+    """The class that ``target`` names, if it is defined in an allowed module.
 
-    Judged by the class's own ``__module__``, not by the spelling of the path: a dotted path walks
+    Decided by the class's own ``__module__``, not by the spelling of the path: a dotted path walks
     through any module that another one has imported. Raises ConfigError.
     """
     found = import_class(target, path)
@@ -33,7 +33,7 @@ def target_class(target: str, path: str) -> type:
 
 
 def import_class(target: str, path: str) -> type:
-    """Import a class by its dotted path without running anything but module imports."""
+    """Import a class by its dotted path; runs module imports only. Raises ConfigError."""
     parts = target.split(".")
     if not all(part.isidentifier() for part in parts) or len(parts) < 2:
         raise ConfigError(f"{path}._target_: {target!r} is not the dotted path of a class")

@@ -1,4 +1,4 @@
-"""The interface of a data module: what the trainer asks of data."""
+"""The interface between the trainer and a data module."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from speechtrain.batch import Batch
 
 
 class DataModule(ABC):
-    """Training batches without end, validation sets by name, and a state of two integers.
+    """Endless training batches, named validation sets, and a state of two integers.
 
     The state is the address (epoch, position) of the next micro-batch in *global* order, so resume
-    costs nothing, and any number of ranks and workers sees the same order.
+    costs nothing, and the order is the same for any number of ranks and workers.
     """
 
     @property
     @abstractmethod
     def micro_batches_per_epoch(self) -> int:
-        """Micro-batches in epoch 0, over all ranks."""
+        """Number of micro-batches in epoch 0, over all ranks."""
 
     @abstractmethod
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
-        """This rank's micro-batches from the current state on, without end.
+        """Yield this rank's micro-batches from the current state, endlessly.
 
         A global batch is ``world_size × accumulate`` consecutive micro-batches; rank r takes those
-        at ``a × world_size + r``. An epoch's remainder begins the next global batch. Yielding the
+        at ``a × world_size + r``. An epoch's remainder starts the next global batch. Yielding the
         last micro-batch of a global batch moves the state to the next global batch.
         """
 
     @abstractmethod
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        """Each named evaluation set, every utterance once over all ranks, equal batch counts per rank."""
+        """Return the named evaluation sets: each utterance is on one rank, batch counts are equal."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -40,23 +40,23 @@ class DataModule(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def check(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """Look for what would stop a run later: missing recordings, transcripts that cannot be spelled.
+    def check(self) -> None:  # noqa: B027 - empty by default
+        """Check for problems that would stop a run later: missing recordings, unknown symbols.
 
-        Raises DataError, one line that names the file or symbol and the fix.
+        Raises DataError: one line that names the file or symbol and the fix.
         """
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """The (batch, samples, labels) shapes of training, where they are a fixed set; else empty."""
+        """Return the (batch, samples, labels) shapes of training if they are fixed, else an empty list."""
         return []
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:
-        """Those of all evaluation sets, where they are fixed; else empty."""
+        """Return the shapes of all evaluation sets if they are fixed, else an empty list."""
         return []
 
     def report(self) -> dict[str, float]:
-        """Recordings skipped so far in this run, by reason; what shares of audio a plan pads or cuts off."""
+        """Return the run's skipped recordings by reason, and the shares of padded and cropped audio."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - nothing is a sensible default
+    def close(self) -> None:  # noqa: B027 - empty by default
         """Stop worker processes."""

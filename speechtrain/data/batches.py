@@ -1,4 +1,4 @@
-"""Micro-batches: cuts decoded, sped up, labelled and padded into the tensors of a ``Batch``."""
+"""Batches from planned cuts: decode, change speed, encode the transcripts, pad."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from speechtrain.errors import DataError, one_line
 from speechtrain.text.vocabulary import Tokenizer
 
 REASONS = {
-    "missing": "there is no such file",
-    "empty_file": "the file has no bytes",
+    "missing": "the file does not exist",
+    "empty_file": "the file is empty",
     "unreadable": "the file cannot be decoded",
-    "no_samples": "the file has a header and nothing else",
-    "wrong_length": "its length is not what the manifest says",
+    "no_samples": "the file has a header but no samples",
+    "wrong_length": "its length differs from the manifest",
     "not_finite": "samples are NaN, infinite or far beyond full scale",
-    "silent": "every sample is zero, and there is a transcript",
+    "silent": "every sample is zero, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
     "too_long": "longer than data.max_seconds",
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
-    "unknown_symbol": "the tokenizer cannot spell the transcript",
-    "long_transcript": "more labels a second than data.max_labels_per_second",
+    "unknown_symbol": "the tokenizer cannot encode the transcript",
+    "long_transcript": "more labels per second than data.max_labels_per_second",
 }
-"""Why a recording is not used, by the word that ``Skip.reason`` holds."""
+"""Explanation of each ``Skip.reason``: why a recording is not used."""
 
-_SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs a frame
+_SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs at least one frame
 _CROPS = 9  # stream number in the address of a crop
 
 
@@ -57,22 +57,22 @@ class _Row:
     labels: list[int] = field(default_factory=list)
     text: str = ""
     weight: float = 0.0
-    seconds: float = 0.0  # 0 for a filler row
+    seconds: float = 0.0  # 0 for a padding row
 
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Turns planned micro-batches of one set into batches; plain data, so that workers can have it.
+    """Converts planned micro-batches of one set to batches; picklable, so that workers can use it.
 
-    In training a cut that cannot be used becomes a filler row and a ``Skip``. In an evaluation set
-    (``is_evaluation``) audio that cannot be read is a DataError naming the file; every other cut
-    stays, and one whose transcript cannot be spelled has no labels and weight 0, so that it counts
-    in error rates and not in the loss. A tokenizer without text finds nothing missing or misspelt.
+    In training, an unusable cut becomes a padding row and a ``Skip``. In an evaluation set
+    (``is_evaluation``), unreadable audio is a DataError that names the file; every other cut is kept.
+    If its transcript cannot be encoded, it has no labels and weight 0: it counts in the error rates
+    but not in the loss. With a tokenizer that reads no text, transcripts are not checked.
 
-    ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds`` each row is
-    then cut at an offset drawn from (``seed``, epoch, cut): to ``crop_seconds`` where the batch has a
-    shape to be padded to, else to the shortest row, if that is less, so that nothing is padded
-    (fairseq's collater without padding).
+    ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is
+    then cropped at an offset drawn from (``seed``, epoch, cut): to ``crop_seconds`` if the batch has a
+    fixed shape; else to the shortest row, if that is shorter, so that nothing is padded (as in
+    fairseq's collater without padding).
     """
 
     index: Index
@@ -86,7 +86,7 @@ class BatchLoader:
     seed: int = 0
 
     def __call__(self, planned: MicroBatch) -> Batch:
-        """Decode one micro-batch. Raises DataError in an evaluation set, or where a manifest has changed."""
+        """Decode one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
         with _one_thread():
             return self._decode(planned)
 
@@ -123,7 +123,7 @@ class BatchLoader:
         return _Row(cut["id"], samples, labels, text, weight, len(samples) / self.sample_rate)
 
     def _crop(self, rows: Sequence[_Row], planned: MicroBatch) -> None:
-        """Cut the rows of a batch; a lost one counts with its planned length: no shape depends on it."""
+        """Crop the rows of a batch; an unusable row counts with its planned length, so shapes are fixed."""
         assert self.crop_seconds is not None
         most = crop_samples(self.crop_seconds, self.sample_rate)
         if planned.shape is None:
@@ -137,7 +137,7 @@ class BatchLoader:
 
     def _labels(self, cut: Record, text: str, shape: Shape | None) -> list[int]:
         if not text.strip() and not self.allow_empty and self.tokenizer.reads_text:
-            raise Unusable("empty_transcript", f"the manifest says {text_of(cut)!r}")
+            raise Unusable("empty_transcript", f"the manifest has {text_of(cut)!r}")
         try:
             labels = self.tokenizer.encode(text)
         except (KeyError, ValueError) as error:
@@ -160,7 +160,7 @@ class BatchLoader:
     def _refusal(self, cut: Record, problem: Unusable) -> str:
         return (
             f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation set, "
-            "where nothing is left out silently); repair it or remove it from the manifest"
+            "which is never filtered); repair it or remove it from the manifest"
         )
 
 
@@ -172,7 +172,7 @@ def collate(
     index: int = 0,
     skipped: tuple[Skip, ...] = (),
 ) -> Batch:
-    """Pad rows into a batch: to the longest, or to ``shape``, whose missing rows become filler."""
+    """Pad rows into a batch: to the longest row, or to ``shape`` with padding rows."""
     shortest = round(_SHORTEST_SECONDS * sample_rate)
     lengths = [max(shortest, len(row.samples)) for row in rows]
     label_lengths = [len(row.labels) for row in rows]
@@ -204,15 +204,15 @@ def collate(
 
 
 def padding_batch(shape: Shape, sample_rate: int) -> Batch:
-    """A batch of filler rows alone, for a rank that has run out of an evaluation set."""
+    """Return a batch of padding rows only, for a rank that has no more of an evaluation set."""
     return collate([], sample_rate, shape)
 
 
 def audio_batch(files: Sequence[str], sample_rate: int, normalise: bool = False) -> Batch:
-    """Whole audio files as a batch without transcripts; ids are the paths.
+    """Return whole audio files as a batch without transcripts; ids are the paths.
 
-    ``normalise`` gives each zero mean and unit variance, as the task was trained.
-    Raises DataError naming the first file that cannot be read.
+    ``normalise`` gives each file zero mean and unit variance, as in the task's training.
+    Raises DataError that names the first file that cannot be read.
     """
     rows = []
     for path in files:
@@ -228,7 +228,7 @@ def audio_batch(files: Sequence[str], sample_rate: int, normalise: bool = False)
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """As in a worker: sums over more threads may round differently, and batches must not."""
+    """Use one thread, as workers do: sums over more threads may round differently."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield

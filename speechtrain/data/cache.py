@@ -1,4 +1,4 @@
-"""Where indices and joined audio are kept between runs."""
+"""The folder that keeps indices and joined audio between runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else ``~/.cache/speechtrain``.
+    """Return ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else ``~/.cache/speechtrain``.
 
-    Everything in it is made again when it is missing.
+    Missing files in it are made again.
     """
     own = os.environ.get("SPEECHTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

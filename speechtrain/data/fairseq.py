@@ -1,4 +1,4 @@
-"""fairseq's manifests: a TSV of recordings, with label files beside it that go line by line."""
+"""fairseq's manifests: a TSV of recordings, with label files next to it that have one line for each."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ LABELS = (".wrd", ".ltr")
 """Label files, by preference: words, and letters whose words end in ``|``."""
 
 _RECORDING = re.compile(rb"[^\t]+\t\d+\s*")
-_TRIED = 10  # recordings whose headers are looked at for the sampling rate
+_TRIED = 10  # most headers that are read to find the sampling rate
 
 
 class Fairseq(Manifest):
-    """fairseq's TSV: the root folder on the first line, then ``path<TAB>frames`` below it.
+    """fairseq's TSV: the root folder on the first line, then lines ``path<TAB>frames``.
 
     The root is absolute or, unlike in fairseq, relative to the manifest. ``frames`` are samples at the
-    recording's own rate, which the manifest does not tell: all recordings are taken to have that of
-    the first whose header can be read (of ten; else 16 kHz), and no other is opened before it is
-    decoded, when one of another rate is found to be of the wrong length. Transcripts are read from
-    ``NAME.wrd`` or ``NAME.ltr`` beside ``NAME.tsv`` where there is one; its line i is that of the
-    i-th recording. Ids are the manifest's name and the recording's path.
+    recording's own rate, which the manifest does not contain. All recordings are assumed to have the
+    rate of the first one whose header can be read (of ten; else 16 kHz). No other header is read: a
+    recording of another rate is found when it is decoded, because its length is wrong. Transcripts are
+    read from ``NAME.wrd`` or ``NAME.ltr`` next to ``NAME.tsv`` if it exists; line i belongs to
+    recording i. Ids are the manifest's name and the recording's path.
     """
 
     kind = "fairseq"
@@ -48,39 +48,39 @@ class Fairseq(Manifest):
 
     @cached_property
     def labels(self) -> Path | None:
-        """The label file, if there is one."""
+        """Path of the label file, or None."""
         stem = self.path.with_suffix("") if self.path.suffix == ".gz" else self.path
         return next((p for suffix in LABELS if (p := stem.with_suffix(suffix)).is_file()), None)
 
     @cached_property
     def sampling_rate(self) -> int:
-        """Sampling rate in Hz of the recordings."""
+        """Assumed sampling rate of the recordings in Hz."""
         names = (name for _, name, _ in islice(self._recordings(), _TRIED))
         infos = (header(os.path.join(self.root, name)) for name in names)
         return next((int(info.samplerate) for info in infos if info is not None), 0) or ASSUMED_RATE
 
     @cached_property
     def root(self) -> str:
-        """The folder that the first line names. Raises DataError where it names none."""
+        """The folder in the first line. Raises DataError if there is none."""
         name = next(self._lines(self.path), (1, ""))[1].strip()
         if not name or _RECORDING.fullmatch(name.encode()):
             found = f"is {name!r}, a recording" if name else "is empty"
-            raise self.bad(1, f"{found}; the first line is the folder that the paths below are relative to")
+            raise self.bad(1, f"{found}; the first line must be the root folder of the paths below")
         return os.path.normpath(self.beside(name))
 
     def entries(self) -> Iterator[Entry]:
         if not os.path.isdir(self.root):
-            raise self.bad(1, f"the root folder {self.root} does not exist; is it right, and mounted?")
+            raise self.bad(1, f"the root folder {self.root} does not exist; correct it or mount it")
         rate, line = self.sampling_rate, 0
         for (line, name, frames), text in self._labelled():
             path = os.path.join(self.root, name)
             cut = simple_cut(f"{self.name}/{name}", path, 0.0, frames / rate, text, rate=rate)
             yield Entry(cut, line, -1)
         if not line:
-            raise DataError(f"{self.path} lists no recordings below its root folder {self.root}")
+            raise DataError(f"{self.path} lists no recordings; add a line 'path<TAB>frames' for each")
 
     def _labelled(self) -> Iterator[tuple[tuple[int, str, int], str]]:
-        """Each recording with its transcript. Raises DataError where they do not number the same."""
+        """Yield each recording with its transcript. Raises DataError if their numbers differ."""
         if self.labels is None:
             yield from ((recording, "") for recording in self._recordings())
             return
@@ -93,12 +93,12 @@ class Fairseq(Manifest):
                 yield recording, spell(text[1])
         if recordings != texts:
             raise DataError(
-                f"{self.labels} has {texts} lines and {self.path} {recordings} recordings; they go line by "
-                "line: write it again, or take it away to do without transcripts"
+                f"{self.labels} has {texts} lines, but {self.path} has {recordings} recordings; write one "
+                "line for each recording, or remove the file to use no transcripts"
             )
 
     def _recordings(self) -> Iterator[tuple[int, str, int]]:
-        """(line, path below the root, frames) of each recording."""
+        """Yield (line, path below the root, frames) of each recording."""
         for line, text in islice(self._lines(self.path), 1, None):
             if not text.strip():
                 continue
@@ -106,31 +106,31 @@ class Fairseq(Manifest):
             frames = frames.strip()
             if not (tab and name) or "\t" in name:
                 raise self.bad(line, f"is {text!r}, not a path, a tab and a number of frames")
-            # not int(): it takes signs, spaces, underscores and the digits of all scripts
+            # not int(): it accepts signs, spaces, underscores and the digits of all scripts
             if not (frames.isascii() and frames.isdigit() and int(frames)):
-                raise self.bad(line, f"{frames!r} is no number of frames")
+                raise self.bad(line, f"{frames!r} is not a number of frames")
             yield line, name, int(frames)
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
-        """(number, text without its end) of each line. Raises DataError naming file and line."""
+        """Yield (number, text without line end) of each line. Raises DataError that names file and line."""
         for line, raw in numbered_lines(path):
             yield line, decoded(raw, path, line).rstrip("\r\n")
 
 
 def looks_like_fairseq(head: Sequence[bytes], folder: Path) -> bool:
-    """Whether the first two lines of a file in ``folder`` are those of fairseq's TSV.
+    """Whether ``head``, the first two lines of a file in ``folder``, can be from fairseq's TSV.
 
-    Either is a recording (the first, where the root is missing), or the first names a folder.
+    One of them is a recording (the first one if the root is missing), or the first is a folder.
     """
     if any(_RECORDING.fullmatch(line) for line in head):
         return True
     try:
         root = head[0].decode("utf-8-sig").strip()
         return bool(root) and (folder / Path(root).expanduser()).is_dir()
-    except (UnicodeDecodeError, ValueError, OSError, RuntimeError):  # names that no system takes
+    except (UnicodeDecodeError, ValueError, OSError, RuntimeError):  # invalid path names
         return False
 
 
 def _from_letters(text: str) -> str:
-    """``O N E | T W O |`` is ``ONE TWO``."""
+    """Convert letters to words: ``O N E | T W O |`` is ``ONE TWO``."""
     return " ".join("".join(text.split()).replace("|", " ").split())

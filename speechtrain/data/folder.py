@@ -11,34 +11,34 @@ from speechtrain.data.manifests import ASSUMED_RATE, Entry, Manifest, digest, he
 from speechtrain.errors import DataError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
-_UNKNOWN_SECONDS = 1.0  # planned length of a recording whose header cannot be read
+_UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 
 
 class Folder(Manifest):
     """Every recording below a folder, in two layouts that may be mixed.
 
-    ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` beside it, or
-    LibriSpeech's: ``*.trans.txt`` whose lines are an id, a space and the transcript of ``<id>.flac``
-    beside it. A recording without either has an empty transcript. Ids are paths from the folder's
-    name on, without suffix. Each header is read once, to know the length; a recording whose header cannot be
-    read stays in the set, so that it is counted, or named, like any other bad recording.
+    One is ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
+    The other is LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of
+    ``<id>.flac`` next to it. A recording without either has an empty transcript. Ids are paths that
+    start with the folder's name, without suffix. Each header is read once, for the length; a recording
+    whose header cannot be read is kept and reported like any other bad recording.
     """
 
     kind = "folder"
 
     def fingerprint(self) -> str:
-        """Of every file's path, size and time of change."""
+        """Return a hash of every file's path, size and modification time."""
         return digest(self.kind, str(self.path), self._files)
 
     @cached_property
     def _files(self) -> list[tuple[str, int, int]]:
-        """(path below the folder, size, time of change in ns) of audio and text files, sorted."""
+        """(path below the folder, size, modification time in ns) of audio and text files, sorted."""
         found = []
         for name in files_below(self.path, (*AUDIO_SUFFIXES, ".txt")):
             try:
                 status = os.stat(self.path / name)
                 found.append((name, status.st_size, status.st_mtime_ns))
-            except OSError:  # a link to nowhere: kept, it is a missing recording
+            except OSError:  # a broken link is kept as a missing recording
                 found.append((name, -1, -1))
         return found
 
@@ -46,7 +46,7 @@ class Folder(Manifest):
         names = {name for name, _, _ in self._files}
         recordings = {_stem(n): n for n in sorted(names, reverse=True) if not n.lower().endswith(".txt")}
         if not recordings:
-            raise DataError(f"{self.path}: no recordings below this folder ({', '.join(AUDIO_SUFFIXES)})")
+            raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
         listed = self._listed(names)
         for number, stem in enumerate(sorted({*recordings, *listed}), 1):
             name = recordings.get(stem, stem + ".flac")
@@ -58,7 +58,7 @@ class Folder(Manifest):
             yield Entry(simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate), number, -1)
 
     def _listed(self, names: set[str]) -> dict[str, str]:
-        """Transcripts by stem from LibriSpeech's lists."""
+        """Return transcripts by stem from LibriSpeech's lists."""
         transcripts = {}
         for name in sorted(n for n in names if n.endswith(".trans.txt")):
             folder = os.path.dirname(name)
@@ -72,12 +72,12 @@ class Folder(Manifest):
         try:
             text = (self.path / name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.path / name}: cannot be read as text ({error})") from None
+            raise DataError(f"{self.path / name}: cannot be read as UTF-8 text ({error})") from None
         return text if keep_lines else " ".join(text.split())
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) -> list[str]:
-    """Relative paths of the files of some suffixes, sorted; without ``hidden`` as a glob finds them.
+    """Return the sorted relative paths of files with these suffixes; hidden files only with ``hidden``.
 
     Raises DataError for a folder that cannot be read.
     """
@@ -99,7 +99,7 @@ def _stem(name: str) -> str:
 
 
 def _measure(path: str) -> tuple[float, int]:
-    """Seconds and rate from a recording's header; a nominal second where there is none."""
+    """Return seconds and rate from a recording's header, or assumed ones if it cannot be read."""
     info = header(path)
     if info is None or info.frames < 1 or info.samplerate < 1:
         return _UNKNOWN_SECONDS, ASSUMED_RATE

@@ -1,8 +1,8 @@
-"""The index over a source's cuts: what the sampler must know of each, in memory-mapped arrays.
+"""The index of a source's cuts: what the sampler needs of each cut, in memory-mapped arrays.
 
-A folder of the cache holds flat binary arrays, one element for each cut (duration, byte offset of its
-JSON line, key), and the cuts themselves as JSON lines where the source is not such a file. Building
-streams, with bounded memory; loading maps the arrays and reads nothing.
+A folder of the cache holds flat binary arrays with one element for each cut (duration, byte offset of
+its JSON line, key), and the cuts as JSON lines if the source is not such a file. Building streams the
+source with bounded memory; loading maps the arrays and reads nothing.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from speechtrain.errors import DataError, MachineError
 from speechtrain.files import atomic, flush
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 2  # of the folder: an older one is built again
+FORMAT = 2  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _CHUNK = 65_536  # rows held in memory while building
 _UNSPELLABLE = -1
 
 
 class Index:
-    """The cuts of one source, numbered from 0: arrays over all of them, and any single one at once."""
+    """The cuts of one source, numbered from 0: arrays over all cuts, and random access to each cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         meta = json.loads((folder / "meta.json").read_text())
         self.content: str = meta["content"]
-        """A hash of ids and durations: equal for equal cuts, wherever they lie."""
+        """A hash of ids and durations: equal for equal cuts in any place."""
         self.files = [Path(name) if os.path.isabs(name) else folder / name for name in meta["files"]]
         self._size: int = meta["cuts"]
         self._open: dict[int, IO[bytes]] = {}
         self.seconds = self._map("seconds")
-        """Duration of each cut as its manifest tells it (float32); 0 where that is not a positive number."""
+        """Duration of each cut in its manifest (float32); 0 if that is not a positive number."""
         self.keys = self._map("key")
-        """``key_of`` each cut's id (int64)."""
+        """``key_of`` of each cut's id (int64)."""
         self._offsets, self._parts = self._map("offset"), self._map("part")
 
     def __len__(self) -> int:
         return self._size
 
     def __getstate__(self) -> Path:
-        return self.folder  # arrays and open files stay in this process: a worker opens its own
+        return self.folder  # arrays and open files are not pickled: a worker opens its own
 
     def __setstate__(self, folder: Path) -> None:
         Index.__init__(self, folder)
@@ -69,7 +69,7 @@ class Index:
         return np.memmap(self.folder / f"{name}.bin", dtype, mode="r", shape=(self._size,))
 
     def cut(self, row: int) -> Record:
-        """One cut in lhotse's JSON form. Raises DataError where its manifest has changed meanwhile."""
+        """Return one cut in lhotse's JSON format. Raises DataError if its manifest has changed."""
         part = int(self._parts[row])
         if part not in self._open:
             self._open[part] = self.files[part].open("rb")
@@ -80,13 +80,13 @@ class Index:
         except DataError:
             cut = {}
         if key_of(str(cut.get("id", ""))) != self.keys[row]:
-            raise DataError(f"{self.files[part]} has changed since it was indexed; start again")
+            raise DataError(f"{self.files[part]} has changed since it was indexed; start the command again")
         return cut
 
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
-        """Labels of each transcript, -1 where it cannot be spelled; counted once for each tokenizer.
+        """Return the number of labels of each transcript, -1 if it cannot be encoded.
 
-        The first call reads every transcript (about 20 s for a million); others map the result.
+        The first call for a tokenizer reads every transcript (20 s for a million); others map the result.
         """
         name = f"labels-{digest(tokenizer.state())}"
         path = self.folder / f"{name}.bin"
@@ -107,12 +107,12 @@ def _count(text: str, tokenizer: Tokenizer) -> int:
 
 
 def open_index(source: Source, cache: str = "") -> Index:
-    """The index of ``source``, built first where the cache has none for its fingerprint.
+    """Return the index of ``source``; build it if the cache has none for its fingerprint.
 
     ``cache`` is a folder; empty means ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``,
-    else ``~/.cache/speechtrain``. Processes that build at once wait for the first one where the file
-    system has locks, and else each build their own, of which one stays. Raises DataError for
-    malformed or repeated cuts, MachineError where the cache cannot be written.
+    else ``~/.cache/speechtrain``. If several processes need an index, one builds it and the others
+    wait; on a file system without locks each builds one, and one is kept. Raises DataError for
+    malformed or repeated cuts, MachineError if the cache cannot be written.
     """
     root = (Path(cache).expanduser().absolute() if cache else cache_folder()) / "index"
     folder = root / digest(FORMAT, source.fingerprint())
@@ -138,7 +138,7 @@ def open_index(source: Source, cache: str = "") -> Index:
 
 
 def _replace(temporary: Path, folder: Path, source: Source) -> None:
-    """Give a new index its name, unless another process has put one there meanwhile."""
+    """Rename a new index to its final name, unless another process has already built one there."""
     if _load(folder, source) is not None:
         return
     with contextlib.suppress(FileNotFoundError):  # stale or damaged
@@ -148,7 +148,7 @@ def _replace(temporary: Path, folder: Path, source: Source) -> None:
 
 
 def _load(folder: Path, source: Source) -> Index | None:
-    """The index in ``folder`` if it is whole and current."""
+    """Return the index in ``folder`` if it is complete and current, else None."""
     try:
         index = Index(folder)
         sizes = {name: np.dtype(dtype).itemsize * len(index) for name, dtype in _ARRAYS.items()}
@@ -160,10 +160,10 @@ def _load(folder: Path, source: Source) -> Index | None:
 
 
 def _is_current(index: Index, source: Source) -> bool:
-    """Whether the files that the index points to still hold what it says.
+    """Whether the files that the index points to still have the indexed content.
 
-    A corpus that writes its audio into a cache makes it again when its first cut is asked for, and
-    that cut tells whether it lies where it lay before.
+    A corpus that writes its audio into a cache writes it again when its first cut is read; that cut
+    also shows whether the audio is still at the same path.
     """
     if not all(file.is_file() for file in index.files):
         return False
@@ -204,7 +204,7 @@ def _build(source: Source, folder: Path) -> None:
 
 
 def _stored(part: Source, path: Path) -> Iterator[Entry]:
-    """Each cut of ``part``, written to ``path`` as a line."""
+    """Write each cut of ``part`` to ``path`` as a line, and yield its entry."""
     if isinstance(part, Manifest):
         cuts = (entry.cut for entry in part.entries())
     else:
@@ -221,12 +221,12 @@ def _line(cut: Record) -> bytes:
         return json.dumps(cut).encode() + b"\n"
     except TypeError as error:
         raise DataError(
-            f"cut {cut.get('id')!r} holds audio in memory ({error}); save it as a file first"
+            f"cut {cut.get('id')!r} has audio in memory ({error}); save it as a file first"
         ) from None
 
 
 def _check_unique(index: Index, parts: list[Source]) -> None:
-    """Raise DataError naming the first id that is there twice, with its files and lines."""
+    """Raise DataError that names the first repeated id, with its files and lines."""
     order = np.argsort(index.keys, kind="stable")
     ordered = index.keys[order]
     repeats = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -235,12 +235,12 @@ def _check_unique(index: Index, parts: list[Source]) -> None:
         first, second = (_place(index, row, parts) for row in rows)
         name = index.cut(rows[0])["id"]
         raise DataError(
-            f"{second}: cut id {name!r} is at {first} already; ids are unique ({len(repeats)} repeats)"
+            f"{second}: cut id {name!r} is already at {first}; ids must be unique ({len(repeats)} repeated)"
         )
 
 
 def _place(index: Index, row: int, parts: list[Source]) -> str:
-    """Where a cut stands: its manifest and line, or the corpus and its number there."""
+    """Return the position of a cut: its manifest and line, or its corpus and number."""
     number = int(index._parts[row])
     part = parts[number]
     line, left = 1, int(index._offsets[row])
@@ -253,7 +253,7 @@ def _place(index: Index, row: int, parts: list[Source]) -> str:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turns what the file system refuses into a MachineError with the fix."""
+    """Convert an OSError to a MachineError with the fix."""
     try:
         yield
     except OSError as error:
@@ -265,9 +265,9 @@ def _writing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Holds ``<folder>.lock`` where the file system can, and tells whether it does.
+    """Hold ``<folder>.lock`` if the file system can; yield whether it is held.
 
-    Two builders are safe without it, only slower.
+    Without the lock, two builders are slower but safe.
     """
     held = False
     with contextlib.ExitStack() as stack:

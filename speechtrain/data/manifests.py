@@ -1,7 +1,7 @@
-"""Manifests at the door: lhotse, NeMo and MLPerf files become lhotse cuts, line by line.
+"""Readers of lhotse, NeMo and MLPerf manifests, which convert each line to a lhotse cut.
 
-A million lines pass through here, so entries stay plain dictionaries in lhotse's JSON form (an
-object costs 50 to 150 µs, a dictionary 6); ``cuts()`` makes objects of them.
+A manifest may have a million lines, so entries are plain dictionaries in lhotse's JSON format (an
+object costs 50 to 150 µs, a dictionary 6); ``cuts()`` converts them to objects.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 SEGMENT = "speechtrain_segment"
-"""Custom field of a cut that is a part of a longer recording of unknown length."""
+"""Custom field of a cut that is a part of a recording of unknown length."""
 
-ASSUMED_RATE = 16_000  # of recordings whose manifest does not tell; the decoder goes by the file's own
+ASSUMED_RATE = 16_000  # of recordings whose manifest has no rate; the decoder uses the file's own
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 _READABLE = ("file",)
-_ELEMENT = re.compile(r"[^ \t\r\n,]")  # where the next one, or the closing bracket, begins
+_ELEMENT = re.compile(r"[^ \t\r\n,]")  # start of the next element or of the closing bracket
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cut in lhotse's JSON form, and where it stands."""
+    """One cut in lhotse's JSON format, with its position in the manifest."""
 
     cut: Record
     line: int
-    offset: int  # of the line's first byte, where the manifest is a plain file of JSON lines
+    offset: int  # of the line's first byte, if the manifest is a plain file of JSON lines
 
 
 class Manifest(Source):
@@ -59,68 +59,68 @@ class Manifest(Source):
 
     @property
     def in_place(self) -> bool:
-        """Whether ``path`` itself is plain JSON lines of lhotse cuts, to be read at any offset."""
+        """Whether ``path`` is plain JSON lines of lhotse cuts, which can be read at any offset."""
         return False
 
     @abstractmethod
     def entries(self) -> Iterator[Entry]:
-        """Every cut in order. Raises DataError naming file and line for a malformed one."""
+        """Yield every cut in order. Raises DataError that names file and line of a malformed one."""
 
     def cuts(self) -> Iterator[Cut]:
-        """The entries as lhotse objects."""
+        """Yield the entries as lhotse objects."""
         from lhotse.cut.set import deserialize_cut
 
         for entry in self.entries():
             try:
-                cut = deserialize_cut(copy.deepcopy(entry.cut))  # lhotse takes it apart
-            except Exception as error:  # lhotse raises whatever a wrong field leads to
-                raise self.bad(entry.line, f"is no lhotse cut ({type(error).__name__}: {error})") from None
+                cut = deserialize_cut(copy.deepcopy(entry.cut))  # lhotse changes it
+            except Exception as error:  # lhotse raises many kinds for a wrong field
+                raise self.bad(entry.line, f"not a lhotse cut ({type(error).__name__}: {error})") from None
             yield cut
 
     def fingerprint(self) -> str:
-        """Of the format, and of the file's path, size and time of change."""
+        """Return a hash of the format and of the file's path, size and modification time."""
         return digest(self.kind, self.name, *stamp(self.path))
 
     def bad(self, line: int, problem: str) -> DataError:
-        """A DataError that names file and line."""
+        """Return a DataError that names file and line."""
         return DataError(f"{self.path}:{line}: {problem}")
 
     def field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
-        """``record[name]``; DataError where it is missing."""
+        """Return ``record[name]``. Raises DataError if it is missing."""
         if name not in record:
             raise self.bad(line, f"has no {name!r}")
         return record[name]
 
     def number(self, record: Mapping[str, Any], name: str, line: int) -> float:
-        """A numeric field; DataError where it is missing or no number."""
+        """Return a numeric field. Raises DataError if it is missing or not a number."""
         value = self.field(record, name, line)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.bad(line, f"{name!r} is {value!r}, not a number")
         return float(value)
 
     def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
-        """A text field (null is empty); DataError where it is missing or no text."""
+        """Return a string field (null is empty). Raises DataError if it is missing or not a string."""
         value = self.field(record, name, line)
         if value is not None and not isinstance(value, str):
-            raise self.bad(line, f"{name!r} is {value!r}, not a text")
+            raise self.bad(line, f"{name!r} is {value!r}, not a string")
         return value or ""
 
     def rate(self, record: Mapping[str, Any], name: str, line: int) -> int:
-        """A sampling rate in Hz, assumed where it is not given."""
+        """Return a sampling rate in Hz, or the assumed rate if it is not given."""
         rate = self.number(record, name, line) if record.get(name) is not None else ASSUMED_RATE
         return int(rate) if 0 < rate < 2**31 else ASSUMED_RATE
 
     def beside(self, name: str) -> str:
-        """A path as written in the manifest: relative ones stand beside it."""
+        """Resolve a path of the manifest: relative paths start at its folder."""
         return os.path.join(self._folder, os.path.expanduser(name))
 
 
 class JsonLines(Manifest):
-    """One JSON object a line, plain or gzipped (told by content)."""
+    """A manifest with one JSON object per line, plain or gzipped (detected by content)."""
 
     @abstractmethod
     def cut_of(self, record: Record, line: int) -> Record:
-        """The cut that one line stands for."""
+        """Convert one line to a cut."""
 
     def entries(self) -> Iterator[Entry]:
         for line, offset, record in json_lines(self.path):
@@ -128,7 +128,7 @@ class JsonLines(Manifest):
 
 
 class LhotseCuts(JsonLines):
-    """A lhotse cut manifest. Recordings given by shell command or URL are refused: neither is bounded."""
+    """A lhotse cut manifest. Recordings from shell commands or URLs are refused: their size is unknown."""
 
     kind = "lhotse"
 
@@ -145,11 +145,11 @@ class LhotseCuts(JsonLines):
     def _check(self, cut: Record, line: int) -> None:
         kind = cut.get("type")
         if kind not in _CUT_TYPES:
-            raise self.bad(line, f"'type' is {kind!r}; a lhotse cut is one of {', '.join(_CUT_TYPES)}")
+            raise self.bad(line, f"'type' is {kind!r}; a lhotse cut has one of {', '.join(_CUT_TYPES)}")
         if kind == "MixedCut":
             tracks = self.field(cut, "tracks", line)
             if not isinstance(tracks, list) or not tracks:
-                raise self.bad(line, "'tracks' is empty or no list")
+                raise self.bad(line, "'tracks' is empty or not a list")
             for track in tracks:
                 inner = track.get("cut") if isinstance(track, dict) else None
                 if not isinstance(inner, dict):
@@ -162,22 +162,22 @@ class LhotseCuts(JsonLines):
         self.number(cut, "start", line)
         recording = cut.get("recording")
         if not isinstance(recording, dict):
-            raise self.bad(line, "has no 'recording' (cuts of features alone hold no audio)")
+            raise self.bad(line, "has no 'recording' (a cut with features only has no audio)")
         sources = recording.get("sources")
         if not isinstance(sources, list) or not sources or not all(isinstance(s, dict) for s in sources):
-            raise self.bad(line, "its recording has no 'sources'")
+            raise self.bad(line, "'recording' has no 'sources'")
         for source in sources:
             if source.get("type") not in _READABLE:
                 raise self.bad(
                     line,
-                    f"its audio is of type {source.get('type')!r}; save it as files (lhotse: save_audios)",
+                    f"the audio has the type {source.get('type')!r}; save it as files (lhotse: save_audios)",
                 )
         supervisions = cut.get("supervisions") or []
         if not isinstance(supervisions, list) or not all(isinstance(s, dict) for s in supervisions):
-            raise self.bad(line, "'supervisions' is no list of objects")
+            raise self.bad(line, "'supervisions' is not a list of objects")
         for supervision in supervisions:
             if not isinstance(supervision.get("text"), (str, type(None))):
-                raise self.bad(line, f"its text is {supervision['text']!r}, not a text")
+                raise self.bad(line, f"'text' is {supervision['text']!r}, not a string")
 
 
 class LhotsePair(Manifest):
@@ -197,9 +197,9 @@ class LhotsePair(Manifest):
         for line, _, record in json_lines(self.recordings):
             name = record.get("id")
             if not isinstance(name, str) or not isinstance(record.get("sources"), list):
-                raise DataError(f"{self.recordings}:{line}: is no recording (it needs 'id' and 'sources')")
+                raise DataError(f"{self.recordings}:{line}: not a recording ('id' or 'sources' is missing)")
             if any(not isinstance(s, dict) or s.get("type") not in _READABLE for s in record["sources"]):
-                raise DataError(f"{self.recordings}:{line}: its audio is no file; save it as files first")
+                raise DataError(f"{self.recordings}:{line}: the audio is not a file; save it as files first")
             recordings[name] = record
         for line, offset, supervision in json_lines(self.path):
             name, wanted = self.text(supervision, "id", line), self.text(supervision, "recording_id", line)
@@ -224,10 +224,10 @@ class Nemo(JsonLines):
     """NeMo's JSON lines (reference: nemo/collections/common/parts/preprocessing/manifest.py).
 
     ``audio_filepath`` (or ``audio_file``, ``audio_filename``), ``duration`` in seconds, and ``text``
-    (or ``normalized_text``, ``text_filepath``); ``offset``, ``speaker``, ``lang`` and
-    ``orig_sample_rate`` where given. Paths are relative to the manifest. A line with ``offset`` is a
-    part of its recording; without it, the whole. The lines bear no ids: an id is made of the
-    manifest's name, the line and the recording's.
+    (or ``normalized_text``, ``text_filepath``); optional are ``offset``, ``speaker``, ``lang`` and
+    ``orig_sample_rate``. Paths are relative to the manifest. A line with ``offset`` is a part of its
+    recording; without it, the whole recording. The lines have no ids: a cut's id consists of the
+    manifest's name, the line number and the recording's name.
     """
 
     kind = "nemo"
@@ -258,7 +258,7 @@ class Nemo(JsonLines):
             if name in record:
                 return self.text(record, name, line)
         if "text_filepath" not in record:
-            raise self.bad(line, "has no 'text' (nor 'normalized_text', nor 'text_filepath')")
+            raise self.bad(line, "has no 'text', 'normalized_text' or 'text_filepath'")
         path = Path(self.beside(self.text(record, "text_filepath", line)))
         try:
             return " ".join(path.read_text(encoding="utf-8").split())
@@ -267,10 +267,10 @@ class Nemo(JsonLines):
 
 
 class Mlperf(JsonLines):
-    """The JSON of MLPerf's and Intel's RNN-T: one array a file (JSON lines of the same objects, too).
+    """The JSON of MLPerf's and Intel's RNN-T: one array per file, or JSON lines of the same objects.
 
-    ``transcript``, ``original_duration`` in seconds and ``files``, of which the one of speed 1 is
-    taken: speed perturbation happens here, not on the disk. File names are relative to the manifest.
+    ``transcript``, ``original_duration`` in seconds and ``files``. Only the file of speed 1 is used,
+    because speed is changed in training. File names are relative to the manifest.
     """
 
     kind = "mlperf"
@@ -286,7 +286,7 @@ class Mlperf(JsonLines):
         text = self.text(record, "transcript", line)
         files = self.field(record, "files", line)
         if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
-            raise self.bad(line, "'files' is empty or no list of objects")
+            raise self.bad(line, "'files' is empty or not a list of objects")
         file = next((f for f in files if f.get("speed", 1) == 1), files[0])
         name = self.text(file, "fname", line)
         source = file if "duration" in file else record
@@ -308,7 +308,7 @@ def simple_cut(
     language: object = None,
     segment: bool = False,
 ) -> Record:
-    """A ``MonoCut`` of one file in lhotse's JSON form; times in seconds."""
+    """Return a ``MonoCut`` of one file in lhotse's JSON format; times are in seconds."""
     supervision: Record = {"id": name, "recording_id": name, "start": 0.0, "duration": duration}
     supervision |= {"channel": 0, "text": text}
     supervision |= {k: str(v) for k, v in (("speaker", speaker), ("language", language)) if v is not None}
@@ -336,12 +336,12 @@ def simple_cut(
 
 
 def _stem(path: str) -> str:
-    # not pathlib: 10 µs, a million times
+    # pathlib costs 10 µs, a million times
     return os.path.splitext(os.path.basename(path))[0]
 
 
 def seconds_of(cut: Mapping[str, Any]) -> float:
-    """Duration of a cut in lhotse's JSON form; 0 where it is no positive finite number."""
+    """Return the duration of a cut in lhotse's JSON format; 0 if it is not positive and finite."""
     if cut.get("type") == "MixedCut":
         ends = (float(track.get("offset", 0.0)) + seconds_of(track["cut"]) for track in cut["tracks"])
         seconds = max(ends, default=0.0)
@@ -351,7 +351,7 @@ def seconds_of(cut: Mapping[str, Any]) -> float:
 
 
 def text_of(cut: Mapping[str, Any]) -> str:
-    """Transcript of a cut in lhotse's JSON form: its supervisions' texts in order."""
+    """Return the transcript of a cut in lhotse's JSON format: its supervisions' texts in order."""
     if cut.get("type") == "MixedCut":
         parts = [text_of(track["cut"]) for track in cut["tracks"]]
     else:
@@ -363,7 +363,7 @@ def text_of(cut: Mapping[str, Any]) -> str:
 
 
 def is_gzip(path: Path) -> bool:
-    """Told by the first two bytes. Raises DataError where the file cannot be opened."""
+    """Whether a file is gzipped, by its first two bytes. Raises DataError if it cannot be opened."""
     try:
         with path.open("rb") as file:
             return file.read(2) == b"\x1f\x8b"
@@ -372,14 +372,14 @@ def is_gzip(path: Path) -> bool:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The file for reading, decompressed where it is gzipped."""
+    """Open the file for reading, decompressed if it is gzipped."""
     if is_gzip(path):
         return cast("IO[bytes]", gzip.open(path, "rb"))
     return path.open("rb")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes) of each line. Raises DataError naming file and line for a damaged file."""
+    """Yield (number from 1, bytes) of each line. Raises DataError for a damaged file, with file and line."""
     line = 0
     try:
         with open_bytes(path) as file:
@@ -390,20 +390,20 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def first_line(path: Path) -> tuple[int, bytes]:
-    """Number and bytes of the first line that is not blank, without byte order mark and leading blanks.
+    """Return number and bytes of the first line that is not blank, without byte order mark and indent.
 
     Raises DataError for an empty file.
     """
     for line, raw in numbered_lines(path):
         if raw.strip():
             return line, raw.removeprefix(b"\xef\xbb\xbf").lstrip()
-    raise DataError(f"{path} is empty; it holds no cuts")
+    raise DataError(f"{path} is empty; a manifest has at least one cut")
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """(line number from 1, byte offset, object) of each line that is not blank.
+    """Yield (line number from 1, byte offset, object) of each line that is not blank.
 
-    Raises DataError naming file and line for what is no JSON object.
+    Raises DataError that names file and line if a line is not a JSON object.
     """
     offset = 0
     for line, raw in numbered_lines(path):
@@ -413,15 +413,15 @@ def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
 
 
 def decoded(raw: bytes, path: Path, line: int) -> str:
-    """A line of UTF-8, without a byte order mark. Raises DataError naming file and line."""
+    """Decode a line of UTF-8, without byte order mark. Raises DataError that names file and line."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{line}: is not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
 
 
 def parse(raw: bytes, path: Path, line: int) -> Record:
-    """One JSON object. Raises DataError naming file and line."""
+    """Parse one JSON object. Raises DataError that names file and line."""
     try:
         record = json.loads(decoded(raw, path, line))
     except json.JSONDecodeError as error:
@@ -434,9 +434,9 @@ def parse(raw: bytes, path: Path, line: int) -> Record:
 
 
 def json_array(path: Path) -> Iterator[tuple[int, Record]]:
-    """(line number, object) of each element of a JSON array, whose text is held whole.
+    """Yield (line number, object) of each element of a JSON array, whose whole text is in memory.
 
-    Raises DataError naming file and line.
+    Raises DataError that names file and line.
     """
     try:
         text = b"".join(raw for _, raw in numbered_lines(path)).decode("utf-8-sig")
@@ -459,17 +459,17 @@ def json_array(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def header(path: str) -> Any:
-    """soundfile's facts about a recording (``frames``, ``samplerate``, …); None where it tells none."""
+    """Return soundfile's info of a recording (``frames``, ``samplerate``, …), or None if unreadable."""
     import soundfile
 
     try:
-        return soundfile.info(path) if os.path.isfile(path) else None  # a pipe would wait for its writer
+        return soundfile.info(path) if os.path.isfile(path) else None  # a pipe would block
     except (OSError, RuntimeError):
         return None
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Absolute path, size and time of change. Raises DataError where there is no such file."""
+    """Return absolute path, size and modification time. Raises DataError if the file does not exist."""
     try:
         found = path.stat()
     except OSError as error:
@@ -478,5 +478,5 @@ def stamp(path: Path) -> tuple[str, int, int]:
 
 
 def digest(*parts: object) -> str:
-    """16 hexadecimal digits over JSON-like parts."""
+    """Return a hash of JSON-like parts as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""SpeechData: the data module of speech tasks, from manifests to batches."""
+"""SpeechData, the data module of speech tasks: from manifests to batches."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from speechtrain.text.vocabulary import Tokenizer
 
 _log = logging.getLogger(__name__)
 
-_SAMPLED_RECORDINGS = 1_000  # whose existence is checked before training
-_ALL_TRANSCRIPTS = 100_000  # are looked at (2 s), but of a larger set only the following number
+_SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for existence before training
+_ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
-_SMALL_SECONDS = 600  # of an evaluation set's share: decoded here in less time than workers take to start
+_SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 _CHECKS = 6  # stream number in the address of the check's sample
 
 
 class SpeechData(DataModule):
-    """Training cuts without end and named evaluation sets, from manifests, folders or corpora.
+    """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
-    ``train`` and each of ``valid`` are a ``Source``, a path or a list of paths (see ``open_source``);
-    they are opened at first use, so evaluating needs no training data. ``batch`` packs training,
-    ``valid_batch`` evaluation. ``speed`` is the lowest and highest factor, null for none.
-    ``min_seconds`` and ``max_seconds`` bound training recordings, before the speed change;
-    evaluation sets are never filtered. A transcript of more than ``max_labels_per_second`` belongs
-    to another recording (people speak 15 to 25 characters a second; RNN-T itself has no limit).
-    ``shapes`` above 0 gives at most so many fixed tensor shapes. ``crop_seconds`` (null: never) cuts
-    training recordings at random, to the shortest of their batch or, with ``shapes``, to itself;
-    evaluation hears whole recordings. ``normalise``, which the task decides, gives each recording zero
-    mean and unit variance. ``workers`` decode ahead: -1 is one
-    fewer than the cores of this rank, at most 8; 0 decodes in this process. Bad recordings become
-    filler rows, are listed in ``run_dir``, and above ``max_bad`` *and* ``max_bad_share`` end the run.
+    ``train`` and each of ``valid`` are a ``Source``, a path or a list of paths (see ``open_source``).
+    They are opened at first use, so evaluation needs no training data. ``batch`` limits the batches of
+    training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
+    none. ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change;
+    evaluation sets are never filtered. A transcript with more than ``max_labels_per_second`` is taken
+    as wrong (people speak 15 to 25 characters per second; RNN-T itself has no limit). ``shapes`` above 0
+    is the largest number of fixed tensor shapes. ``crop_seconds`` (null: no crop) crops training
+    recordings at random, to the shortest of their batch or, with ``shapes``, to ``crop_seconds``;
+    evaluation is not cropped. ``normalise``, set by the task, gives each recording zero mean and unit
+    variance. ``workers`` decode ahead: -1 is one fewer than the cores of this rank, at most 8; 0 decodes
+    in this process. A bad recording becomes a padding row and is listed in ``run_dir``; more than
+    ``max_bad`` *and* more than ``max_bad_share`` of the set end the run.
 
-    Raises ValueError for arguments that fit no data, DataError for data that cannot be used.
+    Raises ValueError for invalid arguments, DataError for unusable data.
     """
 
     def __init__(
@@ -92,15 +92,9 @@ class SpeechData(DataModule):
                 raise ValueError(f"{name}={value}: it must be above 0")
         if workers < -1 or shapes < 0:
             raise ValueError(
-                f"workers={workers}, shapes={shapes}: workers is -1 (automatic) or more, shapes 0 or more"
+                f"workers={workers}, shapes={shapes}: need workers >= -1 (-1: automatic), shapes >= 0"
             )
-        if crop_seconds is not None and crop_seconds <= 0:
-            raise ValueError(f"crop_seconds={crop_seconds}: it must be above 0, or null for no cropping")
-        if crop_seconds is not None and tokenizer.reads_text:
-            raise ValueError(
-                f"crop_seconds={crop_seconds}: a part of a recording is not what its transcript says; "
-                "use tokenizer=none to train on audio alone, or crop_seconds=null"
-            )
+        _check_crop(crop_seconds, tokenizer)
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer = tokenizer
         self.seed = seed
@@ -134,13 +128,13 @@ class SpeechData(DataModule):
 
     @cached_property
     def _kept(self) -> NDArray[np.int32]:
-        """Rows of the index within the duration limits. Raises DataError where there are none."""
+        """Rows of the index within the duration limits. Raises DataError if there are none."""
         low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
         kept = np.flatnonzero((self.index.seconds >= low) & (self.index.seconds <= high))
         if not len(kept):
             raise DataError(
                 f"data.train: none of {len(self.index)} recordings is between {low:g} and {high:g} s long; "
-                "change data.min_seconds or data.max_seconds, or look at the manifest's durations"
+                "change data.min_seconds or data.max_seconds, or check the manifest's durations"
             )
         return kept.astype(np.int32)
 
@@ -151,7 +145,7 @@ class SpeechData(DataModule):
         labels = None
         if self.tokenizer.reads_text and (self.static_shapes or self.batch.memory_gib is not None):
             labels = self.index.labels(self.tokenizer)[self._kept]
-            # these will be filler rows: they must not widen a shape for all
+            # these become padding rows: they must not widen a shape
             labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
         return Sampler(
             seconds,
@@ -169,7 +163,7 @@ class SpeechData(DataModule):
 
     @cached_property
     def decoder(self) -> BatchLoader:
-        """What makes batches of the training cuts."""
+        """The loader of training batches."""
         return BatchLoader(
             self.index,
             self.tokenizer,
@@ -199,7 +193,7 @@ class SpeechData(DataModule):
         for number, batch in enumerate(self.workers.map(self.decoder, own), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self._kept))
-            if number % accumulate == 0:  # recorded when handed over, not when decoded ahead
+            if number % accumulate == 0:  # updated when the batch is yielded, not when decoded
                 self._position = self.sampler.advance(*self._position, world_size * accumulate)
             yield batch
 
@@ -207,7 +201,7 @@ class SpeechData(DataModule):
         return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
 
     def _list_filtered(self) -> None:
-        """List the recordings outside the duration limits, once in the life of a run."""
+        """List the recordings outside the duration limits, once per run."""
         filtered = len(self.index) - len(self._kept)
         path = Path(self.run_dir) / "filtered.jsonl"
         if not filtered or not self.run_dir or path.exists():
@@ -247,18 +241,18 @@ class SpeechData(DataModule):
         return self._sets[name]
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:
-        """The (batch, samples, labels) shapes of all evaluation sets, where they are fixed; else empty."""
+        """Return the (batch, samples, labels) shapes of all evaluation sets if fixed, else an empty list."""
         found = {(s.rows, s.samples, s.labels) for name in self._valid for s in self._set(name).plan.shapes}
         return sorted(found)
 
     # --- before training ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Look at 1,000 recordings of each set and 10,000 transcripts (all of a set up to 100,000).
+        """Check 1,000 recordings of each set and 10,000 transcripts (or all, if there are up to 100,000).
 
-        Raises DataError where more training recordings are missing, or transcripts cannot be
-        spelled, than the budget of bad recordings allows, or half of them; and for any recording
-        that an evaluation set lacks. An evaluation transcript may hold what cannot be spelled.
+        Raises DataError if more training recordings are missing, or more transcripts cannot be
+        encoded, than ``max_bad`` and ``max_bad_share`` allow, or half of them; also if any checked
+        recording of an evaluation set is missing. An evaluation transcript may have unknown symbols.
         """
         self._check_files("train", self.index, self._kept, is_evaluation=False)
         if self.tokenizer.reads_text:
@@ -276,8 +270,8 @@ class SpeechData(DataModule):
             missing += [path for path in files_of(index.cut(row))[:1] if not os.path.exists(path)]
         if missing and (is_evaluation or self._is_too_many(len(missing), len(looked))):
             raise DataError(
-                f"{missing[0]} does not exist: {len(missing)} of {len(looked)} recordings of data.{key} "
-                "that were looked for are missing; is the folder right, and mounted?"
+                f"{missing[0]} does not exist: {len(missing)} of {len(looked)} checked recordings of "
+                f"data.{key} are missing; correct the paths, or mount the folder"
             )
 
     def _check_transcripts(self) -> None:
@@ -298,15 +292,15 @@ class SpeechData(DataModule):
                 " …" if len(symbols) > 10 else ""
             )
             raise DataError(
-                f"the tokenizer cannot spell {bad} of {len(looked)} transcripts of data.train, "
-                f"{first!r} first: unknown symbols {shown}; change tokenizer.normaliser or the vocabulary"
+                f"the tokenizer cannot encode {bad} of {len(looked)} transcripts of data.train, such as "
+                f"{first!r}: unknown symbols {shown}; change tokenizer.normaliser or the vocabulary"
             )
 
     def _is_too_many(self, bad: int, looked: int) -> bool:
         return bad > 0 and (not self.skips.allows(bad, looked) or 2 * bad >= looked)
 
     def _sample(self, rows: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-        """``count`` of the rows by the seed, ascending; all, where there are no more."""
+        """Return ``count`` rows, drawn by the seed, ascending; all rows if there are no more."""
         if len(rows) <= count:
             return rows
         draws = uniform_at(self.seed, _CHECKS, np.arange(len(rows)))
@@ -325,17 +319,17 @@ class SpeechData(DataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the state's address. Raises DataError where the training cuts are others."""
+        """Continue at the state's address. Raises DataError if the training cuts differ."""
         if state["content"] != self.index.content:
             raise DataError(
                 f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(self.index)} "
-                "now); restore it, or train in another run_dir"
+                "now); restore it, or use another run_dir"
             )
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 
     def report(self) -> dict[str, float]:
-        """Recordings by reason; where fixed, the share of padding, and where cropped, that of lost audio."""
+        """Return skipped recordings by reason, the share of padding (fixed shapes) and of cropped audio."""
         low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
         filtered = {
             "too_long": int((self.index.seconds > high).sum()),
@@ -356,7 +350,7 @@ class SpeechData(DataModule):
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One evaluation set: its cuts, its batches, and who decodes them."""
+    """One evaluation set: its cuts, its plan of batches, and its loader."""
 
     index: Index
     plan: Plan
@@ -364,10 +358,10 @@ class EvaluationSet:
 
 
 class EvaluationBatches(Iterable[Batch]):
-    """A rank's share of an evaluation set; may be iterated again.
+    """A rank's part of an evaluation set; can be iterated again.
 
-    Batch i goes to rank i modulo the number of ranks; ranks that would get one fewer get a batch of
-    filler rows, since all must meet in the same collectives.
+    Batch i is for rank i modulo the number of ranks. A rank that would have one batch fewer gets a
+    batch of padding rows, because all ranks must take part in the same collectives.
     """
 
     def __init__(self, chosen: EvaluationSet, workers: Workers, rank: int, world_size: int) -> None:
@@ -390,7 +384,17 @@ class EvaluationBatches(Iterable[Batch]):
             yield padding_batch(last, decoder.sample_rate)
 
 
+def _check_crop(seconds: float | None, tokenizer: Tokenizer) -> None:
+    if seconds is not None and seconds <= 0:
+        raise ValueError(f"crop_seconds={seconds}: it must be above 0, or null for no cropping")
+    if seconds is not None and tokenizer.reads_text:
+        raise ValueError(
+            f"crop_seconds={seconds}: a part of a recording does not match its transcript; "
+            "use tokenizer=none to train on audio alone, or crop_seconds=null"
+        )
+
+
 def automatic_workers() -> int:
-    """One fewer than this rank's share of the usable cores, at most 8; torchrun tells how many share them."""
+    """Return one fewer than this rank's share of the usable cores, at most 8 (see LOCAL_WORLD_SIZE)."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(0, min(8, len(usable_cpus()) // max(1, int(ranks) if ranks.isdigit() else 1) - 1))

@@ -1,8 +1,8 @@
 """The order of training: which cuts, at which speed, in which micro-batch. Its state is two integers.
 
-An epoch's plan is a pure function of (seed, epoch), made by vectorised numpy before the first batch
-of the epoch: 0.5 s for a million cuts. So any position is found at once, whatever the number of
-ranks and workers, and nothing has to be replayed.
+An epoch's plan is a pure function of (seed, epoch). Vectorised numpy makes it before the epoch's first
+batch, in 0.5 s for a million cuts. A resume therefore replays nothing, with any number of ranks and
+workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import addressed, uniform_at
 
-# streams in the addresses drawn here; 1 and 2 are the trainer's and the worker's
+# stream numbers in the addresses of draws; 1 and 2 are the trainer's and the worker's
 _ORDER, _SPEED, _BATCHES = 3, 4, 5
 
 Seconds = NDArray[np.floating[Any]]
@@ -27,14 +27,14 @@ Counts = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How many utterances make a micro-batch: it is full at the first limit that one more would break.
+    """Limits of a micro-batch: it is full if one more utterance would exceed any limit.
 
-    ``count`` utterances; ``seconds`` of audio, padding included; ``memory_gib``, predicted by the
-    model's footprint. null is no limit. An utterance beyond a limit by itself is a batch of its own.
-    Utterances are shuffled over the epoch and sorted by length within ``window`` batches, which are
-    shuffled again: 1 is plain shuffling, more saves padding and costs randomness. A batch of at least
-    ``multiple`` utterances has a multiple of it (fairseq: required_batch_size_multiple), but for the
-    last of a window or of an epoch.
+    The limits are ``count`` utterances, ``seconds`` of audio with padding, and ``memory_gib`` predicted
+    by the model's footprint; null is no limit. An utterance that alone exceeds a limit is a batch of
+    its own. Utterances are shuffled over the epoch and sorted by length within ``window`` batches,
+    which are shuffled again: 1 is plain shuffling, more gives less padding and less randomness. A batch
+    of at least ``multiple`` utterances has a multiple of it (fairseq: required_batch_size_multiple),
+    except the last batch of a window or an epoch.
     """
 
     count: int | None = 8
@@ -56,11 +56,11 @@ class BatchLimits:
             raise ValueError(f"multiple={self.multiple}: it must be at least 1 (any number of utterances)")
 
     def even(self, rows: int) -> int:
-        """``rows`` less what exceeds a multiple of ``multiple``; fewer than that stay as they are."""
+        """Round ``rows`` down to a multiple of ``multiple``; fewer than ``multiple`` are kept."""
         return rows // self.multiple * self.multiple if rows >= self.multiple else rows
 
     def rows(self, seconds: float, labels: float, footprint: Footprint) -> int:
-        """Most rows of one (padded) length and number of labels that a batch takes; at least 1."""
+        """Return the most rows of one (padded) length and number of labels in a batch; at least 1."""
         limits = [math.inf]
         if self.count is not None:
             limits.append(self.count)
@@ -71,7 +71,7 @@ class BatchLimits:
                 limits.append(
                     self.memory_gib * 2**30 / max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
                 )
-        # 16 rows of 1.1 s are 17.6 s, whatever the rounding
+        # 16 rows of 1.1 s are 17.6 s in spite of rounding
         return self.even(max(1, int(min(min(limits), 2.0**31) * (1 + 1e-6))))
 
 
@@ -86,11 +86,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one micro-batch is made of: rows of the index, their speeds, and its place in the epoch."""
+    """The content of one micro-batch: rows of the index, their speeds, and its number in the epoch."""
 
     rows: NDArray[np.int32]
     percents: NDArray[np.int16]  # speed factor × 100
-    shape: Shape | None = None  # None: as large as the longest row
+    shape: Shape | None = None  # None: the size of the longest row
     epoch: int = 0
     index: int = 0
 
@@ -116,13 +116,13 @@ class Plan:
 
 
 class Sampler:
-    """Micro-batches of a training set, epoch after epoch.
+    """Plans the micro-batches of a training set, epoch after epoch.
 
-    ``seconds`` and ``keys`` of the cuts to draw from, ``rows`` their numbers in the index (ascending;
-    all, where None). ``labels`` are their label counts, needed to pack by memory and for shapes.
-    ``speed`` is the lowest and the highest factor; each cut's is drawn from (seed, epoch, cut) on a
-    grid of 0.01. With ``shapes`` above 0, micro-batches have that many fixed shapes at most. Cuts are
-    planned as if none were longer than ``crop_seconds``: the decoder sees to it.
+    ``seconds`` and ``keys`` describe the cuts; ``rows`` are their numbers in the index (ascending; None
+    is all). ``labels`` are their label counts, needed for packing by memory and for shapes. ``speed`` is
+    the lowest and the highest factor; each cut's factor is drawn from (seed, epoch, cut) on a grid of
+    0.01. With ``shapes`` above 0, micro-batches have at most that many fixed shapes. No cut is planned
+    longer than ``crop_seconds``; the decoder crops it.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class Sampler:
         self._plans: dict[int, Plan] = {}
 
     def plan(self, epoch: int) -> Plan:
-        """The plan of an epoch; the last two are kept, since a global batch may span them."""
+        """Return the plan of an epoch; the last two are kept, because a global batch may span both."""
         if epoch not in self._plans:
             kept = sorted(self._plans)[-1:]
             self._plans = {number: self._plans[number] for number in kept} | {epoch: self._make(epoch)}
         return self._plans[epoch]
 
     def advance(self, epoch: int, position: int, count: int) -> tuple[int, int]:
-        """The address ``count`` micro-batches after (epoch, position); never the end of an epoch."""
+        """Return the address ``count`` micro-batches after (epoch, position); never the end of an epoch."""
         position += count
         while position >= self.length(epoch):
             position -= self.length(epoch)
@@ -184,13 +184,13 @@ class Sampler:
         return epoch, position
 
     def length(self, epoch: int) -> int:
-        """Micro-batches of an epoch; only packing by a count alone knows it without the plan."""
+        """Return the micro-batches of an epoch; with packing by count only, no plan is made."""
         if self.shapes or self.packing.count is None or self.packing.seconds or self.packing.memory_gib:
             return len(self.plan(epoch))
         return -(-len(self.keys) // self.packing.even(self.packing.count))
 
     def micro_batches(self, epoch: int, position: int) -> Iterator[MicroBatch]:
-        """From that address on, over the ends of epochs, without end."""
+        """Yield micro-batches from an address, over the ends of epochs, endlessly."""
         while True:
             plan = self.plan(epoch)
             while position < len(plan):
@@ -199,7 +199,7 @@ class Sampler:
             epoch, position = epoch + 1, 0
 
     def percents(self, epoch: int) -> NDArray[np.int16]:
-        """Speed factor × 100 of each cut."""
+        """Return the speed factor × 100 of each cut."""
         choices = self.fastest - self.slowest + 1
         if choices == 1:
             return np.full(len(self.keys), self.slowest, np.int16)
@@ -207,17 +207,17 @@ class Sampler:
         return (self.slowest + (draws * choices).astype(np.int16)).astype(np.int16)
 
     def sizes(self, epoch: int) -> NDArray[np.int64]:
-        """Samples of each micro-batch's audio tensor as planned, padding and filler rows included."""
+        """Return the planned samples of each micro-batch's audio tensor, with padding and padding rows."""
         plan = self.plan(epoch)
         if plan.shapes:
             return np.array([shape.rows * shape.samples for shape in plan.shapes], np.int64)[plan.buckets]
-        # cropped rows are cut to their batch's shortest, others padded to its longest
+        # with a crop, rows are cropped to the shortest of the batch; else padded to the longest
         ends = np.maximum if math.isinf(self.crop_seconds) else np.minimum
         lengths: NDArray[np.int64] = ends.reduceat(self._planned(plan), plan.bounds[:-1])
         return lengths * np.diff(plan.bounds)
 
     def waste(self, epoch: int) -> tuple[float, float]:
-        """Share of an epoch's tensors that is padding, and share of its audio that cropping leaves out."""
+        """Return the share of an epoch's tensors that is padding, and the cropped share of its audio."""
         plan = self.plan(epoch)
         whole = planned_samples(self._seconds(plan), plan.percents, self.sample_rate).sum()
         size = int(self.sizes(epoch).sum())
@@ -233,7 +233,7 @@ class Sampler:
         return self._samples(self._seconds(plan), plan.percents)
 
     def _samples(self, seconds: Seconds, percents: Counts) -> NDArray[np.int64]:
-        """Length of each cut after speed change and crop."""
+        """Return the samples of each cut after speed change and crop."""
         samples = planned_samples(seconds, percents, self.sample_rate)
         return np.minimum(samples, crop_samples(self.crop_seconds, self.sample_rate))
 
@@ -272,7 +272,7 @@ def evaluation_plan(
     shapes: int = 0,
     sample_rate: int = 16_000,
 ) -> Plan:
-    """Every cut once, the longest first: little padding, and what does not fit into memory shows at once."""
+    """Plan every cut once, longest first: little padding, and a lack of memory shows at the start."""
     footprint = check_footprint(packing, footprint)
     given = None if labels is None else np.maximum(labels, 0)
     labels = np.zeros(len(seconds), np.int32) if given is None else given
@@ -288,14 +288,14 @@ def evaluation_plan(
 
 
 def speed_grid(speed: Sequence[float]) -> tuple[int, int]:
-    """Lowest and highest speed in hundredths. Raises ValueError for a range that is none."""
+    """Return lowest and highest speed in hundredths. Raises ValueError for an invalid range."""
     if len(speed) != 2 or not 0.5 <= speed[0] <= speed[1] <= 2.0:
-        raise ValueError(f"speed={list(speed)}: give lowest and highest factor, between 0.5 and 2")
+        raise ValueError(f"speed={list(speed)}: give the lowest and the highest factor, from 0.5 to 2")
     return round(speed[0] * 100), round(speed[1] * 100)
 
 
 def check_footprint(packing: BatchLimits, footprint: Footprint | None) -> Footprint:
-    """The footprint to pack by. Raises ValueError where packing by memory has none."""
+    """Return the footprint for packing. Raises ValueError if packing by memory has none."""
     footprint = footprint or Footprint(0.0)
     if packing.memory_gib is not None and footprint.per_second <= 0 and footprint.per_second_label <= 0:
         raise ValueError("memory_gib: this model does not predict its memory; use count or seconds")
@@ -303,34 +303,34 @@ def check_footprint(packing: BatchLimits, footprint: Footprint | None) -> Footpr
 
 
 def planned_samples(seconds: Seconds, percents: Counts | int, sample_rate: int) -> NDArray[np.int64]:
-    """Length of each cut after the speed change, to within a few samples (float32 durations)."""
+    """Return the samples of each cut after the speed change, within a few (float32 durations)."""
     samples = np.rint(np.asarray(seconds, np.float64) * sample_rate)
     return np.ceil(samples * 100 / percents).astype(np.int64)
 
 
 def crop_samples(seconds: float, sample_rate: int) -> int:
-    """Samples that a crop leaves at most: infinite seconds are more than any recording has."""
+    """Return the most samples after a crop; infinite seconds are no crop."""
     return int(np.iinfo(np.int64).max) if math.isinf(seconds) else max(1, round(seconds * sample_rate))
 
 
 def pack(
     seconds: Seconds, labels: Counts, packing: BatchLimits, footprint: Footprint, width: int
 ) -> NDArray[np.int64]:
-    """Bounds of micro-batches over cuts that are sorted, longest first, within windows of ``width``.
+    """Return bounds of micro-batches over cuts that are sorted, longest first, in windows of ``width``.
 
-    The first row of a batch is its longest, so a batch is closed by one division; only packing by
-    memory looks at the labels of the rows that follow.
+    The first row of a batch is its longest, so one division gives the size of a batch; only packing by
+    memory reads the labels of the following rows.
     """
     total = len(seconds)
     if packing.seconds is None and packing.memory_gib is None:
-        assert packing.count is not None  # BatchLimits sees to it; windows are whole multiples of it
+        assert packing.count is not None  # BatchLimits checks it; windows are multiples of it
         return np.append(np.arange(0, total, packing.even(packing.count)), total)
     longest = seconds.tolist()
     cap = packing.memory_gib * 2**30 if packing.memory_gib is not None else math.inf
     bounds, begin = [0], 0
     while begin < total:
         room = min((begin // width + 1) * width, total) - begin
-        # with no labels at all: an upper bound, which the labels can only lower
+        # without labels: an upper bound, which the labels only lower
         size = min(room, packing.rows(longest[begin], 0, footprint))
         if footprint.per_second_label > 0 and cap < math.inf:
             most = np.maximum.accumulate(labels[begin : begin + size])
@@ -343,8 +343,8 @@ def pack(
 
 # --- static shapes ------------------------------------------------------------------------------
 
-_LABEL_QUANTILE = 0.99  # longer transcripts go to a longer shape, so that one of them does not widen all
-_SLACK_SECONDS = 0.01  # of planned lengths, against rounding
+_LABEL_QUANTILE = 0.99  # longer transcripts use a longer shape: one of them does not widen all
+_SLACK_SECONDS = 0.01  # added to planned lengths, because of rounding
 
 
 def shape_table(
@@ -358,10 +358,10 @@ def shape_table(
     fastest: int,
     crop_seconds: float = math.inf,
 ) -> list[Shape]:
-    """At most ``count`` shapes that take every cut at every speed; lengths at equal shares of the cuts.
+    """Return at most ``count`` shapes that fit every cut at every speed, with lengths at quantiles.
 
     Lengths are multiples of 0.1 s and at most the crop; label counts are multiples of 8, or all 0
-    where there are no ``labels``.
+    without ``labels``.
     """
     unit = max(1, sample_rate // 10)
     edges = np.quantile(seconds, np.arange(1, count) / count) if count > 1 else np.zeros(0)
@@ -387,7 +387,7 @@ def shape_table(
 
 
 def fit(shapes: Sequence[Shape], samples: NDArray[np.int64], labels: Counts) -> NDArray[np.int16]:
-    """The first shape that takes each cut, both in length and in labels."""
+    """Return the first shape that fits each cut, in length and in labels."""
     by_length = np.searchsorted([shape.samples for shape in shapes], samples)
     by_labels = np.searchsorted([shape.labels for shape in shapes], labels)
     return np.minimum(np.maximum(by_length, by_labels), len(shapes) - 1).astype(np.int16)
@@ -396,7 +396,7 @@ def fit(shapes: Sequence[Shape], samples: NDArray[np.int64], labels: Counts) -> 
 def _fill_shapes(
     buckets: NDArray[np.int16], shapes: Sequence[Shape]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int16]]:
-    """Order of the cuts, bounds of micro-batches and the shape of each; a shape's last may be part full."""
+    """Return order of cuts, bounds and shapes of micro-batches; the last one of a shape may be smaller."""
     order = np.argsort(buckets, kind="stable")
     ends = np.searchsorted(buckets[order], np.arange(len(shapes)), side="right")
     begin, bounds, bucket_of = 0, [np.zeros(1, np.int64)], []
@@ -411,7 +411,7 @@ def _fill_shapes(
 def _reorder(
     bounds: NDArray[np.int64], turn: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions of the cuts, and new bounds, when micro-batches are put into the order ``turn``."""
+    """Return positions of the cuts and new bounds for micro-batches in the order ``turn``."""
     sizes = np.diff(bounds)[turn]
     ends = np.cumsum(sizes)
     starts = bounds[:-1][turn]

@@ -1,4 +1,4 @@
-"""Recordings that could not be used: counted once, listed in a file, and too many end the run."""
+"""The list of unusable recordings: each is counted once, and too many of them end the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FILE = "skipped.jsonl"
 
 
 class SkipLog:
-    """The training recordings that a run has skipped so far, by id, however often it resumes.
+    """The training recordings that a run has skipped, by id, including those before a resume.
 
-    Each is a line of ``<run_dir>/skipped.jsonl`` (``id``, ``reason``, ``detail``), which all ranks
-    append to and read, so that the count is the run's and not a rank's. An empty ``run_dir`` keeps
-    them in memory only. Above ``max_bad`` recordings *and* ``max_bad_share`` of ``total``, ``add``
-    raises DataError.
+    Each is a line of ``<run_dir>/skipped.jsonl`` (``id``, ``reason``, ``detail``). All ranks append to
+    the file and read it, so the count is over all ranks. An empty ``run_dir`` keeps the list in memory
+    only. If there are more than ``max_bad`` recordings *and* more than ``max_bad_share`` of ``total``,
+    ``add`` raises DataError.
     """
 
     def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
@@ -30,12 +30,12 @@ class SkipLog:
         self.max_bad_share = max_bad_share
         self.reasons: dict[str, str] = {}
         """Reason by id."""
-        self._read = 0  # bytes of the file that are known
+        self._read = 0  # bytes of the file that have been read
         self._is_told = False
 
     @property
     def counts(self) -> dict[str, int]:
-        """Recordings by reason."""
+        """Number of recordings by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
     def allows(self, bad: int, total: int) -> bool:
@@ -43,7 +43,7 @@ class SkipLog:
         return bad <= self.max_bad or bad <= self.max_bad_share * total
 
     def refresh(self) -> None:
-        """Take note of what other ranks, or this run before it resumed, have listed."""
+        """Read what other ranks, or this run before a resume, have listed."""
         if self.path is None:
             return
         try:
@@ -52,17 +52,17 @@ class SkipLog:
                 new = file.read()
         except OSError:
             return
-        whole = new[: new.rfind(b"\n") + 1]  # a line that is being written is read next time
+        whole = new[: new.rfind(b"\n") + 1]  # an incomplete line is read next time
         self._read += len(whole)
         for line in whole.splitlines():
             try:
                 record = json.loads(line)
                 self.reasons.setdefault(str(record["id"]), str(record["reason"]))
             except (ValueError, KeyError, TypeError):
-                continue  # torn by a kill; the recording is met again
+                continue  # incomplete after a kill; the recording will be listed again
 
     def add(self, skip: Skip, total: int) -> None:
-        """Count and list one skip, unless it is known. Raises DataError where the budget is spent."""
+        """Count and list one skip, unless it is known. Raises DataError above the limits."""
         if skip.id in self.reasons:
             return
         self.refresh()
@@ -72,9 +72,9 @@ class SkipLog:
             self.reasons[skip.id] = skip.reason
             self._append(skip)
         if not self.allows(len(self.reasons), total):
-            listed = f"all are listed in {self.path}" if self.path else "set run_dir to have them listed"
+            listed = f"{self.path} lists all" if self.path else "set run_dir to list them"
             raise DataError(
-                f"{len(self.reasons)} of {total} training recordings cannot be used, the latest {skip.id!r} "
+                f"{len(self.reasons)} of {total} training recordings are unusable, the latest {skip.id!r} "
                 f"({skip.reason}: {skip.detail}); {listed}; repair or remove them, or raise data.max_bad="
                 f"{self.max_bad} and data.max_bad_share={self.max_bad_share}"
             )
@@ -90,7 +90,7 @@ class SkipLog:
                 if size:
                     file.seek(size - 1)
                     torn = b"\n" if file.read(1) != b"\n" else b""
-                # one write at the end of the file: lines of several ranks do not mix
+                # one write at the end of the file keeps lines of several ranks apart
                 file.write(torn + json.dumps(vars(skip), ensure_ascii=False).encode() + b"\n")
         except OSError as error:
             if not self._is_told:

@@ -1,4 +1,4 @@
-"""The interface of a source: where cuts come from."""
+"""The interface of a source of cuts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # lhotse takes seconds to import: sources import it where they first need it
+if TYPE_CHECKING:  # lhotse takes seconds to import: sources import it at first use
     from lhotse.cut import Cut
 
 
 class Source(ABC):
-    """Where cuts come from: the data layer sees lhotse cuts, whatever lies on the disk."""
+    """A source of cuts: any format on the disk becomes lhotse cuts."""
 
     @abstractmethod
     def cuts(self) -> Iterator[Cut]:
-        """Every cut, in the same order in every process; ids are unique within the source.
+        """Yield every cut, in the same order in every process; ids are unique within the source.
 
-        Each cut has exactly one supervision, whose text is the transcript in lower case.
-        Raises DataError for what cannot be read, MachineError where the machine has no room for it.
+        A cut's transcript is the texts of its supervisions in order.
+        Raises DataError if a file cannot be read, MachineError if the disk is full.
         """
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A short hash of arguments and content, equal on every machine: it changes when the cuts would."""
+        """Return a short hash of arguments and content, equal on every machine; other cuts change it."""

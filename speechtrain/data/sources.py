@@ -1,4 +1,4 @@
-"""Opening what a user names: manifests of several formats, folders, and unions of them."""
+"""Opening of data.train and data.valid: manifests of several formats, folders, and unions of them."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ class Union(Source):
 
 
 def parts_of(source: Source) -> list[Source]:
-    """The sources that make up a union, or the source itself."""
+    """Return the parts of a union, or the source itself."""
     return source.parts if isinstance(source, Union) else [source]
 
 
 def open_source(spec: Source | str | Sequence[str]) -> Source:
-    """What ``spec`` names, its formats told by content.
+    """Open the source called ``spec``; its format is detected by content.
 
-    A path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo, MLPerf or
-    fairseq manifest, plain or gzipped, or of a folder of recordings; a lhotse recording manifest is
-    followed by its supervision manifest. Several are their union in order. A ``Source`` is returned as it is.
-    Raises DataError naming the file (and line) that is missing, empty, of no known format or twice there.
+    ``spec`` is a path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo,
+    MLPerf or fairseq manifest, plain or gzipped, or of a folder of recordings. A lhotse recording
+    manifest is followed by its supervision manifest. Several paths are a union in order; a ``Source`` is
+    returned unchanged. Raises DataError for a path that is missing, empty, repeated or of unknown format.
     """
     if isinstance(spec, Source):
         return spec
     names = names_in(spec) if isinstance(spec, str) else list(spec)
     if not names:
-        raise DataError("no manifest is named; give a file, a folder or a list of them")
+        raise DataError("no manifest is given; set a file, a folder or a list of them")
     paths = [Path(name).expanduser().absolute() for name in names]
     for number, path in enumerate(paths):
         if not path.exists():
-            raise DataError(f"{path} does not exist; name a manifest or a folder of recordings")
+            raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
         if path in paths[:number]:
-            raise DataError(f"{path} is named twice; each cut would be there twice")
+            raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
     parts: list[Manifest] = []
     rest = iter(paths)
     for path in rest:
@@ -81,11 +81,11 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
         elif following is not None and _sniff(following) == "supervisions":
             parts.append(LhotsePair(path, following))
         elif kind == "recordings" and following is None:
-            raise DataError(f"{path}: holds recordings only; name its supervision manifest after it")
+            raise DataError(f"{path} has recordings only; give its supervision manifest after it")
         else:
             raise DataError(
-                f"{path}: a lhotse recording manifest is followed by its supervision manifest; "
-                "name both in this order, or a cut manifest"
+                f"{path}: a lhotse recording manifest needs its supervision manifest after it; "
+                "give both in this order, or give a cut manifest"
             )
     _tell_apart(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
@@ -101,14 +101,14 @@ _FORMATS: dict[str, type[Manifest]] = {
 
 
 def names_in(spec: str) -> list[str]:
-    """The names in a string: one, or several separated by commas where no file has that name."""
+    """Split a string into its names: one, or several separated by commas if it is not itself a file."""
     if "," in spec and not Path(spec).expanduser().exists():
         return [part.strip() for part in spec.split(",") if part.strip()]
     return [spec] if spec.strip() else []
 
 
 def _sniff(path: Path) -> str:
-    """A format's name, from the first line that is not blank; fairseq's TSV shows in the second."""
+    """Detect a format from the first line that is not blank; fairseq's TSV also from the second."""
     if path.is_dir():
         return "folder"
     if not path.is_file():
@@ -119,7 +119,7 @@ def _sniff(path: Path) -> str:
         if record is None:
             raise DataError(f"{path}:{line}: the array is empty")
         found = "mlperf" if _format_of(record) == "mlperf" else ""
-        wanted = "an array must hold MLPerf's objects ('transcript' and 'files')"
+        wanted = "an array must have MLPerf's objects ('transcript' and 'files')"
     elif start.startswith(b"{"):
         found = _format_of(parse(start, path, line))
         wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
@@ -127,16 +127,16 @@ def _sniff(path: Path) -> str:
         found, wanted = "fairseq", ""
     else:
         raise DataError(
-            f"{path}:{line}: is no manifest (it starts with {start[:20].decode(errors='replace')!r}); "
-            "known are lhotse cuts, NeMo JSON lines, MLPerf JSON and fairseq TSV"
+            f"{path}:{line}: not a manifest (it starts with {start[:20].decode(errors='replace')!r}); "
+            "use lhotse cuts, NeMo JSON lines, MLPerf JSON or fairseq TSV"
         )
     if not found:
-        raise DataError(f"{path}:{line}: is of no known format; {wanted}")
+        raise DataError(f"{path}:{line}: the format is unknown; {wanted}")
     return found
 
 
 def _head(path: Path) -> list[bytes]:
-    """The first two lines, as far as they are those of a text."""
+    """Return the first two lines, each up to 64 KiB."""
     with open_bytes(path) as file:
         return [file.readline(1 << 16) for _ in range(2)]
 
@@ -156,7 +156,7 @@ def _format_of(record: Record) -> str:
 
 
 def _tell_apart(parts: Sequence[Manifest]) -> None:
-    """Lengthen the names of manifests that share one by their folders: ids are made from them."""
+    """Prepend folders to names that several manifests share, because ids are made from the names."""
     for depth in range(2, 64):
         shared = [p for p in parts if sum(p.name == other.name for other in parts) > 1]
         if not shared:

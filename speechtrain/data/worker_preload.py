@@ -1,4 +1,4 @@
-"""What the fork server of the data workers imports, once for all of them. Nothing else imports it."""
+"""Imports for the fork server of the data workers, once for all workers. Nothing else imports this."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import lhotse.augmentation.torchaudio  # noqa: F401 - imported for the workers, 
 
 import speechtrain.data.batches  # noqa: F401
 
-# multiprocessing runs the program's module again in each worker, under another name; the server has
-# imported it already so that this costs nothing, and runpy warns of just that
+# multiprocessing runs the program's module again in each worker, under another name. The server has
+# already imported it, so this costs nothing, but runpy warns about it.
 warnings.filterwarnings(
     "ignore", message=".* found in sys.modules after import of package", category=RuntimeWarning
 )

@@ -1,8 +1,8 @@
-"""Decoding ahead: processes that turn planned micro-batches into batches, in the order asked for.
+"""Data workers: processes that decode planned micro-batches ahead and return them in order.
 
-Not torch's DataLoader: its workers belong to one data set, so that training and validation would
-each start their own (3 s); it draws from the global generator; it sees that a worker has died only
-at the end of a time-out; and it does not say which recordings a stuck worker had in hand.
+torch's DataLoader is not used for four reasons. Its workers belong to one data set, so training and
+validation would each start their own (3 s). It draws from the global generator. It detects a dead
+worker only after a timeout. It does not report which micro-batch a stuck worker was decoding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
-import multiprocessing.util  # its exit handler must be registered before the one here
+import multiprocessing.util  # its exit handler must be registered before ours
 import os
 import signal
 import sys
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing  # registers how large tensors travel: by shared memory
+import torch.multiprocessing  # makes pickling send large tensors by shared memory
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -39,25 +39,25 @@ Decode = Callable[[MicroBatch], Batch]
 
 _log = logging.getLogger(__name__)
 
-_AHEAD = 2  # micro-batches in hand for each worker
+_AHEAD = 2  # most micro-batches in flight per worker
 _FOR_ALL = 0  # instead of a ticket
-_SMALL_BYTES = 2**20  # of a tensor that travels through the pipe
-_GRACE_SECONDS = 60  # a worker outlives a SIGTERM of its whole process group by this much
+_SMALL_BYTES = 2**20  # a smaller tensor is sent through the pipe
+_GRACE_SECONDS = 60  # how long a worker runs after a SIGTERM to its process group
 
 
 class Workers(ABC):
-    """Who decodes."""
+    """The interface of a decoder of micro-batches."""
 
     @abstractmethod
     def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        """``decode`` of each planned micro-batch, in order. Raises what ``decode`` raises."""
+        """Yield ``decode`` of each planned micro-batch, in order. Raises what ``decode`` raises."""
 
-    def close(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """Stop."""
+    def close(self) -> None:  # noqa: B027 - empty by default
+        """Stop the workers."""
 
 
 class InProcess(Workers):
-    """This process decodes, when asked."""
+    """Decodes in this process, on demand."""
 
     def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
         return map(decode, planned)
@@ -67,17 +67,17 @@ class InProcess(Workers):
 class _Worker:
     process: Any  # BaseProcess of the start method
     link: Connection
-    known: set[int] = field(default_factory=set)  # decoders that it has been sent
+    known: set[int] = field(default_factory=set)  # numbers of the decoders that it has received
 
 
 class Processes(Workers):
-    """``count`` processes decode ahead of the one that asks.
+    """Decodes ahead in ``count`` processes.
 
-    They are started in the background by a fork server, which never runs a thread, so nothing that
-    this process has opened (threads, devices, sockets) comes along; until they are there, batches
-    are decoded here. Each uses one thread. They ignore Ctrl-C, end when this process ends, however
-    that happens, and outlive a SIGTERM long enough for a last checkpoint. ``map`` raises
-    MachineError when a worker has died, or has not answered for ``timeout_seconds``.
+    A fork server starts them in the background. It has no threads, and the workers inherit no
+    threads, devices or sockets of this process. Until they are ready, this process decodes. Each
+    worker uses one thread, ignores Ctrl-C, ends when this process ends for any reason, and after a
+    SIGTERM runs long enough for a last checkpoint. ``map`` raises MachineError if a worker has died
+    or has not answered for ``timeout_seconds``.
     """
 
     def __init__(self, count: int, timeout_seconds: float) -> None:
@@ -85,7 +85,7 @@ class Processes(Workers):
         self.timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
         self._decoders: list[Decode] = []
-        self._results: dict[int, Batch | Exception] = {}  # by ticket, of streams that wait their turn
+        self._results: dict[int, Batch | Exception] = {}  # by ticket, for other streams
         self._dropped: set[int] = set()
         self._tickets = 0
         self._turn = 0
@@ -95,18 +95,18 @@ class Processes(Workers):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run."""
+        """Process ids of the running workers."""
         return [worker.process.pid for worker in self._workers]
 
     def start(self) -> None:
-        """Start the processes in the background, unless that has been done."""
+        """Start the processes in the background, once."""
         if not self._is_started and not self._is_closed:
             self._is_started = True
             atexit.register(self.close)
             self._starter.start()
 
     def wait_until_ready(self) -> None:
-        """Return when every worker is ready (or cannot be started)."""
+        """Wait until every worker is ready or cannot be started."""
         self.start()
         self._starter.join()
 
@@ -131,7 +131,7 @@ class Processes(Workers):
                 if item is None:
                     return
                 batch = decode(item)
-                self.start()  # the first batch does not share the processor with their start
+                self.start()  # after the first batch: the start does not slow it down
                 yield batch
         finally:
             self._dropped.update(ticket for ticket, _, _ in flight if ticket not in self._results)
@@ -158,13 +158,13 @@ class Processes(Workers):
         return ticket, worker, item
 
     def _receive(self, ticket: int, worker: _Worker, item: MicroBatch) -> Batch | Exception:
-        """The result of a ticket; a worker answers in order, so those of other streams may come first."""
+        """Return the result of a ticket; results of other streams may arrive first and are kept."""
         while ticket not in self._results:
             with self._or_dead(worker, item):
                 if not worker.link.poll(self.timeout_seconds):
                     raise MachineError(
                         f"data worker {worker.process.pid} gave no answer for {self.timeout_seconds:g} s "
-                        f"({_place(item)}); is the storage stuck? data.timeout_seconds sets the limit"
+                        f"({_place(item)}); check the storage, or raise data.timeout_seconds"
                     )
                 got, answer = worker.link.recv()
             if got == _FOR_ALL:
@@ -177,7 +177,7 @@ class Processes(Workers):
 
     @contextlib.contextmanager
     def _or_dead(self, worker: _Worker, item: MicroBatch) -> Iterator[None]:
-        """Turns a broken link into a MachineError that says how the worker died."""
+        """Convert a broken link to a MachineError with the worker's exit code or signal."""
         try:
             yield
         except (EOFError, ConnectionError, BrokenPipeError, FileNotFoundError) as error:
@@ -189,7 +189,7 @@ class Processes(Workers):
                 else f"ended with code {code}"
             )
             raise MachineError(
-                f"data worker {worker.process.pid} {how} ({_place(item)}); out of memory or of /dev/shm? "
+                f"data worker {worker.process.pid} {how} ({_place(item)}); if memory or /dev/shm is full, "
                 "lower data.workers (0 decodes in this process) or data.batch"
             ) from error
 
@@ -199,8 +199,8 @@ class Processes(Workers):
             methods = multiprocessing.get_all_start_methods()
             context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
             if "forkserver" in methods:
-                # the server imports once what every worker needs, the program's own module included:
-                # multiprocessing makes each worker import that again
+                # the server imports once what every worker needs, including the program's own module,
+                # which multiprocessing otherwise imports again in each worker
                 program = getattr(sys.modules["__main__"], "__spec__", None)
                 own = [program.name] if program is not None and not program.name.endswith("__main__") else []
                 context.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
@@ -208,15 +208,15 @@ class Processes(Workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs,), daemon=True)  # type: ignore[attr-defined]
                 process.start()
-                theirs.close()  # so that the link breaks when the worker dies
+                theirs.close()  # then the link breaks when the worker dies
                 started.append(_Worker(process, ours))
             for worker in started:
                 if not worker.link.poll(self.timeout_seconds):
-                    raise TimeoutError(f"no sign of life for {self.timeout_seconds:g} s")
+                    raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
                 worker.link.recv()
-        except Exception as error:  # this process can do what they would have done, only slower
+        except Exception as error:  # this process decodes instead, more slowly
             _log.warning(
-                "data workers cannot be started (%s: %s); decoding here", type(error).__name__, error
+                "data workers cannot start (%s: %s); this process decodes", type(error).__name__, error
             )
             for worker in started:
                 worker.link.close()
@@ -225,13 +225,13 @@ class Processes(Workers):
         self._workers = started
 
     def close(self) -> None:
-        """Stop the workers; what they have in hand is lost."""
+        """Stop the workers; micro-batches in flight are lost."""
         self._is_closed = True
         atexit.unregister(self.close)
         if self._is_started:
             self._starter.join()
         for worker in self._workers:
-            worker.link.close()  # the worker reads its end and leaves
+            worker.link.close()  # the worker reads end of file and exits
         for worker in self._workers:
             worker.process.join(5)
             if worker.process.is_alive():
@@ -241,7 +241,7 @@ class Processes(Workers):
 
 
 def _pack(batch: Batch) -> dict[str, Any]:
-    """A batch's fields, small tensors as arrays: shared memory costs 0.5 ms each, however small."""
+    """Return a batch's fields, with small tensors as arrays: shared memory costs 0.5 ms per tensor."""
     return {
         name: value.numpy() if isinstance(value, Tensor) and value.nbytes < _SMALL_BYTES else value
         for name, value in vars(batch).items()
@@ -260,14 +260,14 @@ def _place(item: MicroBatch) -> str:
 
 
 def _work(link: Connection) -> None:
-    """A worker: decodes what it is sent until the link ends."""
+    """Run a worker: decode what the link delivers until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGTERM, _leave_soon)
     torch.set_num_threads(1)
-    link.send(None)  # ready: from here on no signal of the group ends it
+    link.send(None)  # ready: signals to the group no longer end this process
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
-    # answers leave by a thread: this one always reads, so neither end can wait for the other
+    # a thread sends answers, and this one always reads: the two ends cannot deadlock
     threading.Thread(target=_answer, args=(link, answers), daemon=True).start()
     decoders: dict[int, Decode] = {}
     while True:
@@ -275,9 +275,9 @@ def _work(link: Connection) -> None:
             ticket, number, decode, item = link.recv()
         except (EOFError, OSError):
             return
-        except Exception as error:  # a tokenizer, say, of a module that this process cannot import
-            problem = f"a data worker cannot load what it was sent ({type(error).__name__}: {error})"
-            answers.put((_FOR_ALL, MachineError(f"{problem}; data.workers=0 does without workers")))
+        except Exception as error:  # e.g. this process cannot import the tokenizer's module
+            problem = f"a data worker cannot load its decoder ({type(error).__name__}: {error})"
+            answers.put((_FOR_ALL, MachineError(f"{problem}; use data.workers=0 to decode without workers")))
             continue
         if decode is not None:
             decoders[number] = decode
@@ -294,7 +294,7 @@ def _decode(decode: Decode, item: MicroBatch) -> Batch | Exception:
         return decode(item)
     except SpeechtrainError as error:
         return error
-    except Exception as error:  # a bug: its name and place, since a trace does not travel
+    except Exception as error:  # a bug: its name and line, because a trace cannot be pickled
         place = traceback.extract_tb(error.__traceback__)[-1]
         return RuntimeError(
             f"data worker {os.getpid()}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
@@ -307,7 +307,7 @@ def _answer(link: Connection, answers: SimpleQueue[tuple[int, Batch | Exception]
         try:
             try:
                 link.send((ticket, _pack(answer) if isinstance(answer, Batch) else answer))
-            except RuntimeError as error:  # torch, before anything was written: no shared memory
+            except RuntimeError as error:  # from torch, before it writes: shared memory is full
                 link.send((ticket, MachineError(f"a batch does not fit into /dev/shm ({error}); enlarge it")))
-        except OSError:  # nobody is there any more; the reading thread sees it too
+        except OSError:  # the other end is closed; the reading thread exits too
             return

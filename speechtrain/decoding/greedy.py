@@ -23,12 +23,12 @@ def greedy(
     max_symbols_per_step: int,
     max_symbols: Tensor,
 ) -> list[list[int]]:
-    """The most likely symbol at each lattice point, followed until each row runs out of frames.
+    """Decode every row by its most likely symbol at each lattice point, until its frames end.
 
-    Every row carries its own frame pointer, so one turn of the loop emits a label in some rows and
-    moves on by a frame in others. A blank keeps the prediction state; a label adopts the new one.
-    A frame ends after ``max_symbols_per_step`` labels, a row after its ``max_symbols`` (B,). Same results as
-    one utterance at a time (MLPerf's reference decoder), whatever the batch.
+    Every row has its own frame pointer: one iteration emits a label in some rows and moves to the next
+    frame in others. A blank keeps the prediction state; a label replaces it by the new state. A frame
+    ends after ``max_symbols_per_step`` labels, a row after its ``max_symbols`` (B,). The results do not
+    depend on the batch: they equal those of one utterance at a time (MLPerf's reference decoder).
 
     ``encoded`` (B, T, H) and ``start`` (prediction (B, H), state) are in the joint's space; ``joint``
     maps two (B, H) to logits (B, V); ``select(mask (B,), new, old)`` merges states row by row.
@@ -40,7 +40,7 @@ def greedy(
     in_frame, emitted = torch.zeros_like(frame), torch.zeros_like(frame)
     hypotheses: list[list[int]] = [[] for _ in range(rows)]
     active = frame < lengths
-    while bool(active.any()):  # one host read a turn; a turn is one joint for all rows
+    while bool(active.any()):  # an iteration is one host read and one joint for all rows
         logits = joint(encoded[index, frame.clamp(max=frames - 1)], prediction)
         labels = logits.argmax(-1)
         emits = active & (labels != blank)
@@ -60,9 +60,9 @@ def greedy(
 
 
 def best_path(scores: Tensor, lengths: Tensor, blank: int) -> list[list[int]]:
-    """CTC's best path: the best class of each frame, repetitions merged, blanks dropped.
+    """Decode CTC's best path: the best class of each frame, repetitions merged, blanks removed.
 
-    ``scores`` (B, T, V) of any scale, ``lengths`` (B,) frames; one host read a batch.
+    ``scores`` (B, T, V) of any scale, ``lengths`` (B,) frames; one host read per batch.
     """
     classes = scores.argmax(-1)
     changed = torch.ones_like(classes, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Which cores belong to which of the ranks of a host: computed from the topology alone.
+"""Assigns the cores of a host to its ranks, from the topology alone.
 
-The formulas are those of Intel's AIDK launcher: with C physical cores a rank, of which the first W are
-left to communication, rank p computes on cores p·C + W to (p + 1)·C - 1.
+The formulas are those of Intel's AIDK launcher: with C physical cores per rank, of which the first W are
+reserved for communication, rank p computes on cores p·C + W to (p + 1)·C - 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SYS = Path("/sys/devices/system")
 
 @dataclass(frozen=True)
 class Core:
-    """One physical core: the numbers of its logical CPUs, and the memory node beside it."""
+    """One physical core: the numbers of its logical CPUs, and its memory node."""
 
     cpus: tuple[int, ...]
     node: int = 0
@@ -31,7 +31,7 @@ class Core:
 
 
 def parse(text: str) -> list[Core]:
-    """The cores in what ``lscpu --parse=CPU,CORE,SOCKET,NODE`` prints, node by node.
+    """Parse the output of ``lscpu --parse=CPU,CORE,SOCKET,NODE`` into cores, ordered by node.
 
     ``0,0,0,0`` and ``4,0,0,0`` are two hyperthreads of one core. An absent node counts as 0.
     """
@@ -44,7 +44,7 @@ def parse(text: str) -> list[Core]:
 
 
 def topology(root: Path = _SYS) -> list[Core]:
-    """This host's cores, as Linux shows them below ``root``; each CPU a core where it shows none."""
+    """This host's cores, as Linux lists them below ``root``; if it lists none, every CPU is a core."""
     nodes: dict[int, int] = {}
     for folder in root.glob("node/node[0-9]*"):
         for cpu in cpus_of(_read(folder / "cpulist")):
@@ -52,7 +52,7 @@ def topology(root: Path = _SYS) -> list[Core]:
     found: set[Core] = set()
     for folder in root.glob("cpu/cpu[0-9]*"):
         siblings = cpus_of(_read(folder / "topology" / "thread_siblings_list"))
-        if siblings:  # absent where the CPU is switched off
+        if siblings:  # absent if the CPU is offline
             found.add(Core(tuple(siblings), nodes.get(siblings[0], 0)))
     return _ordered(found) or [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> str:
 
 
 def cpus_of(text: str) -> list[int]:
-    """The numbers in a list as the kernel writes it: ``0-2,8`` is 0, 1, 2, 8."""
+    """Parse a list of numbers in the kernel's syntax: ``0-2,8`` is 0, 1, 2, 8."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -78,15 +78,15 @@ def cpus_of(text: str) -> list[int]:
 
 
 def usable(cores: Sequence[Core], cpus: Collection[int]) -> list[Core]:
-    """What a process that may use ``cpus`` has of ``cores``."""
+    """The part of ``cores`` that a process limited to ``cpus`` may use."""
     kept = [Core(tuple(cpu for cpu in core.cpus if cpu in cpus), core.node) for core in cores]
     return [core for core in kept if core.cpus]
 
 
 def share(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -> list[Core]:
-    """Rank ``rank``'s cores of those that ``processes`` ranks share evenly, less its first ``reserved``.
+    """The cores of rank ``rank`` if ``processes`` ranks divide ``cores`` evenly, less its first ``reserved``.
 
-    Raises MachineError where a rank would have none.
+    Raises MachineError if a rank would have none.
     """
     each = len(cores) // processes
     if each <= reserved:
@@ -98,15 +98,15 @@ def share(cores: Sequence[Core], processes: int, rank: int, reserved: int = 0) -
 
 
 def reserved_cpus(cores: Sequence[Core], processes: int, reserved: int) -> list[int]:
-    """The CPUs that all ranks leave to communication."""
+    """The CPUs of all ranks that are reserved for communication."""
     each = len(cores) // processes
     return [core.first for p in range(processes) for core in cores[p * each : p * each + reserved]]
 
 
 def on_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
-    """All cores of the memory node that rank ``rank`` belongs to; nodes fill up one after the other.
+    """All cores of the memory node of rank ``rank``; ranks fill the nodes in order.
 
-    Where there are more nodes than ranks, a rank has several.
+    If there are more nodes than ranks, a rank has several.
     """
     nodes = sorted({core.node for core in cores})
     if len(nodes) >= processes:
@@ -116,17 +116,17 @@ def on_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
 
 
 def mask(cores: Iterable[Core]) -> str:
-    """The bit mask of their first CPUs: cores 1 and 2 are ``0x6``."""
+    """The bit mask of the cores' first CPUs: cores 1 and 2 are ``0x6``."""
     return hex(sum(1 << core.first for core in cores))
 
 
 def pin_domains(cores: Sequence[Core], processes: int, reserved: int) -> str:
-    """All ranks' masks in the form of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
+    """The masks of all ranks in the syntax of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
     return "[" + "".join(f"{mask(share(cores, processes, p, reserved))}," for p in range(processes)) + "]"
 
 
 def pin(cpus: Collection[int]) -> None:
-    """Keep every thread of this process on ``cpus``; memory first touched from now on lies beside them."""
+    """Bind every thread of this process to ``cpus``; memory first touched later is on their node."""
     for name in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended since
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(name), cpus)

@@ -1,4 +1,4 @@
-"""The interface of a device. Nothing above it knows which one it is."""
+"""The interface of a device. No code above it depends on the kind of device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 
-# of allocators that raise plain RuntimeErrors: torch's on the CPU, and vendors' bridges
+# messages of allocators that raise RuntimeError: torch's on the CPU, and those of vendors' bridges
 _NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|cannot allocate memory", re.I)
 
 
@@ -22,37 +22,37 @@ class Device(ABC):
     """One kind of chip: its environment, its tensors, its memory."""
 
     name: str
-    """Torch's device type, also what autocast is told."""
+    """Torch's device type, also for autocast."""
 
     collectives: str
     """torch.distributed backend."""
 
     optimizer_flags: ClassVar[Mapping[str, bool]] = {}
-    """Settings of torch's optimizers that this device needs, whatever the config says."""
+    """Settings of torch's optimizers that this device needs; they override the config."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed, printed set."""
 
     @property
     def supports_fsdp(self) -> bool:
-        """Whether its ranks may share out the parameters: not where graphs are recorded of fixed tensors."""
+        """Whether its ranks may shard parameters: not on a device that records graphs of fixed tensors."""
         return not self.static_shapes
 
     @abstractmethod
     def environment(self, processes: int) -> dict[str, str]:
         """Variables that must be set before Python starts, for ``processes`` ranks on this host.
 
-        Pure: imports no vendor library. Values that the user has set win (the launcher sees to it).
+        Imports no vendor library. The launcher lets values that the user has set override these.
         """
 
     def check(self, processes: int) -> None:  # noqa: B027 - nothing is a sensible default
-        """Raise MachineError where this host plainly cannot run ``processes`` ranks; claims nothing.
+        """Raise MachineError if this host clearly cannot run ``processes`` ranks; claims no chip.
 
-        The command asks before it starts processes here; ``open`` has the last word.
+        The command calls it before it starts processes; ``open`` makes the final check.
         """
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
-        """Told the fixed shapes of training, none where they vary. Raises ConfigError where they must not."""
+        """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
         if self.static_shapes and not shapes:
             raise ConfigError(
                 f"data.shapes=0: device={self.name} compiles a graph for every shape; set data.shapes=8"
@@ -60,21 +60,21 @@ class Device(ABC):
 
     @abstractmethod
     def open(self, local_rank: int) -> None:
-        """Claim the chip for this process. Raises MachineError in one sentence where it cannot."""
+        """Claim the chip for this process. Raises MachineError if that fails."""
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether training in ``dtype`` is supported here."""
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        """Why training asked for in ``dtype`` is done in fp32 on this chip; empty where it is not."""
+        """Why training in ``dtype`` falls back to fp32 on this chip; empty if it does not."""
         return ""
 
     def autotune(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose by measurement what is left to the device, or as this run did ``before`` on such a chip.
+        """Measure and choose the settings that are ``auto``, or take those in ``before`` of the same chip.
 
-        Called after ``open``. Returns what the run is to keep, so that it computes alike when it is
-        resumed; nothing where nothing was measured.
+        Called after ``open``. Returns what the run stores, so that it computes the same when it is
+        resumed; empty if nothing was measured.
         """
         return {}
 
@@ -83,13 +83,13 @@ class Device(ABC):
         """The batch with its tensors on the device."""
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        """Which of their equal forms the model's blocks take here, for training in ``dtype``."""
+        """Which of their equivalent implementations the model's blocks use here in ``dtype``."""
         return ComputePolicy(static=self.static_shapes)
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Vendor transformations of a built and loaded module and its optimizer."""
+        """Apply vendor transformations to a built and loaded module and its optimizer."""
         return module, optimizer
 
     def tensor(self, value: Tensor) -> Tensor:
@@ -100,26 +100,26 @@ class Device(ABC):
         """End of a graph segment: after each micro-batch's backward and after the optimizer step."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """Wait for queued work; before a clock is read."""
+        """Wait for queued work; called before a clock is read."""
 
     @abstractmethod
     def memory(self) -> int:
         """Peak bytes in use so far."""
 
     def counts(self) -> dict[str, int]:
-        """For log lines, what this device counts since the run began: compilations, ends of graphs."""
+        """Counts since the run started, for log lines: compilations, cache hits, ends of graphs."""
         return {}
 
     def graphs(self) -> int:
-        """Compilations so far, where the device counts them."""
+        """Number of compilations so far; 0 if the device does not count them."""
         return 0
 
     def explain(
         self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
     ) -> SpeechtrainError | None:
-        """What a failure of a step on host ``batch`` means to the user, where it is a lack of memory.
+        """The user's error for a step on host ``batch`` that ran out of memory; None for another failure.
 
-        ``classes``: of the output layer, 0 where it has none.
+        ``classes``: of the output layer, 0 if it has none.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))

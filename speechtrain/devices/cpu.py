@@ -36,7 +36,7 @@ _ALLOCATORS = {
     "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so"),
 }
 _INTEL_OPENMP = ("libiomp5.so",)
-# Intel's settings for training: memory is kept for good, and returned to no one
+# Intel's settings for training: memory is never returned to the system
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
     "dirty_decay_ms:9000000000,muzzy_decay_ms:9000000000"
@@ -48,13 +48,13 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86 and ARM
 _PROBED = ((256, 512, 2048), (256, 2048, 512), (512, 256, 2048))
 _TRIALS = 4
 _WORTH = 1.15  # a smaller gain may be the noise of a busy machine
-_WORSE = 4.0  # oneDNN adds up in another order; bf16 inside is worse ten thousand times
+_WORSE = 4.0  # oneDNN sums in another order; rounding to bf16 is ten thousand times worse
 
 
 def chip(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
-    """The processor's name and the instruction sets it says it has; none where the kernel does not tell."""
+    """The processor's name and its instruction sets; none if the kernel does not report them."""
     try:
-        first = path.read_text().partition("\n\n")[0]  # all processors of a host are taken to be alike
+        first = path.read_text().partition("\n\n")[0]  # all processors of a host are assumed to be equal
     except OSError:
         first = ""
     pairs = (line.partition(":") for line in first.splitlines())
@@ -71,25 +71,25 @@ def has_bf16() -> bool:
 class CPU(Device):
     """Threads, libraries, core pinning, matmul path and bf16 support of a CPU.
 
-    ``threads`` 0 shares the usable physical cores evenly among the ranks of a host.
+    ``threads`` 0 divides the usable physical cores evenly among the ranks of a host.
 
     ``matmul``: ``highest`` computes fp32 products in fp32; ``medium`` lets them run through oneDNN, 1.6 to
     2.3 times faster on an AVX512-BF16 machine with unchanged error, but rounded to bf16 where the chip
-    has AMX. ``auto`` measures both at the start of a run, and takes oneDNN where it is clearly faster and
+    has AMX. ``auto`` measures both at the start of a run, and uses oneDNN if it is clearly faster and
     as exact.
 
-    ``bf16``: ``auto`` trains in fp32, with a warning, where the chip has no bf16 instructions;
-    ``software`` computes in bf16 all the same, slowly. ``lstm``: the form of LSTM blocks; ``auto`` is
-    the loop for bf16 where the chip computes it (torch's LSTM is slower there than in fp32), else
-    torch's own (the loop took 1.0 to 1.3 of its time in fp32).
+    ``bf16``: ``auto`` trains in fp32, with a warning, if the chip has no bf16 instructions;
+    ``software`` computes in bf16 anyway, slowly. ``lstm``: the implementation of LSTM blocks; ``auto``
+    is the loop for bf16 if the chip has bf16 (torch's LSTM is slower there than in fp32), else torch's
+    own (the loop took 1.0 to 1.3 of its time in fp32).
 
-    ``allocator`` and ``openmp``: what is loaded before Python; ``auto`` takes what it finds, in the order
-    jemalloc, tcmalloc, and Intel's OpenMP. ``isa`` is the highest instruction set that oneDNN may use
-    (``AVX512_CORE_AMX``), null leaves it to oneDNN.
+    ``allocator`` and ``openmp``: libraries loaded before Python; ``auto`` uses those that are installed,
+    jemalloc before tcmalloc, and Intel's OpenMP. ``isa`` is the highest instruction set that oneDNN may
+    use (``AVX512_CORE_AMX``); with null oneDNN chooses.
 
     ``pin``: ``cores`` gives each rank its share of the physical cores, ``numa`` all cores of its memory
-    node, ``auto`` the share where several ranks meet several memory nodes and nobody has bound this
-    process yet. ``comm_cores``: cores of each rank's share that are left to communication.
+    node, ``auto`` the share if there are several ranks and several memory nodes and this process is not
+    bound yet. ``comm_cores``: cores of each rank's share that are reserved for communication.
     """
 
     name = "cpu"
@@ -131,12 +131,12 @@ class CPU(Device):
         cores = self._cores()
         each = len(cores) // processes
         threads = self.threads or max(1, each - self.comm_cores)
-        # without it torchrun sets one thread, ruinous here; oneDNN otherwise keeps 1024 primitives,
-        # which variable lengths fill with memory that is never used again
+        # without it torchrun sets one thread, which is very slow here; oneDNN otherwise keeps 1024
+        # primitives, which variable lengths fill with memory that is never used again
         variables = {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-        # libgomp's threads otherwise spin 300,000 times for the next parallel region. Where others use the
-        # cores too, two threads on two busy cores took 819 ms of CPU and 2.1 s for a step (an LSTM and small
-        # products) that takes 164 ms and 0.66 s so (2026-11-21, load 9); a free machine was not to be had
+        # libgomp's threads otherwise spin 300,000 times for the next parallel region. On two cores that other
+        # processes also used, a step (an LSTM and small products) took 819 ms of CPU and 2.1 s with two
+        # threads, and 164 ms and 0.66 s with this setting (2026-11-21, load 9; no idle machine available)
         variables["GOMP_SPINCOUNT"] = "1000"
         if self.isa is not None:
             variables["DNNL_MAX_CPU_ISA"] = self.isa
@@ -148,8 +148,7 @@ class CPU(Device):
         return variables | self._preloads(preload.folders(os.environ))
 
     def _preloads(self, places: list[Path]) -> dict[str, str]:
-        """``LD_PRELOAD`` and the settings of what it names. Raises MachineError for what is asked for and
-        absent."""
+        """``LD_PRELOAD`` and its libraries' settings. Raises MachineError for a required but missing one."""
         variables: dict[str, str] = {}
         loaded = []
         wanted = {"auto": ["jemalloc", "tcmalloc"], "default": []}.get(self.allocator, [self.allocator])
@@ -175,7 +174,7 @@ class CPU(Device):
             loaded.append(openmp)
             variables["KMP_BLOCKTIME"] = "1"
             if self.pin == "cores":
-                # its threads are then tied to one core each, and what the first of them starts inherits that
+                # each thread is then bound to one core, which processes that the first one starts inherit
                 variables["KMP_AFFINITY"] = _COMPACT
         return variables | ({"LD_PRELOAD": ":".join(loaded)} if loaded else {})
 
@@ -203,13 +202,13 @@ class CPU(Device):
             affinity.pin(cpus)
 
     def _share(self, cores: list[affinity.Core], rank: int, processes: int, is_bound: bool) -> set[int]:
-        """The CPUs of local rank ``rank``; none where it is to stay as it is."""
+        """The CPUs to bind local rank ``rank`` to; none if it stays as it is."""
         if self.pin == "auto":
             nodes = {core.node for core in cores}
             is_useful = processes > 1 and len(nodes) > 1 and not is_bound
             if not is_useful or len(cores) // processes <= self.comm_cores:
                 return set()
-            # with the hyperthreads: the workers that read data take those
+            # including the hyperthreads, which the data workers use
             return {
                 cpu for core in affinity.share(cores, processes, rank, self.comm_cores) for cpu in core.cpus
             }
@@ -236,7 +235,7 @@ class CPU(Device):
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
         if dtype != torch.bfloat16 or self.bf16 == "software" or has_bf16():
             return ""
-        return "this chip has no bf16 instructions, so training is in fp32 (device.bf16=software insists)"
+        return "this chip has no bf16 instructions, so training is in fp32 (device.bf16=software forces bf16)"
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         chosen = "loop" if dtype == torch.bfloat16 and has_bf16() else "fused"
@@ -250,7 +249,7 @@ class CPU(Device):
 
 
 def probe_matmul() -> dict[str, Any]:
-    """Time and error of fp32 products, by torch's default and through oneDNN, in a fraction of a second.
+    """Measure time and error of fp32 products, by torch's default and through oneDNN, in under a second.
 
     Returns ``matmul``, ``medium`` or ``highest``; ``speedup`` of the former over the latter; and the
     relative errors of both, ``error_medium`` and ``error_highest``.
@@ -264,7 +263,7 @@ def probe_matmul() -> dict[str, Any]:
             a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
             wanted = a.double() @ b.double()
             (took, product), (took_exact, product_exact) = _timed(a, b, "medium"), _timed(a, b, "highest")
-            for _ in range(_TRIALS - 1):  # they take turns: other work on the machine comes and goes
+            for _ in range(_TRIALS - 1):  # they alternate, since the machine's load varies
                 took = min(took, _timed(a, b, "medium")[0])
                 took_exact = min(took_exact, _timed(a, b, "highest")[0])
             fast.add(took, product, wanted)
@@ -273,7 +272,7 @@ def probe_matmul() -> dict[str, Any]:
             is_same = is_same and torch.equal(product, product_exact)
     finally:
         torch.set_float32_matmul_precision(before)
-    # where oneDNN has no other path for this chip, only noise tells them apart
+    # if oneDNN has no other path for this chip, they differ by noise only
     is_faster = not is_same and exact.seconds > _WORTH * fast.seconds and min(gains) > 1.0
     return {
         "matmul": "medium" if is_faster and fast.error <= _WORSE * exact.error else "highest",
@@ -294,7 +293,7 @@ class _Tally:
 
 
 def _timed(a: Tensor, b: Tensor, setting: str) -> tuple[float, Tensor]:
-    """Seconds and result of the second of two products: the first generates code and starts threads."""
+    """Time of one product in seconds, and the product; a first one generates code and starts threads."""
     torch.set_float32_matmul_precision(setting)
     torch.mm(a, b)
     begun = time.perf_counter()

@@ -16,12 +16,12 @@ _BF16_CAPABILITY = (8, 0)  # Ampere
 
 
 class CUDA(Device):
-    """TF32, compilation, copies and the allocator of a GPU.
+    """One GPU for each process: TF32, compilation, copies and the allocator.
 
     ``tf32``: fp32 products and convolutions with 10 bits of mantissa on tensor cores. ``compile``: the model
     through ``torch.compile``, compiled again for every new shape, so only together with ``data.shapes``.
     ``pinned``: batches go through page-locked memory, so that their copy overlaps with computing.
-    ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null leaves its own.
+    ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null keeps PyTorch's default.
     """
 
     name = "cuda"
@@ -43,7 +43,7 @@ class CUDA(Device):
         return {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
 
     def check(self, processes: int) -> None:
-        count = torch.cuda.device_count()  # asks the driver, and leaves the GPUs alone
+        count = torch.cuda.device_count()  # asks the driver and initialises no GPU
         if not count:
             why = "no GPU is visible here" if torch.version.cuda else "this torch is built without CUDA"
             raise MachineError(
@@ -59,7 +59,7 @@ class CUDA(Device):
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         if self.compile and not shapes:
             raise ConfigError(
-                "device.compile=true: with data.shapes=0 every batch would be compiled; set data.shapes=8"
+                "device.compile=true: data.shapes=0 would compile every batch; set data.shapes=8"
             )
 
     def open(self, local_rank: int) -> None:
@@ -101,7 +101,7 @@ class CUDA(Device):
         return batch.to(self._copied)
 
     def _copied(self, value: Tensor) -> Tensor:
-        # the copy from page-locked memory returns at once; torch keeps that memory until it is done
+        # the copy from page-locked memory returns at once; torch keeps the memory until the copy is done
         return self.tensor(value.pin_memory() if self.pinned else value)
 
     def synchronize(self) -> None:

@@ -19,14 +19,14 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
-_REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain-doctor device=hpu judges the recipe"
+_REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain-doctor device=hpu checks the recipe"
 _ADVICE = (
     "it comes with the vendor's container (vault.habana.ai/gaudi-docker) or as habana-torch-plugin; "
     f"{_REHEARSAL}"
 )
 _LOWER, _FP32 = "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST"
 _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
-# the lists of the wav2vec 2.0 port to Gaudi, less `iadd`, which can only be promoted now, and softmax in fp32
+# the lists of the wav2vec 2.0 port to Gaudi, without `iadd` (can only be promoted now); softmax in fp32
 _BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "instance_norm")
 _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
 
@@ -34,15 +34,15 @@ _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
 class HPU(Device):
     """One Gaudi card for each process.
 
-    ``mode``: ``lazy`` records graphs, which ``mark`` cuts and runs, and which are compiled once for each
-    form of them; ``compile`` hands the model to ``torch.compile``, which the vendor now prefers; ``eager``
+    ``mode``: ``lazy`` records graphs, which ``mark_step`` cuts and runs, and compiles each distinct graph
+    once; ``compile`` passes the model to ``torch.compile``, which the vendor now prefers; ``eager``
     runs operation by operation.
 
-    ``recipe_cache`` is a local folder where compiled graphs outlive the process, up to
+    ``recipe_cache`` is a local folder that keeps compiled graphs after the process, up to
     ``recipe_cache_mib``; null keeps none. ``graphs_kept``: compiled graphs in host memory.
 
     ``bf16_ops`` and ``fp32_ops``: operations that autocast computes in bf16 and in fp32, in place of the
-    vendor's own lists; null leaves those.
+    vendor's lists; null keeps the vendor's.
     """
 
     name = "hpu"
@@ -65,12 +65,10 @@ class HPU(Device):
             if value < 1:
                 raise ValueError(f"device.{key} is {value}; it is at least 1")
         if recipe_cache is not None and "," in recipe_cache:
-            raise ValueError(
-                f"device.recipe_cache is {recipe_cache!r}; the vendor's list takes no comma in it"
-            )
+            raise ValueError(f"device.recipe_cache is {recipe_cache!r}; choose a path without a comma")
         both = sorted(set(bf16_ops or ()) & set(fp32_ops or ()))
         if both:
-            raise ValueError(f"device.bf16_ops and device.fp32_ops both name {both[0]}; leave it in one")
+            raise ValueError(f"device.bf16_ops and device.fp32_ops both name {both[0]}; keep it in one")
         self.mode = mode
         self.recipe_cache = recipe_cache
         self.recipe_cache_mib = recipe_cache_mib
@@ -84,7 +82,7 @@ class HPU(Device):
 
     def environment(self, processes: int) -> dict[str, str]:
         variables = {"PT_HPU_LAZY_MODE": _MODES[self.mode], "HABANA_PGM_LRU_MAX": str(self.graphs_kept)}
-        if self.mode == "lazy":  # weights keep torch's order, as the port to Gaudi runs them
+        if self.mode == "lazy":  # weights keep torch's order, as in the port to Gaudi
             variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
             variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
         if self.recipe_cache is not None:  # path, cleared at the start, MiB, on NFS
@@ -106,23 +104,23 @@ class HPU(Device):
     def open(self, local_rank: int) -> None:
         self.check(1)
         modules = [f"{_PACKAGE}.torch.core", f"{_PACKAGE}.torch.hpu"]
-        if "LOCAL_RANK" in os.environ:  # one of several: alone, its import would write a world into environ
-            os.environ.setdefault("ID", str(local_rank))  # older bridges choose the card by it
+        if "LOCAL_RANK" in os.environ:  # several ranks: alone, its import would set a world in environ
+            os.environ.setdefault("ID", str(local_rank))  # older bridges choose the card by ID
             modules.append(f"{_PACKAGE}.torch.distributed.hccl")
-        # the vendor's library reads them when it is loaded
+        # the vendor's library reads these files when it is loaded
         for variable, operations in ((_LOWER, self.bf16_ops), (_FP32, self.fp32_ops)):
             if operations is not None and variable not in os.environ:
                 os.environ[variable] = str(_listed(variable, operations))
         try:
             self._core, self._hpu = [importlib.import_module(name) for name in modules][:2]
-        except Exception as error:  # another torch, a missing driver: whatever it is, it does not load
+        except Exception as error:  # another torch, a missing driver, or any other cause
             problem = one_line(str(error), 200)
             raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}); {_ADVICE}") from None
         cards = int(self._hpu.device_count()) if self._hpu.is_available() else 0
         if local_rank >= cards:
             raise MachineError(
                 f"device=hpu: local rank {local_rank} finds {cards} Gaudi cards on this host (hl-smi lists "
-                f"them); lower world_size to the cards there are; {_REHEARSAL}"
+                f"them); lower world_size to that number; {_REHEARSAL}"
             )
 
     def prepare(
@@ -166,7 +164,7 @@ class HPU(Device):
 
 
 def _listed(variable: str, operations: Sequence[str]) -> Path:
-    """A file of this process with one operation a line, as the vendor's library reads it."""
+    """Write a file of this process with one operation per line, which the vendor's library reads."""
     path = Path(tempfile.gettempdir()) / f"speechtrain-{os.getpid()}-{variable.lower()}.txt"
     path.write_text("".join(f"{operation}\n" for operation in operations))
     return path

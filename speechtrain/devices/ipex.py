@@ -15,7 +15,7 @@ from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "intel_extension_for_pytorch"
 _ADVICE = (
-    f"pip install torch==2.8.0 {_PACKAGE}==2.8.0 into an environment of its own (make test-ipex does), "
+    f"pip install torch==2.8.0 {_PACKAGE}==2.8.0 into a separate environment (make test-ipex does), "
     "or set device=cpu"
 )
 
@@ -23,9 +23,9 @@ _ADVICE = (
 class IPEX(CPU):
     """The CPU with Intel's kernels, autocast and fused optimizer steps; everything else as ``CPU``.
 
-    Weights stay plain fp32 tensors in memory. The extension would also store them in bf16 (with the exact
-    ones hidden in its optimizer) and in oneDNN's blocked order: weight averages, gradient norms and
-    checkpoints would then see another model than on any other device.
+    Weights stay plain fp32 tensors in memory. The extension can also store them in bf16 (with the exact
+    ones inside its optimizer) and in oneDNN's blocked order: weight averages, gradient norms and
+    checkpoints would then differ from those of any other device.
     """
 
     def check(self, processes: int) -> None:
@@ -37,12 +37,12 @@ class IPEX(CPU):
 
     @property
     def supports_fsdp(self) -> bool:
-        return False  # it keeps copies of the parameters of its own, in other types and layouts
+        return False  # the extension has its own copies of the parameters in other types and layouts
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        with warnings.catch_warnings():  # it tells of optimizers whose step it does not fuse
+        with warnings.catch_warnings():  # it warns about optimizers whose step it does not fuse
             warnings.simplefilter("ignore")
             prepared: tuple[nn.Module, torch.optim.Optimizer] = _import().optimize(
                 module.train(), optimizer=optimizer, inplace=True, weights_prepack=False
@@ -51,27 +51,27 @@ class IPEX(CPU):
 
 
 def _version() -> str:
-    """The extension's. Raises MachineError where it is missing or made for another torch."""
+    """The extension's version. Raises MachineError if it is missing or made for another torch."""
     try:
         version = metadata.version(_PACKAGE)
     except metadata.PackageNotFoundError:
         raise MachineError(f"device=ipex: {_PACKAGE} is not installed here; {_ADVICE}") from None
-    if _release(version) != _release(torch.__version__):  # its import would end in an AttributeError
+    if _release(version) != _release(torch.__version__):  # its import would raise AttributeError
         raise MachineError(
             f"device=ipex: {_PACKAGE} {version} needs torch {_release(version)}, "
-            f"here is {torch.__version__}; {_ADVICE}"
+            f"not {torch.__version__}; {_ADVICE}"
         )
     return version
 
 
 def _import() -> Any:
-    """The extension. Raises MachineError where it is missing, made for another torch, or does not load."""
+    """Import the extension. Raises MachineError if it is missing, for another torch, or does not load."""
     version = _version()
     try:
-        with warnings.catch_warnings():  # it tells that it replaces torch's kernels, as it is meant to
+        with warnings.catch_warnings():  # it warns that it replaces torch's kernels, which is intended
             warnings.simplefilter("ignore")
             return importlib.import_module(_PACKAGE)
-    except Exception as error:  # missing libraries, unknown processors: whatever it is, it does not load
+    except Exception as error:  # missing libraries, an unknown processor, or any other cause
         problem = one_line(str(error), 200)
         raise MachineError(
             f"device=ipex: {_PACKAGE} {version} does not load ({problem}); {_ADVICE}"

@@ -14,16 +14,16 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError
 
 ALLOWED = {
-    "aten::copy": "a tensor copied over another (an average swapped in for an evaluation): not within a step",
+    "aten::copy": "a tensor copied to another (an average swapped in for an evaluation): not within a step",
 }
-"""Operations that this backend hands to the CPU although they suit a lazy device; with the reason."""
+"""Operations that this backend runs on the CPU although a lazy device can run them; with the reason."""
 
 
 class Lazy(Device):
-    """Graphs are recorded, cut at ``mark``, compiled once for each new form of them, and run on the CPU.
+    """Records graphs, cuts them at ``mark_step``, compiles each distinct graph once, runs it on the CPU.
 
-    An ordinary machine proves with it that a recipe is fit for a lazy device: ``graphs`` stays flat
-    after the first steps, and ``fallbacks`` names what left the graph.
+    It shows on any machine that a recipe is fit for a lazy device: ``graphs`` stays constant after the
+    first steps, and ``fallbacks`` names the operations that left the graph.
     """
 
     name = "lazy"
@@ -80,9 +80,9 @@ class Lazy(Device):
         return {"graphs": self.graphs(), "cache_hits": cached, "fallbacks": sum(self.fallbacks().values())}
 
     def fallbacks(self) -> dict[str, int]:
-        """Operations so far, but for ``ALLOWED``, that were handed to the CPU and ended the graph.
+        """Operations so far, except those in ``ALLOWED``, that ran on the CPU and ended the graph.
 
-        A number that the host reads is one of them, ``aten::_local_scalar_dense``.
+        A number that the host reads is ``aten::_local_scalar_dense``.
         """
         counters = self._counters().items()
         return {name: n for name, n in counters if name.startswith("aten::") and name not in ALLOWED}

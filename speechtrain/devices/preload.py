@@ -1,4 +1,4 @@
-"""Shared libraries that may be loaded before a process's own: where they are looked for."""
+"""Finds shared libraries for ``LD_PRELOAD``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def folders(environ: Mapping[str, str]) -> list[Path]:
-    """Where libraries of this environment and of the system lie, nearest first."""
+    """Folders with libraries of this environment and of the system, nearest first."""
     prefixes = [environ.get("VIRTUAL_ENV", ""), environ.get("CONDA_PREFIX", ""), sys.prefix, sys.base_prefix]
     found = [Path(prefix) / "lib" for prefix in prefixes if prefix]
     found += [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -22,7 +22,7 @@ def folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _configured(root: Path = Path("/etc/ld.so.conf.d")) -> Iterable[Path]:
-    """The folders that the system's loader was told of."""
+    """The folders in the configuration of the system's loader."""
     found: list[Path] = []
     for file in sorted(root.glob("*.conf")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -33,7 +33,7 @@ def _configured(root: Path = Path("/etc/ld.so.conf.d")) -> Iterable[Path]:
 def library(names: Iterable[str], places: Iterable[Path]) -> str | None:
     """The first of ``places`` that holds one of ``names`` (``libjemalloc.so``), versioned names included.
 
-    A library for another kind of processor is passed over. Returns its path, or None.
+    A library for another kind of processor is skipped. Returns the library's path, or None.
     """
     known = list(names)
     for folder in places:
@@ -45,7 +45,7 @@ def library(names: Iterable[str], places: Iterable[Path]) -> str | None:
 
 
 def _is_native(path: Path) -> bool:
-    """Whether it is a library of this interpreter's kind: the ELF class and machine are the same."""
+    """Whether a library has the ELF class and machine of this interpreter."""
     heads = []
     for file in (path, Path(sys.executable)):
         try:

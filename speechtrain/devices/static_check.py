@@ -1,7 +1,7 @@
-"""A guard over a training step: what a lazy device could not run as one cached graph, found on the CPU.
+"""Checks on the CPU that a lazy device can run a training step as one cached graph.
 
-A device that records graphs compiles one for every new form of them. A step is fit for it where nothing is
-read back by the host, no shape depends on data, and every shape was there in the warm-up.
+A device that records graphs compiles each distinct graph once. A step is fit for it if the host reads
+nothing back, no shape depends on data, and every shape occurred in the warm-up.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _TORCH = str(Path(torch.__file__).parent)
 _ROOT = Path(__file__).parents[1]
 _ENGINE = "_engine_run_backward"
 _READS = "reads a value back to the host, which ends the graph"
-_DYNAMIC = "gives a shape that depends on data, so that every step is compiled"
+_DYNAMIC = "gives a shape that depends on data, so every step is compiled"
 _MASKS = (torch.bool, torch.uint8)
-# what reads a CPU tensor's memory without an operation that the dispatcher sees
+# methods that read a CPU tensor's memory without an operation that the dispatcher sees
 _MEMORY = {
     getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
 }
 
 
 class Unfit(SpeechtrainError):
-    """A step that a lazy device would not run from its cache. ``place`` is the line of code at fault."""
+    """A step that a lazy device would not run from its cache; ``place`` is the line that causes it."""
 
     exit_code = MachineError.exit_code
 
@@ -66,21 +66,21 @@ class SourceLine:
 
     @property
     def code(self) -> str:
-        """The line's text, cut where it is long."""
+        """The line's text, at most 80 characters."""
         return linecache.getline(self.file, self.line).strip()[:80]
 
 
 class Guard:
-    """Watches the steps that run under it in this thread, the backward included.
+    """Watches the steps that run under it in this thread, including the backward.
 
-    ``with guard.warm_up():`` learns shapes, ``with guard:`` raises ``Unfit`` at the first operation that
-    reads the host, has an output whose shape depends on data, or one of a shape that the warm-up did not
-    have. The former two count in the warm-up as well. The line named is the innermost outside torch; for an
-    operation of the backward it is the line of the forward that made it.
+    ``with guard.warm_up():`` learns shapes; ``with guard:`` raises ``Unfit`` at the first operation that
+    reads a value back to the host, or has an output whose shape depends on data or is new since the
+    warm-up. The warm-up also raises for the first two. The line named is the innermost outside torch; for
+    an operation of the backward it is the line of the forward that made it.
 
-    A tensor made of numbers alone and without ``device=`` lives on the host wherever the step runs, and may
-    be read. Others that do (an optimizer's counter of steps) look like all others here: forward and backward
-    are what this is for. Costs two Python calls for every operation.
+    A tensor made of numbers only, without ``device=``, is on the host on every device and may be read.
+    Other host tensors (an optimizer's step counter) cannot be distinguished, so the guard is for forward and
+    backward. Costs two Python calls for every operation.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Guard:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """A step whose shapes are those of the steps to come."""
+        """A context that learns the shapes of a step; later steps may have these shapes only."""
         self._is_learning = True
         try:
             with self:
@@ -110,7 +110,7 @@ class Guard:
         self._stack.close()
 
     def blame(self, operation: str, fault: str) -> Unfit:
-        """The error for what runs now."""
+        """The error for the operation that runs now."""
         place, is_forward = _caller()
         node: Any = torch._C._current_autograd_node()  # None outside a backward
         if node is None:
@@ -121,10 +121,10 @@ class Guard:
         return Unfit(made or place, f"{operation} of the backward", fault)
 
     def before(self, function: Any, arguments: Any) -> None:
-        """Remember who made an operation, and refuse one that reads the host or whose shape is open."""
+        """Record the line that made an operation; refuse a host read or a shape that depends on data."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
-            # a node of the graph is numbered right before its operation runs, so the first one is its own
+            # autograd numbers a node right before its operation runs, so the first number is the node's own
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             if number not in self._places:
                 self._places[number] = _caller()[0]
@@ -149,12 +149,12 @@ class Guard:
             elif form not in self._known:
                 shape = "×".join(str(size) for size in output.shape) or "()"
                 raise self.blame(
-                    function.__name__, f"has the new shape {shape}, which the warm-up did not have"
+                    function.__name__, f"has the new shape {shape}, which was not in the warm-up"
                 )
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of forward and backward, below autograd."""
+    """Intercepts every operation of forward and backward, below autograd."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Methods(TorchFunctionMode):
-    """Sees the methods that read a tensor's memory without any operation."""
+    """Intercepts the methods that read a tensor's memory without any operation."""
 
     def __init__(self, guard: Guard) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class _Methods(TorchFunctionMode):
 
 
 def _caller() -> tuple[SourceLine, bool]:
-    """The innermost line outside torch and this file, and whether no backward was started between."""
+    """The innermost line outside torch and this file, and whether no backward runs between them."""
     frame: FrameType | None = sys._getframe(1)
     is_direct = True
     while frame is not None:

@@ -1,8 +1,8 @@
-"""Ranks that share out the parameters, their gradients and the optimizer's state (FSDP2).
+"""Parameters, gradients and optimizer state that are sharded over the ranks (FSDP2).
 
-Each rank keeps its rows of every parameter. A unit's parameters are gathered before its forward and
-its backward, and freed after; gradients arrive as each rank's rows of their sums. What the ranks hold
-besides, and the model's code, is as with DDP.
+Each rank keeps its rows of every parameter. A unit's parameters are gathered before its forward and its
+backward, and freed after it; a rank's gradients are its rows of the sums over the ranks. Everything
+else, the model's code included, is as with DDP.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from speechtrain.launcher import World
 
 
 def units_of(module: nn.Module) -> list[nn.Module]:
-    """The parts of ``module`` that are gathered one after the other, inner ones first.
+    """The units of ``module``, which are gathered one after the other; inner units first.
 
-    A module names such parts in ``shard_units``, a list of modules for each of its members. A part must
-    be used through its ``forward`` alone and, in evaluation too, equally often on every rank: a decoder
-    that is stepped as long as its hypotheses last stays with the rest, which is gathered once a batch.
+    A module names its units in ``shard_units``; each member of a named ``ModuleList`` is a unit. A unit
+    must be used through its ``forward`` alone and equally often on every rank, in evaluation, too. A
+    decoder that runs as long as its hypotheses last is no unit: it is gathered with the rest, once a batch.
     """
     found: list[nn.Module] = []
     for owner in module.modules():
@@ -37,19 +37,19 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
 
 class ShardedGroup(TorchGroup):
-    """Processes of which each holds its share of every parameter."""
+    """A group in which each process holds its rows of every parameter."""
 
     def __init__(self, world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> None:
         super().__init__(world, backends, timeout_seconds)
         self._module: nn.Module | None = None
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Spread ``module``'s parameters, and let ``optimizer`` train this rank's shares of them.
+        """Shard ``module``'s parameters, and make ``optimizer`` train this rank's shards of them.
 
-        All begin with rank 0's values. The whole model is in every rank's memory until here.
-        Raises ConfigError for a model or an optimizer that this cannot be done to.
+        All ranks start with rank 0's values. Until here, every rank has the whole model in memory.
+        Raises ConfigError for a model or an optimizer that cannot be sharded.
         """
-        # here, behind the opening of the group: it complains at its end where these were imported before
+        # imported after the group is open; otherwise torch warns when the group is closed
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -59,8 +59,8 @@ class ShardedGroup(TorchGroup):
         places = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
         if optimizer.state or not all(map(all, places)):
             raise ConfigError(
-                "trainer.shard=parameters: the optimizer trains what is no parameter of the model, "
-                "or has begun; use trainer.shard=none"
+                "trainer.shard=parameters: the optimizer trains a tensor that is not a parameter of the "
+                "model, or already has state; use trainer.shard=none"
             )
         device = next(module.parameters()).device.type
         mesh = init_device_mesh(device, (self.world.size,))
@@ -68,15 +68,15 @@ class ShardedGroup(TorchGroup):
             for unit in units_of(module):
                 fully_shard(unit, mesh=mesh, reshard_after_forward=True)
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        except (ValueError, NotImplementedError) as error:  # parameters without a dimension, or not in order
+        except (ValueError, NotImplementedError) as error:  # scalar or non-contiguous parameters
             cause = one_line(str(error), 200)
             raise ConfigError(
-                f"trainer.shard=parameters cannot spread this model ({cause}); use trainer.shard=none"
+                f"trainer.shard=parameters cannot shard this model ({cause}); use trainer.shard=none"
             ) from error
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)  # sums: only the trainer divides
-                part.set_force_sum_reduction_for_comms(True)  # gloo has no other
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no average
         if hasattr(module, "evaluate"):
             register_fsdp_forward_method(module, "evaluate")
             _free_after(module, "evaluate")
@@ -85,7 +85,7 @@ class ShardedGroup(TorchGroup):
             group["params"] = [shares[name] for name in place]
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """``module``, which ``shard`` has spread, with rank 0's buffers everywhere."""
+        """Wrap ``module``, which ``shard`` has sharded, and give all ranks rank 0's buffers."""
         self._share_buffers(module)
         self._module = module
         return _FSDPWrapper(module)
@@ -98,9 +98,9 @@ class ShardedGroup(TorchGroup):
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
         if self._module is not None and not all(map(is_sharded, self._module.parameters())):
-            # never with the torch that this was written for; another may not see a loss in a dataclass
+            # not with the torch that this was written for; another version may miss a loss in a dataclass
             raise MachineError(
-                f"torch {torch.__version__} has not reduced the gradients of trainer.shard=parameters; "
+                f"torch {torch.__version__} does not reduce gradients with trainer.shard=parameters; "
                 "use trainer.shard=none"
             )
         return super().all_reduce_status(weight, stop=stop, late=late, skip=skip)
@@ -111,20 +111,20 @@ class ShardedGroup(TorchGroup):
 
 
 def _free_after(module: Any, name: str) -> None:
-    """Have the method ``name`` of a sharded module leave no parameter gathered."""
+    """Free the gathered parameters after each call of the method ``name`` of a sharded module."""
     method: Callable[..., Any] = getattr(module, name)
 
     def called(*inputs: Any) -> Any:
         try:
             return method(*inputs)
         finally:
-            module.reshard()  # no backward does, and the next forward must see new values
+            module.reshard()  # there is no backward to do so, and the next forward needs new values
 
     setattr(module, name, called)
 
 
 class _FSDPWrapper(nn.Module):
-    """A sharded module whose backward leaves this rank's rows of the sums of all ranks' gradients."""
+    """A sharded module; after backward, the gradients are this rank's rows of the sums over all ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _FSDPWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients stay whole and on their rank, one for each whole parameter."""
+        """A context in which gradients are not reduced: each rank keeps its own, of whole parameters."""
         self.module.set_requires_gradient_sync(False)
         try:
             yield
@@ -140,6 +140,6 @@ class _FSDPWrapper(nn.Module):
             self.module.set_requires_gradient_sync(True)
 
     def forward(self, *inputs: Any) -> Any:
-        with warnings.catch_warnings():  # units may return views: nothing writes into them
+        with warnings.catch_warnings():  # units may return views, as nothing writes into them
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
             return self.module(*inputs)

@@ -1,6 +1,6 @@
-"""World and Group: how many processes there are, and how they speak to each other.
+"""The group of a run's processes, and how they communicate.
 
-Nothing above asks whether a run is distributed: one process is ``SingleProcess``, a full group of its own.
+No caller asks whether a run is distributed: one process is a ``SingleProcess``, a group of one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
 
 
 class PeerLost(MachineError):
-    """Another rank has ended, or does not answer: what follows here is not the cause."""
+    """Another rank has ended or does not answer: the error on this rank is not the cause."""
 
 
 class Group(ABC):
@@ -38,19 +38,19 @@ class Group(ABC):
 
     @cached_property
     def rank_status(self) -> RankStatus:
-        """Where this rank stands; waiting for peers is noted there."""
+        """This rank's step and phase, and whether it waits for peers."""
         return RankStatus()
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
-        """Spread parameters and optimizer over the group, where it does so; before anything is loaded."""
+        """Shard parameters and optimizer if this group shards; call it before anything is loaded."""
 
     @abstractmethod
     def wrap(self, module: nn.Module) -> nn.Module:
-        """The module whose forward synchronises gradients as sums over the group."""
+        """Wrap ``module`` so that its backward sums the gradients over the group."""
 
     @abstractmethod
     def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
-        """A context in which backward does not synchronise (all micro-batches but the last)."""
+        """A context in which backward does not reduce gradients (all micro-batches but the last)."""
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
@@ -60,27 +60,27 @@ class Group(ABC):
     def barrier(self) -> None: ...
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A context that rank 0 goes through before the others: what it leaves there, they find."""
+        """A context that rank 0 runs before the others, which then find what it has written."""
         return nullcontext()
 
     def all_reduce_status(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
-        """After backward: the global weight, whether anyone must stop, is out of time, or skips.
+        """After backward, sum the weight and find whether any rank must stop, is out of time, or skips.
 
         ``weight`` () fp32; ``skip`` () bool. Returns the summed weight, ``stop`` and ``late`` on the
-        host and ``skip`` on the device. Clocks and signals differ between ranks: no rank may end
-        on its own word.
+        host and ``skip`` on the device. Clocks and signals differ between ranks: no rank may decide
+        alone to end.
         """
         total = self.sum(weight.double().reshape(1))[0].float()
         return total, self.any(stop), self.any(late), self.sum(skip.float().reshape(1))[0] > 0
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag of any process is set; every process must ask."""
+        """Whether the flag of any process is set; every process must call this."""
         return bool(self.sum(torch.tensor([float(flag)]))[0] > 0)
 
     def explained(self, error: Exception) -> Exception:
-        """``error``, or a PeerLost where that is what it comes from."""
+        """``error``, or a PeerLost if a lost peer is the cause of ``error``."""
         return error
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default
@@ -115,12 +115,12 @@ class SingleProcess(Group):
 
 
 class TorchGroup(Group):
-    """Processes that meet through ``torch.distributed``, found by torchrun's variables.
+    """Processes that communicate through ``torch.distributed``, found by torchrun's variables.
 
-    ``backends`` names one for each torch device type, as in ``cpu:gloo,hpu:hccl``: flags, counts and
-    metrics always travel between hosts' memories, gradients and weights from where they are. A peer
-    that does not answer for ``timeout_seconds`` raises RuntimeError in whatever waits for it, one that
-    has died does at once. Raises MachineError where the processes do not find each other.
+    ``backends`` names one for each torch device type, as in ``cpu:gloo,hpu:hccl``. Flags, counts and
+    metrics are always reduced in host memory, gradients and weights on their device. A wait for a peer
+    raises RuntimeError after ``timeout_seconds`` without an answer, and at once if the peer has died.
+    Raises MachineError if the processes do not find each other.
     """
 
     def __init__(self, world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> None:
@@ -141,16 +141,16 @@ class TorchGroup(Group):
 
     @collective
     def wrap(self, module: nn.Module) -> nn.Module:
-        """DDP around ``module``, which begins with rank 0's parameters and buffers everywhere.
+        """Wrap ``module`` in DDP, with rank 0's parameters and buffers on all ranks.
 
-        What has ``requires_grad`` may change between updates, on all ranks alike. Buffers called
-        ``running_*`` (BatchNorm's) are averaged over the group in every ``agree``.
+        ``requires_grad`` may change between updates, on all ranks alike. Buffers called ``running_*``
+        (BatchNorm's) are averaged over the group in every ``all_reduce_status``.
         """
         self._share_buffers(module)
         return _DDPWrapper(module, self.rank_status)
 
     def _share_buffers(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's buffers, and note those that ``agree`` averages."""
+        """Give all ranks rank 0's buffers, and note those that ``all_reduce_status`` averages."""
         with torch.no_grad():
             for buffer in module.buffers():
                 self._broadcast(buffer)
@@ -193,21 +193,21 @@ class TorchGroup(Group):
         means = torch.split(joined[4:] / self.world.size, [s.numel() for s in self._statistics])
         for statistic, mean in zip(self._statistics, means, strict=True):
             statistic.copy_(mean.view_as(statistic))
-        stop, late = (count > 0 for count in joined[2:4].tolist())  # the update's one read of the device
+        stop, late = (count > 0 for count in joined[2:4].tolist())  # an update's only read from the device
         return joined[0].float(), stop, late, joined[1] > 0
 
     def explained(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
             cause = one_line(str(error), 200)
-            lost = f"rank {self.world.rank} ({self.rank_status}) has lost a peer, or waited for it in vain"
+            lost = f"rank {self.world.rank} ({self.rank_status}) has lost a peer, or got no answer from it"
             return PeerLost(f"{lost}: {cause}")
         return error
 
     def close(self) -> None:
         """Leave the group. Call after the wrapped module has been dropped.
 
-        Whatever still refers to the group's communicator must go before it: a two-process run
-        otherwise sometimes died at interpreter exit ("terminate called without an active exception").
+        Everything that refers to the group's communicator must be freed before it: otherwise a two-process
+        run sometimes died at interpreter exit ("terminate called without an active exception").
         """
         self._statistics = []
         gc.collect()
@@ -215,18 +215,18 @@ class TorchGroup(Group):
 
     @staticmethod
     def _broadcast(tensor: Tensor) -> None:
-        """Rank 0's content for every rank, whatever the dtype: as bytes."""
+        """Copy rank 0's content to every rank, as bytes, so that every dtype works."""
         content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         dist.broadcast(content, 0)
         tensor.copy_(content.view(tensor.dtype).view_as(tensor))
 
 
 class _DDPWrapper(nn.Module):
-    """A module whose backward leaves the sums of all ranks' gradients.
+    """A module in DDP; after backward, the gradients are sums over all ranks.
 
-    DDP overlaps the reductions with the backward pass, but takes the parameters that require a
-    gradient once and for all: after a change (an encoder thawed, say) it is built again. A module
-    that says ``skips_parameters`` has its graph searched for parameters that an update leaves out.
+    DDP overlaps the reductions with the backward pass, but fixes the set of parameters that require a
+    gradient: after a change (such as an unfrozen encoder) it is built again. If a module sets
+    ``skips_parameters``, DDP searches its graph for parameters that an update does not use.
     """
 
     def __init__(self, module: nn.Module, rank_status: RankStatus) -> None:
@@ -244,10 +244,10 @@ class _DDPWrapper(nn.Module):
         is_first = not self._trainable
         self._trainable = trainable
         self.ddp = None
-        gc.collect()  # its hooks on the parameters go with it, and it is part of a cycle
+        gc.collect()  # DDP is part of a reference cycle; this frees its hooks on the parameters, too
         if not any(trainable):
             return
-        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; earlier ones know no other
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers; earlier ones need that name
             warnings.simplefilter("ignore", FutureWarning)
             self.ddp = DistributedDataParallel(
                 self.module,
@@ -268,10 +268,10 @@ class _DDPWrapper(nn.Module):
 
 
 def _sum_bucket(rank_status: RankStatus, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's reduction without its average, which fp16 would round and the trainer would have to undo."""
+    """Sum a bucket without DDP's average, which fp16 would round and the trainer would have to undo."""
 
     def summed(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        content = done.value()[0]  # raises where the reduction failed: it has not come to its end
+        content = done.value()[0]  # raises if the reduction failed: it has not completed
         rank_status.leave()
         return content
 
@@ -282,5 +282,5 @@ def _sum_bucket(rank_status: RankStatus, bucket: Any) -> torch.futures.Future[Te
 
 
 def open_group(world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> Group:
-    """The group of ``world``'s processes. Raises MachineError where they do not find each other."""
+    """The group of ``world``'s processes. Raises MachineError if they do not find each other."""
     return SingleProcess() if world.size == 1 else TorchGroup(world, backends, timeout_seconds)

@@ -1,9 +1,9 @@
-"""A stuck rank is named: where each rank stands, who keeps whom waiting, and a hard end for all.
+"""The watchdog, which names a rank that hangs, reports what each rank does, and ends all ranks.
 
-The trainer and the group note a rank's place in a few attributes. A thread of each rank looks at them:
-nothing is written while a run moves. A rank whose place stands still too long raises an alarm, a file in
-the run directory that all look for; each answers with its place and its stack, all draw the same verdict
-from the answers, and all leave. Imports no torch.
+The trainer and the group note a rank's step and phase in a few attributes. A thread of each rank reads
+them; nothing is written while a run moves. A rank that has not moved for too long raises an alarm, a file
+in the run directory that all ranks look for. Each rank answers with its phase and its stack, all make the
+same diagnosis from the answers, and all exit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from speechtrain.errors import MachineError
 from speechtrain.files import write_json
 
 ALARM = "alarm"
-START_SECONDS = 1800.0  # that a peer may take at least before the first step: it reads data, compiles
+START_SECONDS = 1800.0  # lowest limit for a peer before its first step: it reads data, compiles
 ANSWER_SECONDS = (
     2.0,
     30.0,
-)  # for an answer to an alarm, then a rank is silent; a network file system is slow
-MARGIN_SECONDS = 60.0  # by which a collective waits longer than a place may stand still: the watch names
-_LAST_SECONDS = 6.0  # from the time for answers to the end, whatever this thread hangs in
+)  # lowest and highest limit for an answer to an alarm; a network file system is slow
+MARGIN_SECONDS = 60.0  # by which a collective's timeout is longer, so that the watchdog reports first
+_LAST_SECONDS = 6.0  # from the limit for answers to a forced exit, even if this thread hangs
 _LEAST_TICK, _MOST_TICK = 0.1, 2.0
-_TICKS = 20  # looks in the time that a place may stand still
+_TICKS = 20  # checks within the time limit of a phase
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 
 
 class RankStatus:
-    """Where a rank stands, for its watch to read. Notes are attributes: 0.2 µs, no input or output."""
+    """A rank's step and phase, for its watchdog. Notes are attributes: 0.2 µs, no input or output."""
 
     def __init__(self) -> None:
         self.step = 0
         self.phase = "start"
-        self.moved = 0  # places so far; every rank goes through the same ones
-        self.usual: set[str] = set()  # phases in which a collective has come to its end
+        self.moved = 0  # phases so far; every rank goes through the same ones
+        self.usual: set[str] = set()  # phases in which a collective has completed
         self._entered = 0
         self._left = 0
-        self._lock = threading.Lock()  # a backend's threads leave as well
+        self._lock = threading.Lock()  # a backend's threads call `leave`, too
 
     def at(self, step: int, phase: str) -> None:
-        """The rank begins ``phase`` of ``step``, or a part of it: it has moved."""
+        """Note that the rank starts ``phase`` of ``step``, or a part of it."""
         self.step, self.phase = step, phase
         self.moved += 1
 
     def enter(self) -> None:
-        """A collective begins."""
+        """Note that a collective starts."""
         with self._lock:
             self._entered += 1
 
     def leave(self) -> None:
-        """A collective has come to its end."""
+        """Note that a collective has completed."""
         with self._lock:
             self._left += 1
         self.usual.add(self.phase)
@@ -74,7 +74,7 @@ class RankStatus:
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """Changes whenever the rank moves."""
+        """A value that changes whenever the rank moves."""
         return self.moved, self._entered, self._left
 
     def __str__(self) -> str:
@@ -84,12 +84,12 @@ class RankStatus:
 def collective(
     method: Callable[Concatenate[Any, _Arguments], _Answer],
 ) -> Callable[Concatenate[Any, _Arguments], _Answer]:
-    """A method that waits for all peers; its object's ``place`` notes it."""
+    """Make ``method``, which waits for all peers, note that in its object's ``rank_status``."""
 
     @functools.wraps(method)
     def noted(self: Any, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Answer:
         self.rank_status.enter()
-        answer = method(self, *arguments, **named)  # where it raises, its end has not come
+        answer = method(self, *arguments, **named)  # if it raises, it has not completed
         self.rank_status.leave()
         return answer
 
@@ -105,7 +105,7 @@ class HangReport:
     phase: str
     moved: int
     is_waiting: bool = False
-    is_odd: bool = False  # it waits in a phase in which there was no collective before
+    is_odd: bool = False  # it waits in a phase that had no collective before
     still: float = 0.0  # seconds since it moved
     host: str = ""
     at: str = ""  # innermost frames of its main thread
@@ -118,7 +118,7 @@ class HangReport:
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """Who stands still, and what is to be said of it."""
+    """The rank that hangs, and the message about it."""
 
     rank: int
     message: str
@@ -127,15 +127,15 @@ class HangDiagnosis:
 
 
 class Stuck(MachineError):
-    """A rank stands still, or is not where its peers wait for it."""
+    """A rank does not move, or is not where its peers wait for it."""
 
 
 def diagnose(notes: Iterable[HangReport], size: int, seconds: float) -> HangDiagnosis:
-    """Name the rank that keeps the others waiting; the same answers give the same verdict on every rank.
+    """Name the rank that the others wait for; the same answers give the same diagnosis on every rank.
 
-    A rank without an answer is the cause, else of those outside of collectives the one furthest behind.
-    Where all wait, they do not wait for the same: the odd one out, with two the one in a phase without
-    collectives, else the one ahead, which has left one out.
+    The cause is a rank without an answer, else the rank outside of collectives that is furthest behind.
+    If all ranks wait, they wait in different collectives. The cause is then the odd one out; of two ranks
+    it is the one in a phase without collectives, else the one ahead, which has left out a collective.
     """
     known = {note.rank: note for note in notes}
     silent = frozenset(range(size)) - known.keys()
@@ -143,7 +143,7 @@ def diagnose(notes: Iterable[HangReport], size: int, seconds: float) -> HangDiag
     if silent:
         rank = min(silent)
         waiting = ", ".join(str(note) for note in sorted(known.values(), key=lambda n: n.rank)[:3])
-        message = f"rank {rank} gives no sign of life: stopped, or hanging with the interpreter's lock"
+        message = f"rank {rank} does not answer: it is stopped, or hangs with the interpreter's lock held"
         return HangDiagnosis(rank, f"{message}; {waiting} waited for it; {limit}", silent=silent)
     outside = [note for note in known.values() if not note.is_waiting]
     if outside:
@@ -174,18 +174,18 @@ def _out_of_step(notes: list[HangReport]) -> tuple[HangReport, str]:
     )
     cause = min(groups[0], key=lambda note: note.rank)
     if len(groups) == 1:
-        message = f"waits as all ranks do in the same collective, for {cause.still:.1f} s: is the network up?"
+        message = f"waits in the same collective as all ranks for {cause.still:.1f} s: check the network"
         return cause, message
     other = groups[-1][0]
-    return cause, f"waits in another collective than {other} for {cause.still:.1f} s: one was left out"
+    return cause, f"waits in another collective than {other} for {cause.still:.1f} s: one left it out"
 
 
 class Watch:
     """A thread that raises an alarm for its own rank and answers those of others.
 
-    ``folder`` belongs to one attempt of a run and is seen by all its ranks. ``leave`` is called with the
-    verdict and this rank's own note, and ends the process. Time in which this thread was not run (a
-    stopped process, a starved machine) does not count.
+    ``folder`` belongs to one attempt of a run, and all its ranks see it. ``leave`` is called with the
+    diagnosis and this rank's own report, and ends the process. Time in which this thread did not run (a
+    stopped process, an overloaded machine) does not count.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Watch:
         return self
 
     def close(self) -> None:
-        """Stop watching. Once there is an alarm, ``leave`` has the last word: this does not return."""
+        """Stop watching. After an alarm this does not return: ``leave`` ends the process."""
         self._done.set()
         if self._is_leaving:
             self._thread.join()
@@ -230,36 +230,36 @@ class Watch:
         while not self._done.wait(self.tick):
             if self.look():
                 self._is_leaving = True
-                # it needs neither the interpreter's lock nor a disk
+                # this needs neither the interpreter's lock nor a disk
                 faulthandler.dump_traceback_later(self.patience + _LAST_SECONDS, exit=True, file=2)
                 note = self.answer()
                 self.leave(diagnose(self._answers(note), self.size, self.seconds), note)
-                faulthandler.cancel_dump_traceback_later()  # where leaving is a test's
+                faulthandler.cancel_dump_traceback_later()  # reached if a test's `leave` returns
                 return
 
     def look(self) -> bool:
-        """Whether there is an alarm, here or of a peer; called once a tick."""
+        """Whether this rank or a peer has raised an alarm; called once a tick."""
         now = self.clock()
-        # a longer one was spent stopped
+        # in a longer time the process was stopped
         passed, self._looked = min(now - self._looked, 2 * self.tick), now
         mark = self.rank_status.mark
         self.still = self.still + passed if mark == self._mark else 0.0
         self._mark = mark
         if self._is_stuck():
-            with contextlib.suppress(OSError):  # the others will find out for themselves
+            with contextlib.suppress(OSError):  # the other ranks notice it themselves
                 self.folder.mkdir(parents=True, exist_ok=True)
                 (self.folder / ALARM).touch()
             return True
         return self.size > 1 and (self.folder / ALARM).exists()
 
     def _is_stuck(self) -> bool:
-        """Whether this rank has been where it is for too long; before the first step, whether a peer has."""
+        """Whether this rank has not moved for too long; before its first step, whether a peer has not."""
         if self.rank_status.step:
             return self.still >= self.seconds
         return self.rank_status.is_waiting and self.still >= max(self.seconds, START_SECONDS)
 
     def answer(self) -> HangReport:
-        """Leave this rank's note for all to read."""
+        """Write this rank's report for all ranks to read."""
         rank_status = self.rank_status
         frame = sys._current_frames().get(self._main)
         note = HangReport(
@@ -279,7 +279,7 @@ class Watch:
         return note
 
     def _answers(self, own: HangReport) -> list[HangReport]:
-        """The notes of all ranks, or of those that have answered in time."""
+        """The reports of all ranks, or of those that have answered in time."""
         deadline = time.monotonic() + self.patience + self.tick
         missing, notes = set(range(self.size)) - {self.rank}, [own]
         while missing and time.monotonic() < deadline:
@@ -293,7 +293,7 @@ class Watch:
 
 
 def read_report(path: Path) -> HangReport | None:
-    """A rank's answer; None where there is none yet."""
+    """A rank's report; None if there is none yet."""
     try:
         return HangReport(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

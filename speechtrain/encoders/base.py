@@ -14,30 +14,30 @@ class Encoder(nn.Module, ABC):
     """A front end and a network: (B, S) audio to (B, T, ``width``) frames."""
 
     width: int
-    frozen: bool = False  # while it is, ``encode`` records no graph and the weights stay as they are
-    normalise_audio: bool = False  # recordings are to come with zero mean and unit variance
+    frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
+    normalise_audio: bool = False  # the data layer gives recordings zero mean and unit variance
 
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """``forward``, as a recogniser calls it."""
+        """Call ``forward`` for a recogniser, without gradients if ``frozen``."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             encoded: tuple[Tensor, Tensor] = self(batch)
         return encoded
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Frames (B, T, width) and their lengths (B,); ``batch.keys`` address evaluation's dither."""
+        """Encode to frames (B, T, width) and lengths (B,); ``batch.keys`` seed the dither of evaluation."""
 
     def advance(self, step: int, seed: int) -> None:
-        """The encoder's share of ``Task.advance``."""
+        """The encoder's part of ``Task.advance``."""
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """The encoder's share of ``Task.prepare``: what it draws or counts on the host."""
+        """The encoder's part of ``Task.prepare``: add its host-side draws and counts to the batch."""
         return batch
 
     @abstractmethod
     def frames(self, samples: int) -> int:
-        """Frames of ``samples`` samples of audio, on the host."""
+        """The number of frames of ``samples`` samples of audio, computed on the host."""
 
     @abstractmethod
     def activation_bytes(self) -> float:
-        """Predicted bytes that forward keeps for backward, for each second of a row's audio."""
+        """The predicted bytes that forward keeps for backward, per second of a row's audio."""

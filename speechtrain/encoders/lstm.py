@@ -1,4 +1,4 @@
-"""Encoders of recognition models: audio in, frames of a fixed width out."""
+"""The LSTM encoder of recognition models: audio in, frames of a fixed width out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from speechtrain.nn.stack_time import StackTime
 
 
 class LSTMEncoder(Encoder):
-    """LSTM stack, StackTime, LSTM stack (MLPerf RNN-T; AIDK's smaller form with its norms).
+    """LSTM stack, StackTime, LSTM stack (MLPerf RNN-T, or AIDK's smaller encoder with its norms).
 
-    ``feature_norm`` is AIDK's BatchNorm on the features, ``layer_norm`` its LayerNorm behind each
-    stack. Without features, every size of the family is a configuration.
+    ``feature_norm`` is AIDK's BatchNorm on the features, ``layer_norm`` its LayerNorm after each
+    stack. Every published size of this encoder is a configuration.
     """
 
-    shard_units = ("pre_rnn", "post_rnn")  # where ranks share out the parameters, gathered by themselves
+    shard_units = ("pre_rnn", "post_rnn")  # sharded runs gather the parameters of one stack at a time
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class LSTMEncoder(Encoder):
         return -(-self.features.frames(samples) // self.stack_time.factor)
 
     def activation_bytes(self) -> float:
-        # measured with oneDNN's LSTM: about 6 values a unit and frame, 6 copies of the features and
-        # 8 of the waveform at the peak; within a factor of 2 for the sizes in conf/encoder
+        # measured with oneDNN's LSTM: at the peak about 6 values per unit and frame, 6 copies of the
+        # features and 8 of the waveform; within a factor of 2 for the sizes in conf/encoder
         rate = 1 / self.features.frame_seconds
         units = self.pre_rnn.lstm.num_layers + self.post_rnn.lstm.num_layers / self.stack_time.factor
         values = rate * (6 * self.width * units + 6 * self.features.features)

@@ -20,23 +20,23 @@ from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import Transformer, TransformerLayer
 
-# what a seed's draws are for, so that none repeats another's numbers
+# streams of a seed, so that two kinds of draws never use the same numbers
 _FRAMES, _CHANNELS, _LAYERS = 1, 2, 3
 
 
 class Wav2Vec2Encoder(Encoder):
     """Raw audio (B, S) to frames (B, T, ``width``), by convolutions and a Transformer.
 
-    The defaults are the published base model; large is ``conv_bias``, ``conv_norm`` layer,
+    The defaults are the published base model. The large model has ``conv_bias``, ``conv_norm`` layer,
     ``pre_norm``, 24 layers of 1024 units, no dropout. See ``ConvExtractor`` and ``Transformer`` for
-    what each part means; ``conv_layers`` left out is the published extractor.
+    the parts. ``conv_layers`` None is the published extractor.
 
-    A recogniser calls the encoder with a batch: in training, ``prepare`` has drawn on the host the
-    frames and channels to mask (``mask``, ``channel_mask``; each row on its own) and the layers to
-    drop (each with probability ``layer_drop``). Pretraining calls ``extract`` and ``contextualise`` with its
-    own masks in between. ``augment`` adds its noise to the waveform in training; its other parts
-    belong to spectrograms and do nothing here. ``normalise_audio`` is an attribute for the data
-    layer: whole recordings are to come with zero mean and unit variance (eps 1e-5), before any crop.
+    A recogniser calls the encoder with a batch. In training, ``prepare`` draws on the host the frames and
+    channels to mask (``mask``, ``channel_mask``; independently for each row) and the layers to drop (each
+    with probability ``layer_drop``). Pretraining calls ``extract``, draws its own masks, and calls
+    ``contextualise``. ``augment`` adds its noise to the waveform in training; its other parts apply to
+    spectrograms and do nothing here. ``normalise_audio`` is an attribute for the data layer: it gives whole
+    recordings zero mean and unit variance (eps 1e-5), before any crop.
 
     Raises ConfigError for values out of range.
     """
@@ -71,9 +71,8 @@ class Wav2Vec2Encoder(Encoder):
         super().__init__()
         shares = {"dropout": dropout, "attention_dropout": attention_dropout, "layer_drop": layer_drop}
         shares |= {"activation_dropout": activation_dropout, "input_dropout": input_dropout}
-        for name, share in shares.items():
-            if not 0.0 <= share < 1.0:
-                raise ConfigError(f"encoder.{name} is {share}; it must be at least 0 and below 1")
+        if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
+            raise ConfigError(f"encoder.{wrong[0]}; it must be at least 0 and below 1")
         published = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
         self.extractor = ConvExtractor(
             published if conv_layers is None else conv_layers, conv_bias, conv_norm, gradient_scale, conv_form
@@ -97,10 +96,8 @@ class Wav2Vec2Encoder(Encoder):
             attention,
             length_multiple,
         )
-        self.width = width
-        self.layer_drop = layer_drop
-        self.normalise_audio = normalise_audio
-        self.sample_rate = sample_rate
+        self.width, self.layer_drop = width, layer_drop
+        self.normalise_audio, self.sample_rate = normalise_audio, sample_rate
         self.mask, self.channel_mask = mask, channel_mask
         self._update_seed = 0
         self.augment = Augment() if augment is None else augment
@@ -109,11 +106,11 @@ class Wav2Vec2Encoder(Encoder):
         self._update_seed = seed
 
     def extract(self, audio: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
+        """Map audio (B, S) and samples (B,) to features (B, T, C), frames (B,) and the feature penalty ().
 
-        Features come behind their LayerNorm, not yet projected. The penalty is the mean square of
-        the features before it, in fp32, over every value of the batch, padding included (upstream's
-        definition); its gradient passes through ``gradient_scale`` like the rest.
+        The features are after their LayerNorm and before the projection. The penalty is the mean square
+        of the features before the LayerNorm, in fp32, over all values of the batch with the padding (as
+        in upstream); ``gradient_scale`` applies to its gradient, too.
         """
         x = self.extractor(audio)
         penalty = x.float().square().mean()
@@ -127,16 +124,16 @@ class Wav2Vec2Encoder(Encoder):
         channel_mask: Tensor | None = None,
         keep: Tensor | None = None,
     ) -> Tensor:
-        """Features (B, T, C) and frames (B,) to contextual frames (B, T, D).
+        """Map features (B, T, C) and frames (B,) to contextual frames (B, T, D).
 
-        Frames where ``mask`` (B, T) holds become the mask embedding after projection; channels where
-        ``channel_mask`` (B, D) holds become 0; ``keep`` (L,) of zeros and ones drops layers. The
+        After the projection, frames where ``mask`` (B, T) is true become the mask embedding, and channels
+        where ``channel_mask`` (B, D) is true become 0; ``keep`` (L,) of zeros and ones drops layers. The
         masks may be boolean or 0/1 numbers.
         """
         x = self.input_dropout(self.projection(features))
         embedding = self.mask_embedding.to(x.dtype)
         if mask is None:
-            # the embedding still gets a gradient, of zeros: data-parallel training waits for it
+            # the embedding gets a gradient of zeros, since data-parallel training waits for one
             x = x + 0.0 * embedding
         else:
             hidden = mask.to(x.dtype)[:, :, None]
@@ -154,14 +151,14 @@ class Wav2Vec2Encoder(Encoder):
         return self.contextualise(features, lengths, *masks), lengths
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
-        """In training, ``extra`` gains mask (B, T) and channel_mask (B, D), boolean, and keep (L,)."""
+        """Add mask (B, T) and channel_mask (B, D), boolean, and keep (L,) to ``extra``, in training only."""
         if not self.training:
             return batch
         extra: dict[str, Tensor] = {}
         rows, samples = batch.audio.shape
         if self.mask is not None:
             frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
-            # a row too short to be masked in part may be masked whole: it still has a transcript
+            # a very short row may be masked completely: it still has a transcript
             uncounted = [False] * rows
             drawn = self.mask.draw(frames, self.frames(samples), seed_at(seed, _FRAMES), counted=uncounted)
             extra["mask"] = torch.from_numpy(drawn)
@@ -173,7 +170,7 @@ class Wav2Vec2Encoder(Encoder):
         return replace(batch, extra=batch.extra | extra)
 
     def draw_keep(self) -> Tensor:
-        """Factors (L,) of the layers for this update: 0 with probability ``layer_drop``, else 1."""
+        """Draw the layers' factors (L,) for this update: 0 with probability ``layer_drop``, else 1."""
         layers = np.arange(len(self.transformer.layers), dtype=np.int64)
         draws = uniform_at(self._update_seed, _LAYERS, layers)
         return torch.from_numpy((draws >= self.layer_drop).astype(np.float32))
@@ -182,9 +179,9 @@ class Wav2Vec2Encoder(Encoder):
         return self.extractor.frames(samples)
 
     def activation_bytes(self) -> float:
-        # what autograd keeps, counted with saved-tensor hooks: of a convolution its output, GELU's and
-        # its norm's; of a Transformer layer's frame 13 widths, 2 hidden and, where attention weights are
-        # dropped, 9 bytes for each head and key, here for rows of 15 s. Within a factor of 2 of the
+        # tensors that autograd keeps, counted with saved-tensor hooks. A convolution keeps its output and
+        # those of GELU and norm. A frame of a Transformer layer keeps 13 widths, 2 hidden widths and, with
+        # attention dropout, 9 bytes per head and key, here for rows of 15 s. Within a factor of 2 of the
         # count for the sizes in conf/encoder
         rate, values = float(self.sample_rate), 0.0
         for layer, channels, (_, stride) in zip(

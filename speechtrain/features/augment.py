@@ -1,4 +1,4 @@
-"""Augment: everything that a model does to its input in training only, set from one YAML.
+"""Augment: all changes of a model's input that apply in training only, configured by one YAML file.
 
 Legend: B rows, S samples, T frames, F features of a frame.
 """
@@ -18,22 +18,22 @@ def _range(
 ) -> tuple[float, float]:
     values = [nothing, nothing] if given is None else [float(value) for value in given]
     if len(values) != 2 or values[0] > values[1]:
-        raise ConfigError(f"Augment.{name} is {values}; it takes two rising numbers, or null for none")
+        raise ConfigError(f"Augment.{name} is {values}; it must be two ascending numbers, or null for none")
     if positive and values[0] <= 0:
-        raise ConfigError(f"Augment.{name} is {values}; its numbers must be above 0")
+        raise ConfigError(f"Augment.{name} is {values}; both numbers must be above 0")
     return values[0], values[1]
 
 
 class Augment(nn.Module):
-    """Noise, vocal tract length perturbation and SpecAugment; nothing at all by default.
+    """Noise, vocal tract length perturbation and SpecAugment; all of them are off by default.
 
     A model calls ``waveform``, then its front end with ``warp`` and with ``spectrogram`` as the
-    mask. Each of them does nothing in evaluation. ``speed`` is read by the data layer, which
-    resamples before batches are planned; here it is an attribute only, (1, 1) for none.
+    mask. None of them changes anything in evaluation. The data layer reads ``speed``, since it
+    resamples before it plans batches; here ``speed`` is an attribute only, (1, 1) for none.
 
-    ``noise_db`` is the range of signal-to-noise ratios, uniform in decibels; ``noise_probability``
-    the share of utterances that get noise; ``noise_tilt`` from 0 (white) to 1 lets its spectrum lean
-    to low or high frequencies. ``warp`` w draws factors uniform in 1 ± w. The rest is SpecAugment's.
+    ``noise_db`` is the range of signal-to-noise ratios, uniform in decibels; ``noise_probability`` is
+    the share of utterances that get noise; ``noise_tilt`` from 0 (white) to 1 tilts its spectrum to low
+    or high frequencies. ``warp`` w draws factors uniform in 1 ± w. SpecAugment defines the rest.
 
     Raises ConfigError for values out of range.
     """
@@ -55,7 +55,7 @@ class Augment(nn.Module):
         super().__init__()
         for name, value in (("noise_probability", noise_probability), ("noise_tilt", noise_tilt)):
             if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"Augment.{name} is {value}; it must lie between 0 and 1")
+                raise ConfigError(f"Augment.{name} is {value}; it must be from 0 to 1")
         if not 0.0 <= warp < 0.5:
             raise ConfigError(f"Augment.warp is {warp}; it must be 0 or more and below 0.5")
         self.speed = _range("speed", speed, 1.0, positive=True)
@@ -67,7 +67,7 @@ class Augment(nn.Module):
         )
 
     def waveform(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Audio (B, S) and samples (B,) -> audio with Gaussian noise within each row's length."""
+        """Add Gaussian noise to audio (B, S) within each row's length (B,), in samples."""
         if not self.training or self.noise_probability == 0.0:
             return audio
         rows, samples = audio.shape
@@ -75,7 +75,7 @@ class Augment(nn.Module):
         power = (audio * valid).square().sum(1) / lengths.clamp(min=1)
         draws = torch.rand(3, rows, device=audio.device)
         low, high = self.noise_db
-        # 10^(-dB/20) by exp, which every device has.
+        # 10^(-dB/20) by exp, which every device supports.
         level = power.sqrt() * torch.exp((low + (high - low) * draws[0]) * -0.11512925464970229)
         level = level * (draws[1] < self.noise_probability)
         noise = torch.randn_like(audio)
@@ -85,12 +85,12 @@ class Augment(nn.Module):
         return audio + noise * level[:, None] * valid
 
     def warp(self, rows: int, device: torch.device) -> Tensor | None:
-        """Vocal tract length factors (B,) of a batch, or none."""
+        """Draw the vocal tract length factors (B,) of a batch; None without warp."""
         if not self.training or self.warp_range == 0.0:
             return None
         return 1.0 + self.warp_range * (2.0 * torch.rand(rows, device=device) - 1.0)
 
     def spectrogram(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Features (B, T, F) and frames (B,) -> features with SpecAugment's masks."""
+        """Apply SpecAugment's masks to features (B, T, F) with frames (B,)."""
         masked: Tensor = self.specaugment(features, lengths)
         return masked

@@ -1,7 +1,7 @@
-"""LogMel: waveforms to normalised log-mel frames, on the device that holds the waveforms.
+"""LogMel: waveforms to normalised log-mel frames, on the waveforms' device.
 
-Two published front ends, equal but for details, are forms of one module (MLPerf RNN-T v1.0 and its
-torch fall-back; the latter is also Intel's and NeMo's):
+One module implements two published front ends that differ in details (MLPerf RNN-T v1.0, and its torch
+fall-back, which Intel and NeMo use, too):
 
 =================  ===================================  ====================================
 detail             form ``dali``                        form ``torch``
@@ -13,9 +13,9 @@ logarithm          ln max(x, floor)                     ln(x + floor)
 deviation          population                           sample, plus 1e-5
 =================  ===================================  ====================================
 
-No result depends on how far a row is padded: the borders reflect at the row's own end, statistics
-run over its own frames, and evaluation's dither is a function of the utterance. Shapes follow from
-shapes only, and nothing is read back by the host.
+No result depends on a row's padding: the borders reflect at the row's own end, statistics cover its own
+frames, and the dither of evaluation is a function of the utterance. Output shapes depend on input shapes
+only, and the host reads nothing back.
 
 Legend: B rows, S samples, T frames, K frequency bins, M mel bins, F features of an output frame.
 """
@@ -42,23 +42,23 @@ _DITHER_SEED = 0xD17E
 
 
 def slaney_hertz(mel: Tensor) -> Tensor:
-    """Mel to hertz, Slaney's scale: linear up to 1000 Hz (15 mel), then 27 mel for each factor of 6.4."""
+    """Convert mel to hertz, Slaney's scale: linear up to 1000 Hz (15 mel), then 27 mel per factor of 6.4."""
     linear = mel.clamp(max=15.0) * (200.0 / 3.0)
     return linear * torch.exp((mel - 15.0).clamp(min=0.0) * (math.log(6.4) / 27.0))
 
 
 def slaney_mel(hertz: float) -> float:
-    """Hertz to mel, Slaney's scale (Auditory Toolbox, 1998), the inverse of ``slaney_hertz``."""
+    """Convert hertz to mel, Slaney's scale (Auditory Toolbox, 1998); the inverse of ``slaney_hertz``."""
     if hertz < 1000.0:
         return hertz * 3.0 / 200.0
     return 15.0 + math.log(hertz / 1000.0) * 27.0 / math.log(6.4)
 
 
 def mel_bank(edges: Tensor, frequencies: Tensor) -> Tensor:
-    """Triangular filters of unit area over hertz.
+    """Compute triangular filters of unit area over hertz.
 
-    ``edges`` (..., M+2) are the ascending corner frequencies, each filter's feet being its
-    neighbours' peaks; ``frequencies`` (K,) those of the spectrum's bins. Returns (..., K, M).
+    ``edges`` (..., M+2) are the ascending corner frequencies; a filter is 0 at its neighbours' peaks.
+    ``frequencies`` (K,) are those of the spectrum's bins. Returns (..., K, M).
     """
     low, peak, high = (edges[..., None, i : edges.shape[-1] - 2 + i] for i in range(3))
     f = frequencies[:, None]
@@ -70,7 +70,7 @@ def warp_frequencies(hertz: Tensor, warp: Tensor, nyquist: float) -> Tensor:
     """Warp frequencies (N,) by each row's factor (B,) -> (B, N), for vocal tract length perturbation.
 
     Piecewise linear (Jaitly and Hinton, 2013, equation 1): factor ``warp`` up to a pivot of
-    0.6·nyquist·min(warp, 1)/warp (4800 Hz at 16 kHz), then straight to the fixed point at nyquist.
+    0.6·nyquist·min(warp, 1)/warp (4800 Hz at 16 kHz), then linear to the fixed point at nyquist.
     """
     factor = warp.to(hertz.dtype)[:, None]
     pivot = 0.6 * nyquist * factor.clamp(max=1.0) / factor
@@ -81,17 +81,17 @@ def warp_frequencies(hertz: Tensor, warp: Tensor, nyquist: float) -> Tensor:
 def trim_silence(
     audio: Tensor, lengths: Tensor, decibels: float = -60.0, window: int = 2048
 ) -> tuple[Tensor, Tensor]:
-    """Cut leading and trailing silence from each row: (B, S), (B,) -> (B, S), (B,), the rest zeros.
+    """Cut leading and trailing silence from each row: (B, S), (B,) -> (B, S), (B,), padded with zeros.
 
-    Silent is where the mean power of the last ``window`` samples lies more than ``-decibels`` below
-    the row's own maximum of it; what is kept begins one window before the first louder position,
-    and a row that is all zeros is left alone (NVIDIA DALI, NonsilentRegion with its defaults).
+    A position is silent where the mean power of the last ``window`` samples is more than ``-decibels``
+    below the row's maximum of this power. The kept part starts one window before the first position that
+    is not silent; a row of zeros does not change (NVIDIA DALI, NonsilentRegion with its defaults).
     """
     samples = audio.shape[1]
     position = torch.arange(samples, device=audio.device)
     valid = position < lengths[:, None]
-    # A moving sum by doubling: eleven additions of positive numbers, so fp32 keeps its precision at
-    # -60 dB, where a difference of cumulative sums would not.
+    # A moving sum by doubling: eleven additions of positive numbers, so fp32 is precise enough at
+    # -60 dB; a difference of cumulative sums would not be.
     run = (audio.float() * valid).square()
     power, width = torch.zeros_like(run), 0
     for bit in range(window.bit_length()):
@@ -121,20 +121,20 @@ def _dither_table() -> Tensor:
 
 
 class LogMel(nn.Module, PolicyAware):
-    """Normalised, spliced log-mel features of a batch of waveforms, in fp32 whatever the precision.
+    """Normalised, spliced log-mel features of a batch of waveforms, in fp32 for every precision.
 
     Order: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per
     utterance and bin, mask (SpecAugment), splice, pad the feature axis. ``splice_first`` splices
-    before normalising, and masks the spliced frames (Intel's older model).
+    before normalising and masks the spliced frames (Intel's older model).
 
     ``log_floor`` is the floor of the logarithm in the table above (MLPerf 1e-20, NeMo 2^-24).
-    ``padding`` is what surrounds a waveform: its reflection or zeros (``constant``). ``features``
-    are padded with zeros to a multiple of ``pad_features_to`` (0: not at all). ``block_frames`` are
-    transformed at once: 256 stay in a CPU's cache, 0 takes all in one call, which suits
-    accelerators. ``fourier`` is ``fft``, ``matmul`` for devices without an FFT, or
-    ``conv`` for those that have no strided views either.
+    ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
+    (zeros). Features are padded with zeros to a multiple of ``pad_features_to`` (0: no padding).
+    ``block_frames`` is the number of frames transformed at once: 256 fit into a CPU's cache, 0 (all in
+    one call) suits accelerators. ``fourier`` is ``fft``, ``matmul`` for devices without an FFT, or
+    ``conv`` for devices that have no strided views either.
 
-    Raises ConfigError for arguments that do not fit each other.
+    Raises ConfigError for arguments that do not fit together.
     """
 
     window: Tensor
@@ -178,11 +178,11 @@ class LogMel(nn.Module, PolicyAware):
         self.block_frames = block_frames
         self._check()
         self._dali = form == "dali"
-        # Where a frame begins before its centre; the forms differ for windows of odd width.
+        # Samples of a frame before its centre; dali and torch differ for windows of odd width.
         self._left = self.width // 2 if self._dali else (self.width + 1) // 2
         spliced = splice * mels
         self.features = -(-spliced // pad_features_to) * pad_features_to if pad_features_to else spliced
-        """F, the width of an output frame."""
+        """F, the width of an output frame, in features."""
         for name, value in self._constants().items():
             self.register_buffer(name, value, persistent=False)
 
@@ -192,7 +192,7 @@ class LogMel(nn.Module, PolicyAware):
         return self.hop * self.splice / self.sample_rate
 
     def frames(self, samples: int) -> int:
-        """Output frames of a waveform of ``samples`` (an upper bound where silence is trimmed)."""
+        """The output frames of a waveform of ``samples`` (an upper bound where silence is trimmed)."""
         return -(-self._columns(samples) // self.splice)
 
     def forward(
@@ -204,13 +204,13 @@ class LogMel(nn.Module, PolicyAware):
         warp: Tensor | None = None,
         mask: Callable[[Tensor, Tensor], Tensor] = _unchanged,
     ) -> tuple[Tensor, Tensor]:
-        """Waveforms (B, S) and samples (B,) -> features (B, T, F) and frames (B,).
+        """Map waveforms (B, S) and samples (B,) to features (B, T, F) and frames (B,).
 
-        T is ``frames(S)``, and zeros follow each row's end. In training, dither comes from the global
-        generator; in evaluation from ``keys`` (B,) int64, the utterances' own, and without keys there
-        is none. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called as
-        ``mask(frames, lengths)`` with what SpecAugment is defined on: normalised frames (B, T, M)
-        before splicing, or the spliced ones under ``splice_first``.
+        T is ``frames(S)``, and zeros follow each row's end. Dither comes from the global generator in
+        training. In evaluation it comes from ``keys`` (B,) int64, one for each utterance; without keys
+        there is no dither. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called
+        as ``mask(frames, lengths)`` with the input of SpecAugment: normalised frames (B, T, M) before
+        splicing, or the spliced frames with ``splice_first``.
         """
         with full_precision(audio.device):
             audio = audio.float()
@@ -231,8 +231,8 @@ class LogMel(nn.Module, PolicyAware):
             return audio
         if self.training or keys is None:
             return audio + self.dither * torch.randn_like(audio)
-        # A counter-based draw: sample s of an utterance is entry (key + s) of one fixed table, so it
-        # costs a read where a hash and Box-Muller on the device would cost twenty operations.
+        # A counter-based draw: sample s of an utterance is entry (key + s) of one fixed table. It costs
+        # one read; a hash and Box-Muller on the device would cost twenty operations.
         limit = _DITHER_PERIOD - 1
         offset = (keys & limit) * 0x2545F  # odd, so that distinct offsets stay distinct
         index = (torch.arange(audio.shape[1], device=audio.device) + offset[:, None]) & limit
@@ -244,11 +244,11 @@ class LogMel(nn.Module, PolicyAware):
         return emphasised * (torch.arange(audio.shape[1], device=audio.device) < lengths[:, None])
 
     def _surround(self, audio: Tensor, lengths: Tensor) -> Tensor:
-        """Each row between what its border windows see: (B, S) -> (B, left + S + n_fft − left)."""
+        """Extend each row at both ends for the border windows: (B, S) -> (B, left + S + n_fft − left)."""
         right = self.n_fft - self._left
         if self.padding == "constant":
             return F.pad(audio, (self._left, right))
-        # Reflection about the first and the row's own last sample, folded as often as a short row needs.
+        # Reflect at the row's first and last sample, repeatedly where the row is short.
         last = (lengths[:, None] - 1).clamp(min=0)
         period = (2 * last).clamp(min=1)
         before = torch.arange(self._left, 0, -1, device=audio.device) % period
@@ -260,7 +260,7 @@ class LogMel(nn.Module, PolicyAware):
         return signal.scatter_add(1, self._left + lengths[:, None] + reach, tail)
 
     def _log_mel(self, signal: Tensor, columns: int, warp: Tensor | None) -> Tensor:
-        """Log-mel columns (B, T, M) of the surrounded signal, block by block so that work stays in cache."""
+        """Compute log-mel columns (B, T, M) of the extended signal, block by block, to stay in cache."""
         rows = signal.shape[0]
         bank = self.bank.expand(rows, -1, -1)
         if warp is not None:
@@ -286,7 +286,7 @@ class LogMel(nn.Module, PolicyAware):
         return self._mel(self._power(torch.matmul(frames[..., : self.width], self.basis)), bank)
 
     def _power(self, parts: Tensor) -> Tensor:
-        """(B, T, bins) of real and, behind them, imaginary parts (B, T, 2 bins)."""
+        """Power (B, T, bins) from the real parts, then the imaginary parts, in (B, T, 2 bins)."""
         squares, bins = parts.square(), self.frequencies.numel()
         return squares[..., :bins] + squares[..., bins:]
 
@@ -299,10 +299,10 @@ class LogMel(nn.Module, PolicyAware):
     ) -> tuple[Tensor, Tensor]:
         """Normalise, mask, splice and pad: (B, T', M), valid frames (B, T') -> (B, T, F), (B,)."""
         present = valid[:, :, None].to(x.dtype)
-        spliced = stack_time(present, self.splice)  # (B, T, k), which parts of a spliced frame are real
+        spliced = stack_time(present, self.splice)  # (B, T, k), which parts of a spliced frame are valid
         counts = (spliced[:, :, 0] > 0).sum(1)
         if self.splice_first:
-            # Parts beyond the row's last frame stay out of the statistics, and are 0.
+            # Parts beyond the row's last frame do not enter the statistics, and are 0.
             x = stack_time(x, self.splice).view(*spliced.shape, self.mels)
             x = mask(self._normalised(x, spliced[..., None]).flatten(2), counts)
         else:
@@ -311,10 +311,10 @@ class LogMel(nn.Module, PolicyAware):
         return F.pad(x, (0, self.features - x.shape[2])), counts
 
     def _normalised(self, x: Tensor, present: Tensor) -> Tensor:
-        """Mean 0 and deviation 1 over dim 1, where ``present``; 0 elsewhere and for constant bins."""
+        """Give dim 1 mean 0 and deviation 1 where ``present``; 0 elsewhere and in constant bins."""
         if not self.normalise:
             return x * present
-        # Relative to the first frame a constant bin is exactly 0, whatever the rounding of its mean.
+        # Relative to the first frame, a constant bin is exactly 0 for any rounding of its mean.
         x = (x - x[:, :1]) * present
         count = present.sum(1, keepdim=True).clamp(min=1.0)
         x = (x - x.sum(1, keepdim=True) / count) * present
@@ -324,7 +324,7 @@ class LogMel(nn.Module, PolicyAware):
         return x / ((squares / (count - 1.0).clamp(min=1.0)).sqrt() + 1e-5)
 
     def _constants(self) -> dict[str, Tensor]:
-        """Window, filters and tables, worked out in float64 and kept in fp32."""
+        """Window, filters and tables, computed in float64 and stored in fp32."""
         n = torch.arange(self.width, dtype=torch.float64)
         phase = (n + 0.5) / self.width if self._dali else n / max(self.width - 1, 1)
         window = 0.5 - 0.5 * torch.cos(2.0 * math.pi * phase)
@@ -346,12 +346,12 @@ class LogMel(nn.Module, PolicyAware):
         return {name: value.float().contiguous() for name, value in constants.items()}
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        if policy.static and self.fourier != "conv":  # an FFT and views of memory leave a recorded graph
+        if policy.static and self.fourier != "conv":  # FFTs and strided views break a recorded graph
             self.fourier = "conv"
             self.register_buffer("basis", self._constants()["basis"].to(self.window.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
-        # Module.to(dtype) would round the constants: take the new device from it, and no dtype.
+        # Module.to(dtype) would round the constants: apply its device, but not its dtype.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.window.dtype != torch.float32:
             for name, value in self._constants().items():
@@ -370,18 +370,18 @@ class LogMel(nn.Module, PolicyAware):
         )
         demand(
             self.fourier in ("fft", "matmul", "conv"),
-            f"fourier is {self.fourier!r}; it is fft, matmul or conv",
+            f"fourier is {self.fourier!r}; it must be 'fft', 'matmul' or 'conv'",
         )
-        demand(self.hop > 0, "hop_seconds is shorter than one sample; lengthen it")
+        demand(self.hop > 0, "hop_seconds is shorter than one sample; raise it")
         demand(
             0 < self.width <= self.n_fft,
-            f"n_fft is {self.n_fft}, and window_seconds covers {self.width} samples; raise n_fft",
+            f"n_fft is {self.n_fft}, and window_seconds covers {self.width} samples; it must be 1 to n_fft",
         )
         demand(self.n_fft % 2 == 0, f"n_fft is {self.n_fft}; it must be even")
         demand(
             0.0 <= self.f_min < self.f_max <= self.sample_rate / 2,
-            f"f_min and f_max are {self.f_min} and {self.f_max} Hz; they must rise within 0 and "
-            f"{self.sample_rate / 2}, half the sample rate",
+            f"f_min and f_max are {self.f_min} and {self.f_max} Hz; f_min must be below f_max, both from "
+            f"0 to {self.sample_rate / 2} Hz, half the sample rate",
         )
         demand(self.log_floor > 0.0, f"log_floor is {self.log_floor}; it must be above 0")
         demand(self.splice >= 1, f"splice is {self.splice}; it must be 1 or more")

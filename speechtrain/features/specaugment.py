@@ -18,14 +18,14 @@ def _rounded(x: Tensor) -> Tensor:
 class SpecAugment(nn.Module):
     """Zero random bands of frequency and time, drawn for each utterance, in training only.
 
-    Park et al. (2019), in the forms of two reference systems. Adaptive (MLPerf RNN-T: 2 frequency
-    masks of 0 to 20 bins, 10 time masks of 0 to 3 % of the utterance's own frames): a ``time_width``
-    below 1 is a fraction of the utterance, and ``time_masks`` below 1 makes their number
+    Park et al. (2019), as in two reference systems. Adaptive (MLPerf RNN-T: 2 frequency masks of 0 to
+    20 bins, 10 time masks of 0 to 3 % of the utterance's own frames): a ``time_width`` below 1 is a
+    fraction of the utterance, and with ``time_masks`` below 1 the number of time masks is
     ``round(time_masks × frames)``. Fixed (Intel: 2 masks of 6 features, 2 of 6 frames): widths and
     their minima are equal. Widths are uniform from minimum to maximum, both included; starts are
-    uniform over every place where the mask fits, the last row and column included.
+    uniform over all positions where the mask fits, with the last row and column.
 
-    Draws come from the device's global generator, and the host reads nothing back.
+    Draws use the device's global generator, and the host reads nothing back.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SpecAugment(nn.Module):
         for name in ("time_masks", "time_width"):
             if settings[name] > 1 and settings[name] != int(settings[name]):
                 raise ConfigError(
-                    f"SpecAugment.{name} is {settings[name]}; it must be whole, or a fraction below 1"
+                    f"SpecAugment.{name} is {settings[name]}; it must be a whole number or below 1"
                 )
         if freq_width_min > freq_width or (time_width >= 1 and time_width_min > time_width):
             raise ConfigError("SpecAugment: a minimum width exceeds its maximum; lower freq_width_min or "
@@ -61,7 +61,7 @@ class SpecAugment(nn.Module):
         self.time_masks, self.time_width, self.time_width_min = time_masks, time_width, time_width_min
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Features (B, T, F) and frames (B,) -> (B, T, F) with masked features 0."""
+        """Set the masked features of (B, T, F) with frames (B,) to 0."""
         if not self.training:
             return x
         rows, frames, width = x.shape
@@ -85,7 +85,7 @@ class SpecAugment(nn.Module):
         return x
 
     def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: float) -> Tensor:
-        """Where (B, axis) no mask lies. Sizes (B, 1) are the rows' own, limits (B, 1 or N) of the widths."""
+        """True (B, axis) outside of all masks. Sizes (B, 1) are the rows', limits (B, 1 or N) the masks'."""
         draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
         least = limits.clamp(max=minimum)
         # rand < 1, but its product can round up to the bound.

@@ -1,8 +1,8 @@
-"""fairseq's wav2vec 2.0 checkpoints: every layout read without running pickled code, and one written.
+"""Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code, and writes one.
 
-fairseq cannot be installed beside us, so what is read or written here is checked in two ways: keys,
-shapes and types against the published model, and the tensors, under a second table of names, in Hugging
-Face's model (``huggingface.difference_of``). docs/interchange.md has the check against fairseq itself.
+fairseq cannot be installed together with speechtrain, so files are checked in two ways: keys, shapes
+and types against the published model, and the tensors, by a second table of names, in Hugging Face's
+model (``huggingface.difference_of``). docs/interchange.md has the check against fairseq itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NORMS: dict[str, Rule] = {
 }
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 
-# fairseq's names in Hugging Face's model, without a detour through ours: it checks both other tables
+# fairseq's names in Hugging Face's model, not through our names: it checks both other tables
 _HUGGINGFACE: list[Rule] = [
     (r"mask_emb", r"wav2vec2.masked_spec_embed"),
     (
@@ -80,7 +80,7 @@ _HUGGINGFACE: list[Rule] = [
 
 
 def fairseq_name(name: str, conv_norm: str) -> str:
-    """fairseq's name of one of our weights; norms of the extractor are called by their kind."""
+    """fairseq's name of one of our weights; the extractor's norms are named by their kind."""
     theirs = renamed(name, [_NORMS[conv_norm], *_COMMON])
     for ours, projection in _ATTENTION.items():
         theirs = theirs.replace(f".self_attn.{ours}.", f".self_attn.{projection}.")
@@ -88,7 +88,7 @@ def fairseq_name(name: str, conv_norm: str) -> str:
 
 
 def huggingface_tensors(pretrained: Pretrained) -> dict[str, Tensor]:
-    """The weights as fairseq names them, renamed straight to Hugging Face's ``Wav2Vec2ForPreTraining``."""
+    """The weights renamed from fairseq's names to those of Hugging Face's ``Wav2Vec2ForPreTraining``."""
     return {renamed(name, _HUGGINGFACE): value for name, value in state_of(pretrained).items()}
 
 
@@ -102,21 +102,21 @@ def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
 
 
 def read(path: str | Path) -> Pretrained:
-    """A wav2vec 2.0 checkpoint in any layout that fairseq has written; no pickled code is run.
+    """Read a wav2vec 2.0 checkpoint in any layout of fairseq; no pickled code is run.
 
-    Settings may be a plain dictionary, OmegaConf's or a Namespace; tensors may be half precision, the
+    Settings may be a plain dictionary, OmegaConf's or a Namespace. Tensors may be half precision, the
     positional convolution's pair may have either name, and Gaudi's four-dimensional convolutions lose
-    their second to last dimension. Of a fine-tuned model the encoder is read. Optimizer states stay
-    in the file, except in files of torch before 1.6, which are read whole.
+    their second to last dimension. Of a fine-tuned model the encoder is read. Optimizer states are not
+    read, except in files of torch before 1.6, which are read whole.
 
-    Raises DataError for a file that is refused, damaged, no wav2vec 2.0 or another variant of it,
-    naming the first tensor or setting that does not fit.
+    Raises DataError, which names the first tensor or setting that does not fit, for a file that is
+    refused, damaged, not wav2vec 2.0 or another variant of it.
     """
     path = Path(path)
     content = read_pickle(path)
     stored = content.get("model") if isinstance(content, dict) else None
     if not isinstance(stored, dict) or not any(str(name).endswith("mask_emb") for name in stored):
-        raise DataError(f"{path} holds no wav2vec 2.0 model; give the .pt file that fairseq wrote")
+        raise DataError(f"{path} has no wav2vec 2.0 model; give the .pt file that fairseq wrote")
     prefix = next(str(name) for name in stored if str(name).endswith("mask_emb")).removesuffix("mask_emb")
     settings, task, criterion = _settings(content, bool(prefix), path)
     tensors = _tensors(stored, prefix, path)
@@ -126,7 +126,7 @@ def read(path: str | Path) -> Pretrained:
         model = _model_arguments(settings, criterion, encoder) if has_targets else {}
         shapes = Pretrained(encoder, model, {}).shapes()
     except (ConfigError, TypeError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path}: its settings do not describe a wav2vec 2.0 model: {error}") from None
+        raise DataError(f"{path}: the settings do not describe a wav2vec 2.0 model: {error}") from None
     kind = encoder["conv_norm"]
     weights = inward(tensors, shapes, lambda name: fairseq_name(name, kind), str(path))
     return Pretrained(encoder, model, weights)
@@ -138,23 +138,23 @@ def _settings(
     """Settings of the wav2vec 2.0 model, of its task and of its criterion."""
     found = plain(content.get("cfg")) or plain(content.get("args"))
     if not isinstance(found, dict):
-        raise DataError(f"{path} has neither cfg nor args, so the model's form is unknown")
+        raise DataError(f"{path} has neither cfg nor args, so the model's settings are unknown")
     if is_tuned:
         inner = _section(found, "model").get("w2v_args")
         if not isinstance(inner, dict):
-            raise DataError(f"{path} is fine-tuned and does not say (w2v_args) from which model")
+            raise DataError(f"{path} is fine-tuned, and the settings of its model (w2v_args) are missing")
         found = inner
     return _section(found, "model"), _section(found, "task"), _section(found, "criterion")
 
 
 def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """A section of the settings, or all of them: old files keep one flat list."""
+    """A section of the settings, or all settings: old files have one flat list."""
     section = settings.get(name)
     return section if isinstance(section, dict) else settings
 
 
 def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Tensor]:
-    """Tensors below ``prefix`` under the names of a new checkpoint, in the shapes of any device."""
+    """Tensors below ``prefix``, with the names of a new checkpoint and no shapes of Gaudi's."""
     tensors = {}
     for name, value in stored.items():
         if not str(name).startswith(prefix):
@@ -182,7 +182,7 @@ def _encoder_arguments(
 ) -> dict[str, Any]:
     for key, usual in (("activation_fn", "gelu"), ("layer_type", "transformer"), ("quantize_input", False)):
         if settings.get(key, usual) not in (usual, None):
-            raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual} models are read")
+            raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual} is supported")
     width = int(settings.get("encoder_embed_dim", len(tensors["mask_emb"])))
     norm = {"default": "group", "layer_norm": "layer"}.get(str(settings.get("extractor_mode", "default")))
     if norm is None:
@@ -247,13 +247,13 @@ def _model_arguments(
 
 
 def _numbers(value: Any) -> list[float]:
-    """A list of numbers, which command lines kept as text."""
+    """A list of numbers, which may be stored as text."""
     parsed = ast.literal_eval(value) if isinstance(value, str) else value
     return [float(number) for number in parsed or []]
 
 
 def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[list[int]]:
-    """[channels, kernel, stride] of each convolution; the expression is computed, never evaluated."""
+    """[channels, kernel, stride] of each convolution; the expression is parsed, not run as code."""
     if text is None:
         weights = [
             tensors[name]
@@ -262,7 +262,7 @@ def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[l
         ]
         strides = STRIDES.get(tuple(weight.shape[2] for weight in weights))
         if strides is None:
-            raise DataError(f"{path}: its settings lack conv_feature_layers, and so the strides")
+            raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
         return [[len(weight), weight.shape[2], s] for weight, s in zip(weights, strides, strict=True)]
     try:
         layers = _sequence(ast.parse(str(text), mode="eval").body)
@@ -272,7 +272,7 @@ def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[l
 
 
 def _sequence(node: ast.expr) -> Any:
-    """Lists, tuples and whole numbers, joined by + and repeated by *."""
+    """Compute lists, tuples and integers, joined by + and repeated by *. Raises ValueError."""
     if isinstance(node, ast.List | ast.Tuple):
         return [_sequence(element) for element in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -292,13 +292,13 @@ def _sequence(node: ast.expr) -> Any:
 
 
 def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
-    """What fairseq's trainer would have saved, but for the optimizer's state, which is None.
+    """The checkpoint that fairseq's trainer would save, except the optimizer's state, which is None.
 
-    Raises ConfigError for an encoder alone: fairseq's model has the parts of pretraining too.
+    Raises ConfigError for an encoder alone: fairseq's model also has the parts of pretraining.
     """
     if pretrained.is_encoder:
         raise ConfigError(
-            "fairseq's wav2vec 2.0 has a quantiser and projections, and this is an encoder alone; export the "
+            "fairseq's wav2vec 2.0 needs a quantiser and projections, and this is an encoder; export the "
             "pretraining run, or use --to huggingface"
         )
     return {
@@ -326,9 +326,8 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
     }
 
 
-def _config(pretrained: Pretrained) -> dict[str, Any]:
-    encoder, model = pretrained.encoder, pretrained.model
-    settings = {
+def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "_name": "wav2vec2",
         "extractor_mode": {"group": "default", "layer": "layer_norm"}[encoder["conv_norm"]],
         "encoder_layers": encoder["layers"],
@@ -365,14 +364,15 @@ def _config(pretrained: Pretrained) -> dict[str, Any]:
         "conv_pos_groups": encoder["position_groups"],
         "latent_temp": list(model["temperature"]),
     }
+
+
+def _config(pretrained: Pretrained) -> dict[str, Any]:
+    encoder, model = pretrained.encoder, pretrained.model
+    empty = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
     return {
         "_name": None,
-        "common": {},
-        "checkpoint": {},
-        "dataset": {},
-        "distributed_training": {},
-        "optimization": {},
-        "model": settings,
+        **{name: {} for name in empty},
+        "model": _model_settings(encoder, model),
         "task": {
             "_name": "audio_pretraining",
             "data": "",
@@ -404,9 +404,9 @@ def _mask_settings(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
 
 
 def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) -> None:
-    """Write what ``checkpoint_of`` made of a model; it is there once it reads back bit by bit the same.
+    """Write the checkpoint of ``checkpoint_of``, after it was read back and is equal bit by bit.
 
-    Raises DataError where what was written is not what was given.
+    Raises DataError if the checkpoint that was read back differs.
     """
     path = Path(path)
     with atomic(path) as temporary:
@@ -415,7 +415,7 @@ def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) 
         same = again.weights.keys() == pretrained.weights.keys() and all(
             torch.equal(value, pretrained.weights[name]) for name, value in again.weights.items()
         )
-        # masks are left out: fairseq has fixed numbers where ours are settings (min_masks)
+        # without masks: fairseq has fixed numbers for some of our settings (min_masks)
         form = {name: value for name, value in again.encoder.items() if not name.endswith("mask")}
         if not same or not form.items() <= pretrained.encoder.items() or again.model != pretrained.model:
-            raise DataError(f"{path} is not written: what was read back differs from what was given")
+            raise DataError(f"{path} is not written: the file that was read back differs from the model")

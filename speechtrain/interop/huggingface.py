@@ -1,8 +1,8 @@
-"""Hugging Face's wav2vec 2.0 models: directories read and written, each conversion proved when it runs.
+"""Reads and writes directories of Hugging Face's wav2vec 2.0 models; each conversion is checked as it runs.
 
-``transformers`` (extra ``interop``) is the other side of the proof: the same second of audio goes
-through its model and through ours, and a conversion whose outputs differ by more than ``LIMIT``
-anywhere is an error that leaves nothing behind.
+``transformers`` (extra ``interop``) is the reference of the check: its model and ours get the same
+second of audio. A conversion whose outputs differ by more than ``LIMIT`` anywhere is an error and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametri
 
 
 def huggingface_name(name: str) -> str:
-    """One of our names in ``Wav2Vec2ForPreTraining``, its weight-norm pair as ``weight_g``, ``_v``."""
+    """The name in ``Wav2Vec2ForPreTraining`` of one of ours, a weight-norm pair as ``weight_g``, ``_v``."""
     theirs = renamed(name, _RULES)
     for ours, projection in _ATTENTION.items():
         theirs = theirs.replace(f".attention.{ours}.", f".attention.{projection}.")
@@ -92,7 +92,7 @@ def _transformers() -> Any:
         module = importlib.import_module("transformers")
     except ImportError as error:
         raise MachineError(
-            "a conversion to or from Hugging Face runs both models, and transformers is missing "
+            "a conversion to or from Hugging Face needs transformers, which cannot be imported "
             f"({error}); pip install 'speechtrain[interop]'"
         ) from None
     module.logging.set_verbosity_error()
@@ -100,11 +100,11 @@ def _transformers() -> Any:
     return module
 
 
-# --- the proof ------------------------------------------------------------------------------------
+# --- the check ------------------------------------------------------------------------------------
 
 
 def difference_of(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> float:
-    """Largest difference between our model's outputs and those of Hugging Face's with the tensors ``theirs``.
+    """Largest difference between the outputs of our model and Hugging Face's with the tensors ``theirs``.
 
     ``theirs`` are named as in ``Wav2Vec2ForPreTraining``. Raises MachineError without transformers.
     """
@@ -116,13 +116,13 @@ def _model(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> Any:
     transformers = _transformers()
     kind = transformers.Wav2Vec2Model if pretrained.is_encoder else transformers.Wav2Vec2ForPreTraining
     config = transformers.Wav2Vec2Config(**config_of(pretrained))
-    with torch.device("meta"):  # no time for initial weights that nobody sees
+    with torch.device("meta"):  # costs no initial weights, which are replaced
         model = kind(config)
     names = set(model.state_dict())
     state = {}
     width = pretrained.encoder["width"]
     identity = {f"{_PROJECTION}.weight": torch.eye(width), f"{_PROJECTION}.bias": torch.zeros(width)}
-    for name, value in (identity | dict(theirs)).items():  # theirs projects between equal widths too
+    for name, value in (identity | dict(theirs)).items():  # their model also projects between equal widths
         own = name.removeprefix(_PREFIX) if pretrained.is_encoder else name
         base, _, leaf = own.rpartition(".")
         state[own if own in names else f"{base}.{_PAIR.get(leaf, leaf)}"] = value
@@ -146,7 +146,7 @@ def _difference(pretrained: Pretrained, model: Any) -> float:
     features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
     hidden = encoder.contextualise(features, lengths)
     pairs = [(hidden, theirs.last_hidden_state), (features, theirs.extract_features)]
-    pairs.append((encoder.mask_embedding, base.masked_spec_embed))  # no audio reaches it
+    pairs.append((encoder.mask_embedding, base.masked_spec_embed))  # this audio does not use it
     if task is not None:
         # from the same features: rounding must not decide between two codes
         codes, _ = model.quantizer(theirs.extract_features)
@@ -162,11 +162,11 @@ def _difference(pretrained: Pretrained, model: Any) -> float:
 
 
 def proved(difference: float, where: str) -> float:
-    """``difference`` itself. Raises DataError above ``LIMIT``."""
+    """Return ``difference``. Raises DataError if it is above ``LIMIT``."""
     if not difference <= LIMIT:
         raise DataError(
-            f"{where}: on the same audio our model and Hugging Face's differ by {difference:.2g}, and "
-            f"{LIMIT:g} is the limit; nothing is kept of the conversion"
+            f"{where}: on the same audio our model and Hugging Face's differ by {difference:.2g}; the "
+            f"limit is {LIMIT:g}, so nothing is written"
         )
     return difference
 
@@ -175,22 +175,22 @@ def proved(difference: float, where: str) -> float:
 
 
 def read(folder: str | Path) -> tuple[Pretrained, float]:
-    """A model from Hugging Face's directory, and the proof's figure.
+    """Read a model from Hugging Face's directory; also returns its difference to ours.
 
     ``Wav2Vec2ForPreTraining``, ``Wav2Vec2Model`` and ``Wav2Vec2ForCTC`` are read, the last
     without its head. Weights come from model.safetensors (or its shards) or pytorch_model.bin, the
-    latter without running pickled code. What the format does not say (gradient scale,
-    temperature, feature penalty) is as published for models of this norm.
+    latter without running pickled code. Values that the format does not store (gradient scale,
+    temperature, feature penalty) are those published for models of this norm.
 
     Raises DataError for a directory that is incomplete or of another model, for the first tensor that
-    does not fit, and where the two models differ; MachineError without transformers.
+    does not fit, and if the two models differ; MachineError without transformers.
     """
     folder = Path(folder)
     transformers = _transformers()
     config = _config(folder)
     tensors = _normal_names(_tensors(folder))
     is_encoder = "quantizer.codevectors" not in tensors
-    if is_encoder:  # heads of fine-tuned models are none of ours
+    if is_encoder:  # our encoder has no heads of fine-tuned models
         tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
     try:
         pretrained = _arguments(folder, config, is_encoder)
@@ -205,10 +205,8 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     kind = transformers.Wav2Vec2Model if is_encoder else transformers.Wav2Vec2ForPreTraining
     try:
         model = kind.from_pretrained(folder, local_files_only=True).float().eval()
-    except Exception as error:  # whatever another package raises at what ours has read
-        told = (
-            f"{folder}: transformers does not load it ({type(error).__name__}: {one_line(str(error), 120)})"
-        )
+    except Exception as error:  # whatever transformers raises for a file that we can read
+        told = f"{folder}: transformers cannot load it ({type(error).__name__}: {one_line(str(error), 120)})"
         raise DataError(told) from None
     return pretrained, proved(_difference(pretrained, model), str(folder))
 
@@ -221,11 +219,11 @@ def _config(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error}); give a Hugging Face directory") from None
     if not isinstance(config, dict) or config.get("model_type") != "wav2vec2":
         kind = config.get("model_type") if isinstance(config, dict) else None
-        raise DataError(f"{path} describes the model type {kind!r}, and only wav2vec2 is read")
+        raise DataError(f"{path} describes the model type {kind!r}; only wav2vec2 is supported")
     fixed = {"hidden_act": "gelu", "feat_extract_activation": "gelu", "add_adapter": False}
     for key, only in (fixed | {"layer_norm_eps": 1e-5, "adapter_attn_dim": None}).items():
         if config.get(key, only) != only:
-            raise DataError(f"{path}: {key} is {config[key]!r}, and only {only!r} is read")
+            raise DataError(f"{path}: {key} is {config[key]!r}; only {only!r} is supported")
     return config
 
 
@@ -240,29 +238,29 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     if old.is_file():
         found = read_pickle(old)
         if not isinstance(found, dict):
-            raise DataError(f"{old} holds no tensors by name; fetch it again")
+            raise DataError(f"{old} has no named tensors; download it again")
         return {str(n): tensor_of(v, old) for n, v in found.items() if isinstance(v, Tensor)}
-    raise DataError(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+    raise DataError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
 def _of_file(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); fetch it again") from None
+        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); download it again") from None
 
 
 def _shards(index: Path) -> list[Path]:
-    """Files that an index lists; only names beside it count."""
+    """The files that an index lists, looked for in its folder only."""
     try:
         names = {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index} lists no files ({type(error).__name__}); fetch it again") from None
+        raise DataError(f"{index} lists no files ({type(error).__name__}); download it again") from None
     return [index.with_name(name) for name in sorted(names)]
 
 
 def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names as in ``Wav2Vec2ForPreTraining``, whichever class and version wrote them."""
+    """Rename tensors of any class and version to the names of ``Wav2Vec2ForPreTraining``."""
     if not any(name.startswith(_PREFIX) for name in tensors):
         tensors = {_PREFIX + name: value for name, value in tensors.items()}
     normal = {}
@@ -274,7 +272,7 @@ def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Leave out a projection between equal widths that changes nothing, which our encoder does without."""
+    """Remove an identity projection between equal widths, which our encoder lacks. Raises DataError."""
     weight, bias = (tensors.pop(f"{_PROJECTION}.{name}", None) for name in ("weight", "bias"))
     is_identity = weight is not None and weight.dim() == 2 and torch.equal(weight, torch.eye(*weight.shape))
     if weight is not None and not (is_identity and (bias is None or not bias.any())):
@@ -396,12 +394,12 @@ def config_of(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def write(pretrained: Pretrained, folder: str | Path) -> float:
-    """Write ``Wav2Vec2ForPreTraining``, or of an encoder ``Wav2Vec2Model``; the proof's figure.
+    """Write ``Wav2Vec2ForPreTraining``, or for an encoder ``Wav2Vec2Model``; returns the difference to ours.
 
-    config.json, model.safetensors and preprocessor_config.json are written beside ``folder``, loaded
-    from there by transformers, compared with our model on the same audio, and only then put in place.
+    config.json, model.safetensors and preprocessor_config.json are written next to ``folder``, loaded
+    from there by transformers, compared with our model on the same audio, and only then moved.
 
-    Raises DataError where the two differ, MachineError without transformers.
+    Raises DataError if the two differ, MachineError without transformers.
     """
     folder = Path(folder)
     model = _model(pretrained, outward(pretrained.weights, huggingface_name))
@@ -428,7 +426,7 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
 
 
 def put(temporary: Path, folder: Path) -> None:
-    """Move a finished directory's files into ``folder``; what else lies there stays."""
+    """Move a finished directory's files into ``folder``; other files there stay."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(temporary.rglob("*")):
         if path.is_file():

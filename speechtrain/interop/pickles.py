@@ -1,7 +1,7 @@
-"""torch.save files of others, read by ``torch.load(weights_only=True)`` with an allow-list that runs nothing.
+"""Reads foreign torch.save files by ``torch.load(weights_only=True)``, without running their code.
 
-The allow-list maps every name that a file asks for to an ``Inert`` stand-in, so no class of fairseq or
-OmegaConf is imported. torch admits its tensors by itself.
+An allow-list maps every name in a file to an ``Inert`` stand-in, so no class of fairseq or OmegaConf is
+imported. torch itself admits its tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from speechtrain.errors import DataError, one_line
 
-# Of the standard library: what settings and meters are made of. Of torch: dense tensors and their types.
-# All other names of the two are refused, those that torch admits (sparse, quantised) among them.
+# Of the standard library: the types of settings and meters. Of torch: dense tensors and their types.
+# All other names of the two are refused, even those that torch admits (sparse, quantised).
 _ADMITTED = re.compile(
     r"argparse\.Namespace|enum\.(Int)?Enum|_?operator\.getitem|copyreg\.(_reconstructor|__newobj__)"
     r"|collections\.(OrderedDict|defaultdict|deque|Counter)|typing\.(Any|Union|Optional|List|Dict|Tuple)"
@@ -52,11 +52,11 @@ class Inert:
 
 
 def read_pickle(path: Path) -> Any:
-    """What ``torch.save`` wrote to ``path``, in its zip form or the one before torch 1.6.
+    """Read what ``torch.save`` wrote to ``path``, in its zip format or the one before torch 1.6.
 
-    Tensors of the zip form stay in the file until they are used; the older form is read whole. Objects
-    of classes outside the standard containers are ``Inert``. Raises DataError: for a name that no
-    checkpoint needs (nothing has run then), and for a file that is damaged or of another kind.
+    Tensors of the zip format stay in the file until they are used; the older format is read whole.
+    Objects of classes outside the standard containers are ``Inert``. Raises DataError for a name that no
+    checkpoint needs (no code has run then), and for a file that is damaged or of another kind.
     """
     try:
         with path.open("rb") as file:
@@ -72,11 +72,11 @@ def read_pickle(path: Path) -> Any:
         told = one_line(str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0], 120)
         raise DataError(
             f"{path} cannot be read as a torch checkpoint ({type(error).__name__}: {told}); give the file "
-            "that fairseq or Hugging Face wrote, or fetch it again"
+            "that fairseq or Hugging Face wrote, or download it again"
         ) from None
     raise DataError(
-        f"{path} is refused: it names {one_line(refused[0], 120)}, which no checkpoint needs; nothing of it "
-        "was run. Take the file from a source that you trust"
+        f"{path} is refused: it names {one_line(refused[0], 120)}, which no checkpoint needs; none of its "
+        "code was run. Use a file from a source that you trust"
     )
 
 
@@ -84,9 +84,9 @@ def _names_in_zip(path: Path) -> set[str]:
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
-        damaged = archive.testzip()  # torch.load checks no sums
+        damaged = archive.testzip()  # torch.load verifies no checksums
         if damaged is not None:
-            raise zipfile.BadZipFile(f"the sum of {damaged} does not match")
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
         main = next((name for name in archive.namelist() if name.endswith("data.pkl")), "data.pkl")
         with archive.open(main) as file:
             return _names(file)
@@ -98,7 +98,7 @@ def _names_in_legacy(path: Path) -> set[str]:
 
 
 def _names(file: IO[bytes]) -> set[str]:
-    """The full names that one pickle asks for, as Python 3 has them."""
+    """The full names of classes and functions in one pickle, in Python 3's spelling."""
     names = set()
     for operation, argument, _ in pickletools.genops(file):
         if operation.name == "PROTO" and argument != 2:
@@ -124,15 +124,15 @@ def _stand_in(name: str) -> Any:
 
 
 def tensor_of(stored: Tensor, path: Path) -> Tensor:
-    """A copy of a tensor in the file. Raises DataError where it is larger than its storage."""
+    """A copy of a tensor in the file. Raises DataError if it is larger than its storage."""
     bare = torch.detach(stored)  # without the attributes that a file can set
     if bare.nbytes > bare.untyped_storage().nbytes():
-        raise DataError(f"{path} is damaged (a tensor is larger than its storage); fetch it again")
+        raise DataError(f"{path} is damaged (a tensor is larger than its storage); download it again")
     return bare.clone()
 
 
 def plain(value: Any) -> Any:
-    """Settings as dictionaries, lists and numbers, whatever kept them: namespaces, OmegaConf, enums.
+    """Convert settings (namespaces, OmegaConf, enums) to dictionaries, lists and numbers.
 
     Raises DataError for settings that contain themselves.
     """

@@ -1,6 +1,6 @@
-"""wav2vec 2.0 between formats: what its parts are called here, and which arguments build them.
+"""Common parts of the wav2vec 2.0 converters: our names of tensors, and the arguments that build a model.
 
-A format module (``fairseq``, ``huggingface``) turns files into ``Pretrained`` and back.
+A format module (``fairseq``, ``huggingface``) converts files to ``Pretrained`` and back.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from speechtrain.nn.transformer import TransformerLayer
 
 Shapes = dict[str, tuple[int, ...]]
 Rule = tuple[str, str]
-"""A pattern of whole names and what they become, as ``re`` expands it."""
+"""A pattern for whole names, and its replacement, in the syntax of ``re``."""
 
-# what group-norm and layer-norm models were published with, where a format does not say
+# values published for group-norm and layer-norm models, for what a format does not store
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "group": {
         "encoder": {"gradient_scale": 0.1},
@@ -36,7 +36,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
-"""Strides of the published extractor by its kernels: no tensor tells them."""
+"""Strides of the published extractor by its kernels: they follow from no tensor."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Pretrained:
     """A wav2vec 2.0 model outside of any run.
 
     ``encoder`` are ``Wav2Vec2Encoder``'s arguments with ``mask`` and ``channel_mask`` as arguments of
-    ``SpanMask`` or None; ``model`` are those of ``Wav2Vec2`` without its encoder, empty where the file
-    holds an encoder only. ``weights`` carry the task's names (``encoder.…``), in fp32.
+    ``SpanMask`` or None; ``model`` are those of ``Wav2Vec2`` without its encoder, empty if the file
+    has an encoder only. ``weights`` have the task's names (``encoder.…``), in fp32.
     """
 
     encoder: dict[str, Any]
@@ -63,12 +63,12 @@ class Pretrained:
         return sum(value.numel() for value in self.weights.values())
 
     def encoder_only(self) -> Pretrained:
-        """The same without quantiser and projections."""
+        """The model without quantiser and projections."""
         own = {name: value for name, value in self.weights.items() if name.startswith("encoder.")}
         return Pretrained(self.encoder, {}, own)
 
     def build(self) -> tuple[Wav2Vec2Encoder, Wav2Vec2 | None]:
-        """Encoder and task in evaluation mode, with the weights; no task where ``is_encoder``."""
+        """Build encoder and task in evaluation mode, with the weights; no task if ``is_encoder``."""
         with torch.device("meta"):
             module, encoder = _module(self.encoder, self.model)
         module.load_state_dict(self.weights, assign=True)
@@ -76,7 +76,7 @@ class Pretrained:
         return encoder, module if isinstance(module, Wav2Vec2) else None
 
     def shapes(self) -> Shapes:
-        """Names and shapes that the arguments ask for. Raises ConfigError for values out of range."""
+        """Names and shapes that follow from the arguments. Raises ConfigError for values out of range."""
         with torch.device("meta"):
             module, _ = _module(self.encoder, self.model)
         return {name: tuple(value.shape) for name, value in module.state_dict().items()}
@@ -89,15 +89,15 @@ def _module(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[nn.Mo
 
 
 def describe(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
-    """The model in a task: all of a ``Wav2Vec2``, or the encoder of any task that has such a one.
+    """The model in a task: all of a ``Wav2Vec2``, or the wav2vec 2.0 encoder of another task.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there is none.
     """
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):
         raise ConfigError(
-            f"{type(module).__name__} holds no wav2vec 2.0 encoder; only model=wav2vec2 and models with "
-            "encoder=wav2vec2 have a form that others read"
+            f"{type(module).__name__} has no wav2vec 2.0 encoder; only model=wav2vec2 and models with "
+            "encoder=wav2vec2 can be exported"
         )
     arguments = _encoder_arguments(encoder)
     own = {name: value.detach().cpu().float() for name, value in weights.items()}
@@ -166,7 +166,7 @@ def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
 
 
 def renamed(name: str, rules: Sequence[Rule]) -> str:
-    """``name`` by the first rule whose pattern is all of it. Raises KeyError where there is none.
+    """Rename ``name`` by the first rule whose pattern matches all of it. Raises KeyError if none does.
 
     >>> renamed("encoder.norm.bias", [(r"encoder\\.norm\\.(.+)", r"layer_norm.\\1")])
     'layer_norm.bias'
@@ -179,7 +179,7 @@ def renamed(name: str, rules: Sequence[Rule]) -> str:
 
 
 def outward(weights: Mapping[str, Tensor], theirs: Callable[[str], str]) -> dict[str, Tensor]:
-    """Weights under another format's names; codebooks (G, V, width) become (1, G V, width)."""
+    """Rename weights to another format's names; codebooks (G, V, width) become (1, G V, width)."""
     return {
         theirs(name): value.reshape(1, -1, value.shape[2]) if name == "quantizer.codebook" else value
         for name, value in weights.items()
@@ -189,27 +189,25 @@ def outward(weights: Mapping[str, Tensor], theirs: Callable[[str], str]) -> dict
 def inward(
     tensors: Mapping[str, Tensor], shapes: Shapes, theirs: Callable[[str], str], where: str
 ) -> dict[str, Tensor]:
-    """Another format's tensors under our names, in fp32, every one of the expected shape.
+    """Rename another format's tensors to our names, in fp32, each of the expected shape.
 
-    Raises DataError, which begins with ``where``, for the first tensor that is missing, misshapen or
-    not expected.
+    Raises DataError, which begins with ``where``, for the first tensor that is missing, of another
+    shape, or not expected.
     """
     weights, expected = {}, set()
     for name, shape in shapes.items():
         key = theirs(name)
         expected.add(key)
         if key not in tensors:
-            raise DataError(f"{where}: the tensor {key} is missing; its config asks for it")
+            raise DataError(f"{where}: the tensor {key} is missing; the config needs it")
         value = tensors[key]
         outside = (1, shape[0] * shape[1], shape[2]) if name == "quantizer.codebook" else shape
         if tuple(value.shape) != outside:
-            raise DataError(
-                f"{where}: the tensor {key} is {tuple(value.shape)}, and its config asks for {outside}"
-            )
+            raise DataError(f"{where}: the tensor {key} is {tuple(value.shape)}; the config needs {outside}")
         weights[name] = value.detach().to(torch.float32).reshape(shape).contiguous()
     for key in tensors:
         if key not in expected:
             raise DataError(
-                f"{where}: the tensor {key} has no place in wav2vec 2.0 as its config describes it"
+                f"{where}: the tensor {key} is not part of wav2vec 2.0 as the config describes it"
             )
     return weights

@@ -1,4 +1,4 @@
-"""Weights by path, whatever wrote them, under our names; and a module initialised from them."""
+"""Reads weights of any known format under our names, and initialises a module from them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NAME = "imported"
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Tensors under our names, on the CPU, from whatever lies at ``path``.
+    """Read the tensors at ``path``, in any known format, on the CPU and under our names.
 
     A run directory (its best checkpoint), a checkpoint's folder, a directory or .safetensors file of
-    ours, a fairseq .pt file or a Hugging Face directory: the content decides, not the name. What
-    others wrote is checked in Hugging Face's model as it is read; without transformers, a fairseq file
-    is read with a warning and a Hugging Face directory is refused.
+    ours, a fairseq .pt file or a Hugging Face directory: the content decides, not the name.
+    Files of other systems are checked against Hugging Face's model; without transformers, a fairseq
+    file is read with a warning and a Hugging Face directory is refused.
 
     Raises RunError, DataError or MachineError, each naming the path and what to do.
     """
@@ -57,14 +57,14 @@ def read_weights(path: str) -> dict[str, Tensor]:
         return _safetensors(found)
     pretrained, difference = read_fairseq(found)
     if difference is None:
-        _LOG.warning("%s was not checked in Hugging Face's model: transformers is not installed", found)
+        _LOG.warning("%s was not checked against Hugging Face's model: transformers is not installed", found)
     return pretrained.weights
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
-    """A fairseq checkpoint and its difference to Hugging Face's model, None without transformers.
+    """Read a fairseq checkpoint; also its difference to Hugging Face's model, None without transformers.
 
-    Raises DataError where the two differ by more than ``huggingface.LIMIT``.
+    Raises DataError if the two differ by more than ``huggingface.LIMIT``.
     """
     pretrained = fairseq.read(path)
     return pretrained, check_fairseq(pretrained, path)
@@ -73,7 +73,7 @@ def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
 def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
     """Run a model's tensors, as fairseq names them, in Hugging Face's model; None without transformers.
 
-    Raises DataError where the outputs differ from ours by more than ``huggingface.LIMIT``.
+    Raises DataError if the outputs differ from ours by more than ``huggingface.LIMIT``.
     """
     if not huggingface.is_available():
         return None
@@ -92,7 +92,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / "model.safetensors").is_file():
         return _safetensors(folder / "model.safetensors")
     raise DataError(
-        f"{folder} holds no weights; give a run directory with checkpoints/, a checkpoint's folder, or a "
+        f"{folder} has no weights; give a run directory with checkpoints/, a checkpoint's folder, or a "
         "directory with model.safetensors"
     )
 
@@ -109,29 +109,29 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Initialised:
-    """What ``initialise`` did, by name."""
+    """The result of ``initialise``, by name."""
 
-    loaded: list[str]  # now as in the file
-    fresh: list[str]  # as they were: the file has none, or one of another shape
-    unused: list[str]  # of the file, with no place in the module
+    loaded: list[str]  # equal to the file's
+    fresh: list[str]  # unchanged: missing in the file, or of another shape there
+    unused: list[str]  # in the file, and not in the module
 
 
 @torch.no_grad()
 def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> Initialised:
-    """Give every parameter and buffer of ``module`` the value of the same name and shape, if there is one.
+    """Set every parameter and buffer of ``module`` to the value of the same name and shape, if there is one.
 
-    A module's ``encoder.`` is loaded whole or not at all; what stands behind it may stay fresh. ``path``
-    is where the weights are from, for the message.
+    A module's ``encoder.`` is loaded whole or not at all; the parts after it may stay fresh. ``path`` is
+    the source of the weights, for the message.
 
-    Raises ConfigError, with the module untouched, for the first encoder tensor that is missing or has
-    another shape, and where nothing would be loaded.
+    Raises ConfigError, with the module unchanged, for the first encoder tensor that is missing or has
+    another shape, and if nothing would be loaded.
     """
     own = module.state_dict()
     for name, value in own.items():
         if not name.startswith("encoder."):
             continue
         if name not in weights:
-            raise ConfigError(f"init_from={path}: no {name} is there; {_advice(weights)}")
+            raise ConfigError(f"init_from={path}: {name} is missing in it; {_advice(weights)}")
         if weights[name].shape != value.shape:
             raise ConfigError(
                 f"init_from={path}: {name} is {tuple(weights[name].shape)} there and {tuple(value.shape)} "
@@ -149,17 +149,17 @@ def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> I
 
 
 def _advice(weights: Mapping[str, Tensor]) -> str:
-    """The encoder= choices that have these shapes, or what to do where there is none."""
+    """The encoder= choices that have these shapes, or what to do if there is none."""
     shapes = {n: tuple(v.shape) for n, v in weights.items() if n.startswith("encoder.")}
     if not shapes:
-        return "it holds no encoder at all"
+        return "it has no encoder"
     fits = [name for name, other in _choices().items() if other == shapes]
     if fits:
         return f"encoder={' or '.join(fits)} fits"
     if "encoder.mask_embedding" in shapes:
         return (
-            "no encoder= choice has its shapes: set the keys below encoder. as the run that wrote it had "
-            "them, or import it with speechtrain-export --from, which writes a choice that fits"
+            "no encoder= choice has its shapes: set the keys below encoder. as in the run that wrote "
+            "it, or import it with speechtrain-export --from, which writes a choice that fits"
         )
     return "use the encoder= of the run that wrote it"
 
@@ -174,7 +174,7 @@ def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
         try:
             with torch.device("meta"):
                 encoder = Wav2Vec2Encoder(**(node | {"mask": None, "channel_mask": None}))
-        except (SpeechtrainError, TypeError):  # a choice that waits for a value from elsewhere
+        except (SpeechtrainError, TypeError):  # a choice that needs a value from another group
             continue
         state = encoder.state_dict()
         found[entry.name.removesuffix(".yaml")] = {f"encoder.{n}": tuple(v.shape) for n, v in state.items()}
@@ -185,9 +185,9 @@ def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def write_imported(pretrained: Pretrained, folder: Path) -> None:
-    """Write model.safetensors, and encoder/ and model/ with a YAML that builds what it fits.
+    """Write model.safetensors, and in encoder/ and model/ the YAML files that build its model.
 
-    The directory is a Hydra ``--config-dir`` and an ``init_from`` in one.
+    The directory is both a Hydra ``--config-dir`` and an ``init_from``.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")

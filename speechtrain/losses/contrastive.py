@@ -16,17 +16,17 @@ from speechtrain.compute_policy import times
 from speechtrain.nn.autocast import at_least_fp32, full_precision
 
 EXCLUDED = -(2.0**30)
-"""Added to the score of a negative that is no negative: its softmax is exactly 0, as with −inf, and
-nothing that is not finite enters the graph."""
+"""Added to the score of an excluded negative: its softmax is exactly 0, as with −inf, and every value in
+the graph stays finite."""
 
 
 class Contrastive(NamedTuple):
-    """Sums over the frames of weight 1, () fp32 each. Only ``loss`` has a gradient."""
+    """Sums over the frames of weight 1, each () fp32. Only ``loss`` has a gradient."""
 
     loss: Tensor  # cross-entropy, nats
     correct: Tensor  # frames whose positive scores highest; upstream's ``corr``
-    shared: Tensor  # negatives that carry their positive's code; of ``frames`` × K
-    distinct: Tensor  # distinct codes of each utterance: a frame can be told from ``distinct`` − 1 others
+    shared: Tensor  # negatives with the same code as their positive, out of ``frames`` × K
+    distinct: Tensor  # number of different codes in each utterance, summed over the utterances
     frames: Tensor  # masked frames
 
 
@@ -38,18 +38,18 @@ def contrastive_loss(
     weight: Tensor,
     temperature: Tensor | float = 0.1,
 ) -> Contrastive:
-    """Tell each masked frame's target from K others of its utterance (Baevski et al. 2020, equation 3).
+    """Loss of finding each masked frame's target among K others (Baevski et al. 2020, equation 3).
 
     ``context`` and ``targets`` (B, M, D), ``ids`` (B, M, G) of the targets' codes, ``negatives``
     (B, M, K) positions in [0, M), ``weight`` (B, M) 1 or 0. Scores are cosines over ``temperature``.
-    Negatives that carry the positive's exact code are left out of the softmax. fp32 whatever the
+    Negatives with exactly the positive's code are excluded from the softmax. All is fp32 under any
     autocast (fp64 stays).
 
-    All pairs of an utterance are scored by one matrix product and the K drawn are gathered from it:
-    upstream's (K + 1, B, M, D) broadcast never exists. A row's loss equals the dynamic one, since
-    surplus frames are never drawn and weigh nothing. The cosine divides by the root of
-    |x|² + 1e-16, where ``torch.cosine_similarity`` clamps each norm at 1e-8 and the Gaudi port the
-    product of the norms: they differ for vectors of nearly no length only.
+    One matrix product scores all pairs of an utterance, and the K drawn pairs are gathered from it:
+    upstream's (K + 1, B, M, D) broadcast is not needed. A row's loss equals that of dynamic shapes, since
+    surplus frames are never drawn and have weight 0. The cosine divides by the root of |x|² + 1e-16;
+    ``torch.cosine_similarity`` clamps each norm at 1e-8, and the Gaudi port clamps the product of the
+    norms. The results differ only for vectors of nearly zero length.
     """
     with full_precision(context.device):
         context, targets, weight = (at_least_fp32(x) for x in (context, targets, weight))
@@ -61,7 +61,7 @@ def contrastive_loss(
         logits = torch.cat([positive, others], 2)  # (B, M, 1 + K), the target is class 0
         loss = -(F.log_softmax(logits, 2)[..., 0] * weight).sum()
         with torch.no_grad():
-            # counts by comparison, where argmax and argmin would be reductions of their own
+            # counts by comparison; argmax and argmin would be additional reductions
             best = (others > positive).sum(2) == 0
             worst = (others < positive).sum(2) == 0
             correct = best.to(weight.dtype) * (1 - worst.to(weight.dtype))
@@ -72,12 +72,12 @@ def contrastive_loss(
 
 
 def _unit(x: Tensor) -> Tensor:
-    # added, not clamped: the gradient of clamp is a torch.where, and 1e-16 vanishes in the sum otherwise
+    # added, not clamped: the gradient of clamp is a torch.where; in other sums 1e-16 rounds away
     return x * ((x * x).sum(-1, keepdim=True) + 1e-16).rsqrt()
 
 
 def _same_code(ids: Tensor) -> Tensor:
-    """Whether two masked frames of an utterance carry the same code in every group: (B, M, M)."""
+    """Whether two masked frames of an utterance have the same code in every group: (B, M, M)."""
     same = ids[:, :, None, 0] == ids[:, None, :, 0]
     for group in range(1, ids.shape[2]):
         same = same & (ids[:, :, None, group] == ids[:, None, :, group])
@@ -85,5 +85,5 @@ def _same_code(ids: Tensor) -> Tensor:
 
 
 def bits(nats: Tensor) -> Tensor:
-    """Nats () in bits, as losses are logged: chance among 101 is log2(101) = 6.658."""
+    """Convert nats () to bits, the unit of logged losses: chance among 101 is log2(101) = 6.658."""
     return times(nats, 1 / math.log(2))

@@ -1,4 +1,4 @@
-"""CTC loss (Graves et al., 2006): torch's own, and a form of fixed shapes for devices that record graphs.
+"""CTC loss (Graves et al., 2006): torch's own, or in static shapes for devices that record graphs.
 
 Legend: B rows, T frames, V classes, U labels, S = 2 U + 1 states: the labels with blanks around each.
 """
@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_NEVER = -1e30  # the logarithm of no chance: finite, since an infinite one times 0 is not a number
+_NEVER = -1e30  # log-probability of the impossible; finite, since an infinite one times 0 is NaN
 
 
 def ctc_loss(
     scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int, static: bool = False
 ) -> Tensor:
-    """Negative log-likelihood (B,) of ``labels`` (B, U), ``symbols`` (B,) of them, in ``frames`` (B,).
+    """Negative log-likelihood (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count, in ``frames`` (B,).
 
-    ``scores`` (B, T, V) are log-probabilities. A row whose labels do not fit into its frames costs 0 and
-    has no gradient. ``static`` computes the same from shapes alone: no value is read by the host, and
-    rows of every length take T steps there and back.
+    ``scores`` (B, T, V) are log-probabilities. A row whose labels do not fit into its frames has loss 0
+    and no gradient. ``static`` computes the same without any value read by the host: rows of every
+    length take T steps forward and T steps backward.
     """
     if static:
         loss: Tensor = _StaticLoss.apply(scores, labels, frames, symbols, blank)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ def ctc_loss(
 
 
 class _StaticLoss(torch.autograd.Function):
-    """Forward and backward recursions in logarithms; the gradient is minus the states' posteriors."""
+    """Forward and backward recursions in the log domain; the gradient is minus the states' posteriors."""
 
     @staticmethod
     def forward(
@@ -46,7 +46,7 @@ class _StaticLoss(torch.autograd.Function):
         width = states.shape[1]
         emitted = scores.gather(2, states[:, None].expand(-1, length, -1))
         position = torch.arange(width, device=scores.device)
-        # from two states before: over a blank, between labels that differ
+        # transitions from two states before: over a blank, between different labels
         before = torch.cat([around, around, states[:, :-2]], 1)[:, :width]
         may_skip = (position % 2 == 1) & (position > 1) & (states != before)
         skip = (1 - may_skip.to(scores.dtype)) * _NEVER
@@ -88,7 +88,7 @@ class _StaticLoss(torch.autograd.Function):
             betas[t] = log_chance[:, None]
         position = torch.arange(length, device=frames.device)
         weight = (position < frames[:, None]).to(end.dtype) * (possible * upstream)[:, None]
-        # at most 1, but for rows without a chance, which weigh nothing
+        # at most 1, except in impossible rows, whose weight is 0
         posteriors = (alphas + torch.cat(betas, 1) - total[:, None, None]).clamp(max=0.0).exp()
         which = (states[:, :, None] == torch.arange(ctx.classes, device=states.device)).to(end.dtype)
         return -torch.matmul(posteriors * weight[:, :, None], which), None, None, None, None
@@ -96,12 +96,12 @@ class _StaticLoss(torch.autograd.Function):
 
 def _either(a: Tensor, b: Tensor) -> Tensor:
     """The logarithm of exp a + exp b."""
-    # logaddexp leaves a recorded graph; a difference to the logarithm of no chance would swallow the other
+    # logaddexp breaks a recorded graph; a + softplus(b - a) would lose b where a is _NEVER
     return torch.maximum(a, b) + F.softplus(-(a - b).abs())
 
 
 def _shifted(x: Tensor, states: int) -> Tensor:
-    """(B, S) moved by so many states, to the right where positive; no chance comes in."""
+    """``x`` (B, S) shifted by ``states``, to the right where positive, and filled with ``_NEVER``."""
     width = x.shape[1]
     count = min(abs(states), width)
     nothing = torch.full_like(x[:, :count], _NEVER)

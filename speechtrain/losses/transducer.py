@@ -1,15 +1,15 @@
 """The exact transducer (RNN-T) loss of a ReLU joint, without its (B, T, U + 1, V) lattice.
 
-Joint, dropout, softmax and loss are one autograd function. It walks the lattice in chunks of cells and
-keeps two log-probabilities a cell, of blank and of the next label. The recursion over those gives every
-cell's occupancy, the probability that an alignment passes through it. Gradients of all inputs are formed
-where the occupancy matters: in a third to a half of the cells at random initialisation, in a fourteenth
-once an alignment has formed. There the joint is computed again, unless its logits were among the few
-megabytes that are kept for one utterance after the other.
+Joint, dropout, softmax and loss are one autograd function. It processes the lattice in chunks of cells
+and keeps two log-probabilities per cell, of blank and of the next label. The recursion over them gives
+every cell's occupancy, the probability that an alignment passes through the cell. Gradients of all inputs
+are computed only where the occupancy matters: in a third to a half of the cells at random initialisation,
+in a fourteenth after the model has learned an alignment. There the joint is computed again, unless its
+logits are in the buffer of a few megabytes that is reused from utterance to utterance.
 
 Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols, N cells
-of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path leaves it by blank, to
-(b, t + 1, u), or by its next label, to (b, t, u + 1); the last cell's blank ends the path.
+of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path continues by blank, to
+(b, t + 1, u), or by the next label, to (b, t, u + 1); the last cell's blank ends the path.
 
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 FastEmit: Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission
@@ -54,36 +54,32 @@ def transducer_loss(
     """Negative log-likelihood (B,) of each utterance under ``Linear(dropout(relu(encoder + prediction)))``.
 
     ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections, ``weight``
-    (V, H) and ``bias`` (V,) its output layer, ``labels`` (B, U) the targets. What lies beyond the lengths
-    is never looked at, NaN included. An utterance of no frames (a filler row) has loss 0 and no gradient.
-    The result is fp32 (float64 for a float64 ``compute_dtype``) and can be differentiated once.
+    (V, H) and ``bias`` (V,) its output layer, ``labels`` (B, U) the targets. Values beyond the lengths
+    are never read, so they may be NaN. An utterance without frames (a padding row) has loss 0 and no
+    gradient. The result is fp32 (float64 for a float64 ``compute_dtype``) and is differentiable once.
 
     ``dropout`` is the joint's, to the nearest 1/65536 and scaled by the exact keep rate; pass 0 in
-    evaluation. Its mask is ``joint_dropout_mask``: a function of ``seed`` (an int, or an int64 tensor on
-    the device) and of the cell, whichever cells are visited.
-    ``fastemit`` counts the gradient of label arcs 1 + ``fastemit`` times; the loss's value stays.
+    evaluation. Its mask is ``joint_dropout_mask``, a function of ``seed`` (an int, or an int64 tensor on
+    the device) and of the cell; it does not depend on which cells are visited.
+    ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``; the loss's value is unchanged.
     ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64. Softmax, recursion and
-    sums over cells are at least fp32 whatever it is, and autocast has no say here. On a CPU without
-    bfloat16 instructions, where such products are several times slower, bfloat16 means float32.
+    sums over cells are always fp32 or wider, and autocast has no effect here. On a CPU without bfloat16
+    instructions, bfloat16 means float32, since bfloat16 products are several times slower there.
 
-    On a CPU the result is the same to the bit from run to run at a fixed number of threads.
+    On a CPU the result is bit-equal from run to run at a fixed number of threads.
+    Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
+    then agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and
+    ``keep`` bytes of logits are stored for the gradients, so that fewer logits are computed twice. Forward
+    computes the gradients and backward scales them; if the upstream gradients differ between utterances
+    (those without frames are ignored), backward computes them again.
+    ``static`` computes every cell of the padded lattice twice, in shapes that depend on no data, and reads
+    nothing back from the device; ``skip_below`` and ``keep`` then have no effect.
 
-    Cells of occupancy under ``skip_below`` add nothing to the gradient; 0 visits all, and gradients then
-    agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and ``keep``
-    bytes of logits wait for their utterance's occupancies, so that fewer are computed twice. Gradients are
-    formed in forward and scaled in backward; where the gradients from above differ between utterances
-    (those without frames apart), they are formed anew.
-    ``static`` computes every cell of the padded lattice, twice, in shapes that depend on no data and reads
-    nothing back from the device; ``skip_below`` and ``keep`` have no effect there.
-
-    Raises ValueError for shapes, lengths, labels or rates that cannot be (where ``static``, lengths and
-    labels are not checked: reading them would stall a device).
+    Raises ValueError for invalid shapes, lengths, labels or rates (with ``static``, lengths and labels are
+    not checked, since reading them would stall a device).
     """
-    if not (dropout >= 0 and round(dropout * 65536) < 65536):
-        raise ValueError(f"dropout is {dropout}; it is at least 0 and less than 1")
-    if fastemit < 0 or chunk < 1:
-        raise ValueError(f"fastemit is {fastemit} and chunk {chunk}; they are at least 0 and at least 1")
-    # an int moves as data, not as a constant of the graph: a constant would compile it anew at each step
+    _check_settings(dropout, fastemit, chunk)
+    # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     given = _Given(encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
     _check_shapes(given)
@@ -101,31 +97,12 @@ def transducer_loss(
 def joint_dropout_mask(
     batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
 ) -> tuple[Tensor, float]:
-    """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of what is kept.
+    """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units.
 
-    Held whole, unlike there: for tests and small lattices."""
+    It is allocated completely, so this function is for tests and small lattices."""
     joint = _Joint(0, rate, 0.0, torch.float32, 0.0, 1, 0)
     drop = _Dropout(joint, batch, hidden, torch.tensor([seed]).view(torch.int32))
     return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
-
-
-def transducer_loss_bytes(
-    batch: int,
-    frames: int,
-    positions: int,
-    hidden: int,
-    vocabulary: int,
-    *,
-    chunk: int = 1024,
-    keep: int = 32 * 2**20,
-) -> int:
-    """Predicted peak bytes of an fp32 forward and backward beyond the inputs (bfloat16 needs less)."""
-    cells = batch * frames * positions
-    kept = min(keep, 4 * cells * vocabulary)
-    gradients = 4 * (batch * (frames + positions) * hidden + 3 * vocabulary * hidden)
-    buffers = 4 * min(chunk, cells) * (3 * hidden + 2 * vocabulary)
-    recursion = 176 * min(cells, max(frames * positions, kept // (4 * vocabulary)))  # float64, two ways
-    return kept + gradients + buffers + recursion + 36 * cells
 
 
 class _Given(NamedTuple):
@@ -139,10 +116,17 @@ class _Given(NamedTuple):
     keys: Tensor  # (2,) int32, the halves of the seed
 
 
+def _check_settings(dropout: float, fastemit: float, chunk: int) -> None:
+    if not (dropout >= 0 and round(dropout * 65536) < 65536):
+        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
+    if fastemit < 0 or chunk < 1:
+        raise ValueError(f"fastemit is {fastemit}, chunk {chunk}; they must be at least 0 and at least 1")
+
+
 def _check_shapes(given: _Given) -> None:
     batch, frames, hidden = given.encoder.shape
     if not (batch and frames):
-        raise ValueError(f"encoder has shape {tuple(given.encoder.shape)}: no utterance or no frame")
+        raise ValueError(f"encoder has shape {tuple(given.encoder.shape)}, with no utterance or no frame")
     positions, vocabulary = given.labels.shape[1] + 1, len(given.bias)
     expected = [(batch, positions, hidden), (vocabulary, hidden), (batch, positions - 1), (batch,), (batch,)]
     shapes = [tuple(x.shape) for x in (given.prediction, given.weight, *given[4:7])]
@@ -163,7 +147,7 @@ def _check_contents(given: _Given, blank: int) -> None:
 
 def _product_dtype(requested: torch.dtype, tensor: Tensor) -> torch.dtype:
     if requested not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"compute_dtype is {requested}; it is float32, bfloat16 or float64")
+        raise ValueError(f"compute_dtype is {requested}; it must be float32, bfloat16 or float64")
     # torch 2.13 without AVX512: 3 to 80 times the time of fp32, by layout of the operands
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     has_instructions = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -173,7 +157,7 @@ def _product_dtype(requested: torch.dtype, tensor: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Joint:
-    """What forward and backward must agree on."""
+    """Settings shared by forward and backward."""
 
     blank: int
     dropout: float
@@ -185,30 +169,30 @@ class _Joint:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of softmaxes and sums."""
+        """The dtype of softmaxes and sums."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def dropped(self) -> int:
-        """How many of a draw's 65536 values drop a unit."""
+        """The number of a draw's 65536 values that drop a unit."""
         return round(self.dropout * 65536)
 
     @property
     def scale(self) -> float:
-        """Of kept units. It multiplies the weight instead, which has fewer elements."""
+        """The scale of kept units, applied to the weight, which has fewer elements."""
         return 65536 / (65536 - self.dropped)
 
 
 class _Posteriors(NamedTuple):
     loss: Tensor  # (B,)
     occupancy: Tensor  # (B, T, P) probability that a path passes through the cell; 0 outside the lattice
-    label_share: Tensor  # (B, T, P) of the paths through the cell, the share that leaves by its label
+    label_share: Tensor  # (B, T, P) fraction of the paths through the cell that continue by its label
 
 
 class _Differentials(NamedTuple):
-    """What the softmaxes' gradients are made of, all (B, T, P): at a cell, the gradient over the logits is
-    its weight times (softmax - the shares of its arcs). Blank and label are the two elements where that is
-    not the softmax itself; they are formed in full precision, since they cancel."""
+    """The parts of the gradient over the logits, all (B, T, P). At a cell, this gradient is the weight times
+    (softmax - the fractions of the arcs). The fractions are nonzero at two elements, blank and label, which
+    are computed in full precision, since the terms cancel."""
 
     weight: Tensor
     blank: Tensor
@@ -217,7 +201,7 @@ class _Differentials(NamedTuple):
 
 def _differentials(joint: _Joint, posteriors: _Posteriors, blank: Tensor, label: Tensor) -> _Differentials:
     share = posteriors.label_share
-    # FastEmit counts label arcs 1 + fastemit times, so a cell that paths leave by them weighs more
+    # FastEmit counts label arcs 1 + fastemit times, so cells with label arcs have more weight
     emphasis = 1 + joint.fastemit * share
     fields = (
         posteriors.occupancy * emphasis,
@@ -234,14 +218,14 @@ class _Gradients(NamedTuple):
     bias: Tensor
 
     def like(self, given: _Given) -> tuple[Tensor | None, ...]:
-        """In the inputs' dtypes, and nothing for what a function takes beside."""
+        """Cast to the inputs' dtypes, with None for the function's other arguments."""
         return (*(mine.to(theirs.dtype) for mine, theirs in zip(self, given, strict=False)), *[None] * 6)
 
 
 class _RaggedLoss(torch.autograd.Function):
-    """Forms the gradients already in forward, for a gradient of 1 from above, utterance by utterance: so
-    long the logits can be kept, and need not be computed again. Backward scales them, or where the gradient
-    from above differs between utterances, forms them anew."""
+    """The loss over ragged cells. Forward also computes the gradients, for an upstream gradient of 1 and
+    utterance by utterance, while the logits are still in memory. Backward scales them; if the upstream
+    gradient differs between utterances, it computes them again."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -297,9 +281,9 @@ class _StaticLoss(torch.autograd.Function):
 
 
 class _RaggedWalk:
-    """Visits the cells within the lengths, and for gradients those that matter, in lists of ``chunk``.
+    """Visits the cells within the lengths, for gradients only those that matter, ``chunk`` cells at a time.
 
-    Buffers are reused: fresh megabytes cost more in page faults than the softmax costs in arithmetic.
+    Buffers are reused: page faults of new megabytes cost more than the arithmetic of the softmax.
     """
 
     def __init__(self, joint: _Joint, given: _Given) -> None:
@@ -325,13 +309,13 @@ class _RaggedWalk:
         self.units = self.weight.new_empty(joint.chunk, width)
         self.logits = self.weight.new_empty(joint.chunk, vocabulary)
         self.normalised = self.encoder.new_empty(joint.chunk, vocabulary)
-        self.wide_logits = self.logits.to(joint.wide)  # these two: the same memory where all is wide
+        self.wide_logits = self.logits.to(joint.wide)  # this and the next are no copies if dtypes are equal
         self.softmax = self.normalised.to(joint.dtype)
         self.kept = self.logits[:0]
         self.place = torch.full((self.blank.numel(),), -1, device=self.blank.device)  # among the kept
 
     def losses(self, with_gradients: bool) -> Tensor:
-        """(B,), and on the way the gradients for a gradient of 1 from above."""
+        """Compute the losses (B,) and, if asked, add the gradients for an upstream gradient of 1."""
         losses = self.encoder.new_zeros(self.shape[0])
         if with_gradients:
             room = self.joint.keep // (self.logits.shape[1] * self.logits.itemsize)
@@ -348,10 +332,10 @@ class _RaggedWalk:
         return _posteriors_by_rows(self.blank[rows], self.label[rows], self.frames[rows], self.symbols[rows])
 
     def add_gradients(self, rows: slice, posteriors: _Posteriors, upstream: Tensor) -> None:
-        """Add what the utterances ``rows`` contribute, given the gradients (B,) from above."""
+        """Add the gradients of the utterances ``rows`` for the upstream gradients (B,)."""
         weight, *arcs = _differentials(self.joint, posteriors, self.blank[rows], self.label[rows])
         weight = weight * upstream[rows, None, None]
-        # spelled so that a NaN is visited, and seen by who checks gradients
+        # written so that NaN cells are visited, and gradient checks find them
         matters = ~(posteriors.occupancy < self.joint.skip_below) & (weight != 0)
         first = rows.start * self.blank[0].numel()
         of_cell, of_blank, of_label = (field.flatten() for field in (weight, *arcs))
@@ -369,7 +353,7 @@ class _RaggedWalk:
         return _Gradients(*shaped, weight * self.joint.scale, bias)
 
     def _groups(self) -> Iterator[slice]:
-        """Neighbouring utterances whose logits can be kept at once; few groups, each costs a recursion."""
+        """Groups of consecutive utterances whose logits fit the buffer; each group costs one recursion."""
         start = cells = 0
         for row, count in enumerate((self.frames * (self.symbols + 1)).tolist()):
             if row > start and cells + count > len(self.kept):
@@ -379,7 +363,7 @@ class _RaggedWalk:
         yield slice(start, self.shape[0])
 
     def _fill_arcs(self, rows: slice) -> None:
-        """Log-probabilities of blank and next label; logits are kept as far as there is room."""
+        """Compute the log-probabilities of blank and next label; store logits while there is room."""
         inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
         cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
         is_kept = self._is_worth_keeping(_Cells.at(cells, *self.shape[1:]))
@@ -400,10 +384,10 @@ class _RaggedWalk:
         self.label.view(-1)[cells.flat] = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
 
     def _is_worth_keeping(self, cells: _Cells) -> Tensor:
-        """As many cells as there is room for: those that most alignments pass through.
+        """Select as many cells as there is room for, those with the most alignments through them.
 
-        That is the occupancy where all alignments are equally likely, near to what it is at random
-        initialisation. Later it is a poor guess, but then few cells matter at all.
+        This is the order of occupancy if all alignments are equally likely, nearly as at random
+        initialisation. Later it is a poor estimate, but then only few cells matter.
         """
         room = len(self.kept)
         if len(cells.flat) <= room:
@@ -432,13 +416,13 @@ class _RaggedWalk:
         self.sums.bias.add_(gradient.sum(0, dtype=self.joint.wide))
         _add_product(self.sums.weight, gradient.t(), hidden)
         of_hidden = torch.mm(gradient, self.weight, out=self.units[:n])
-        of_hidden *= hidden.gt_(0)  # what passed the ReLU and was not dropped
+        of_hidden *= hidden.gt_(0)  # units that passed the ReLU and were not dropped
         of_hidden = of_hidden.to(self.joint.wide)
         self.sums.encoder.index_add_(0, cells.frame_row, of_hidden)
         self.sums.prediction.index_add_(0, cells.position_row, of_hidden)
 
     def _hidden(self, cells: _Cells) -> Tensor:
-        """ReLU units (N, H) after dropout, not scaled."""
+        """Compute the ReLU units (N, H) after dropout, not scaled."""
         n = len(cells.flat)
         hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=self.frame_units[:n])
         hidden += torch.index_select(self.prediction, 0, cells.position_row, out=self.position_units[:n])
@@ -458,7 +442,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Cells(NamedTuple):
-    """N cells by where they lie; all (N,)."""
+    """Positions of N cells; all fields are (N,)."""
 
     flat: Tensor  # in the flattened (B, T, P)
     frame_row: Tensor  # in (B * T)
@@ -475,13 +459,13 @@ class _Cells(NamedTuple):
         return cls(flat, frame_row, row * positions + position, row, frame_row - row * frames, position)
 
 
-# --------------------------------------------------------------------------------- the walk in fixed shapes
+# -------------------------------------------------------------------------------- the walk in static shapes
 
 
 class _StaticWalk:
     """Visits every cell of the padded lattice, a few frames of all utterances at a time.
 
-    Only operations that the rehearsal device records in one graph: no index_add, where, xor or shift.
+    It uses only operations that the rehearsal device records in one graph: no index_add, where, xor, shift.
     """
 
     def __init__(self, joint: _Joint, given: _Given) -> None:
@@ -497,7 +481,7 @@ class _StaticWalk:
         self.dropout = _dropout(joint, given)
 
     def log_probabilities(self) -> tuple[Tensor, Tensor]:
-        """Of blank and next label, (B, T, P) each; arbitrary but finite outside the lattice."""
+        """Log-probabilities (B, T, P) of blank and next label; arbitrary but finite outside the lattice."""
         pieces = []
         for span in self._spans():
             log_p = self._logits(self._hidden(span)).to(self.joint.wide).log_softmax(-1)
@@ -507,7 +491,7 @@ class _StaticWalk:
         return torch.cat(blank, 1), torch.cat(label, 1)
 
     def gradients(self, differentials: _Differentials, upstream: Tensor) -> _Gradients:
-        """Of the inputs, given the gradients (B,) from above."""
+        """Compute the gradients of the inputs for the upstream gradients (B,)."""
         symbol = torch.arange(len(self.weight), device=self.weight.device)
         is_blank = (symbol == self.joint.blank).to(self.joint.wide)
         is_label = (symbol == self.targets[:, None, :, None]).to(self.joint.wide) * (1 - is_blank)
@@ -536,7 +520,7 @@ class _StaticWalk:
         return (slice(start, min(start + step, frames)) for start in range(0, frames, step))
 
     def _hidden(self, span: slice) -> Tensor:
-        """ReLU units (B, frames of the span, P, H) after dropout, not scaled."""
+        """Compute the ReLU units (B, frames of the span, P, H) after dropout, not scaled."""
         hidden = (self.encoder[:, span, None] + self.prediction[:, None]).relu()
         return self.dropout.applied(hidden, span.start).to(self.joint.dtype)
 
@@ -544,7 +528,7 @@ class _StaticWalk:
         return F.linear(hidden, self.weight, self.bias)
 
 
-# -------------------------------------------------------------------------------------- what both walks use
+# ------------------------------------------------------------------------------------- used by both walks
 
 
 def _count(size: int, like: Tensor) -> Tensor:
@@ -552,19 +536,19 @@ def _count(size: int, like: Tensor) -> Tensor:
 
 
 def _inside(shape: tuple[int, int, int], frames: Tensor, symbols: Tensor) -> Tensor:
-    """(B, T, P), True where the cell is part of its utterance's lattice."""
+    """Mask (B, T, P), True where the cell is in its utterance's lattice."""
     frame_is = _count(shape[1], frames) < frames[:, None]
     position_is = _count(shape[2], symbols) <= symbols[:, None]
     return frame_is[:, :, None] & position_is[:, None, :]
 
 
 def _lattice(given: _Given) -> tuple[int, int, int]:
-    """(B, T, P)."""
+    """The lattice's shape (B, T, P)."""
     return given.encoder.shape[0], given.encoder.shape[1], given.prediction.shape[1]
 
 
 def _targets(given: _Given, blank: int) -> Tensor:
-    """(B, P), the label that leaves each position; blank where there is none."""
+    """The next label (B, P) of each position; blank where there is none."""
     padded = F.pad(given.labels, (0, 1))
     beyond = _count(padded.shape[1], given.symbols) >= given.symbols[:, None]
     return padded.masked_fill(beyond, blank).long()
@@ -589,10 +573,10 @@ class _NoDropout:
 
 
 class _Dropout:
-    """Drops a unit where its draw of 16 bits, a hash of seed, cell and unit, is low; two draws a word.
+    """Drops a unit where its 16-bit draw, a hash of seed, cell and unit, is low; an int32 has two draws.
 
-    The hash has the form of MurmurHash3's finaliser with the multipliers of Wellons' lowbias32. Nothing
-    is stored and nothing depends on the padding or on which other cells are visited.
+    The hash is MurmurHash3's finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and
+    the result does not depend on the padding or on which other cells are visited.
     """
 
     def __init__(self, joint: _Joint, batch: int, width: int, keys: Tensor) -> None:
@@ -613,7 +597,7 @@ class _Dropout:
         hidden *= words.view(torch.int16)[:, : self.width].ge_(self.threshold)
 
     def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
-        """Units (B, T, P, H) of all utterances from one frame on, 0 where dropped."""
+        """Return units (B, T, P, H) of all utterances from ``first_frame`` on, 0 where dropped."""
         frame, position = _count(hidden.shape[1], hidden), _count(hidden.shape[2], hidden)
         keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None] + first_frame, position)
         words = _mix(keys[..., None] + self.word_keys)
@@ -627,20 +611,20 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # the second as int32
 
 
 def _mix(word: Tensor) -> Tensor:
-    """A hash of each int32; by sums, products and views, which the rehearsal device records in a graph."""
+    """Hash each int32 by sums, products and views, which the rehearsal device records in a graph."""
     for multiplier in _MULTIPLIERS:
         word = _fold(word) * multiplier
     return _fold(word)
 
 
 def _fold(word: Tensor) -> Tensor:
-    """``word ^ (word >>> 16)`` as x ^ y = x + y - 2 (x & y)."""
+    """Compute ``word ^ (word >>> 16)`` by x ^ y = x + y - 2 (x & y)."""
     high = word.contiguous().view(torch.int16)[..., 1::2].int() & 0xFFFF  # little-endian
     return word + high - 2 * (word & high)
 
 
 def _mix_in_place(word: Tensor, spare: Tensor) -> None:
-    """``_mix`` without new memory, in a third of the time."""
+    """Compute ``_mix`` in place, in a third of the time."""
     for multiplier in _MULTIPLIERS:
         _fold_in_place(word, spare)
         word *= multiplier
@@ -657,9 +641,9 @@ def _fold_in_place(word: Tensor, spare: Tensor) -> None:
 
 
 def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
-    """A frame is a row: within it, paths move by labels only, which a cumulative sum makes one logcumsumexp.
+    """Forward-backward recursion by frames: label moves within a frame are one logcumsumexp.
 
-    In float64, where differences of cumulative sums lose nothing that fp32 would keep. The backward
+    The recursion is in float64, so differences of cumulative sums keep fp32 precision. The backward
     variable is the forward variable of the lattice turned by 180 degrees; both run in one loop.
     """
     blank, label = blank.double(), label.double()
@@ -672,7 +656,7 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
     def turned(field: Tensor) -> Tensor:
         return field.flatten(1).gather(1, turned_cell).view(batch, most, positions)
 
-    # into each cell: from the frame before it, and from the position before it (at position 0, of no effect)
+    # arcs into each cell: from the previous frame, and from the previous position (no effect at position 0)
     by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), turned(blank)))
     by_label = torch.stack((F.pad(label, (1, -1)), turned(label)))
     base = by_label.cumsum(-1)
@@ -694,10 +678,10 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
 
 
 def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
-    """A diagonal t + u is a step: every path crosses each once, so its probabilities may be normalised there.
+    """Forward-backward recursion by diagonals t + u, normalised, since every path crosses each diagonal once.
 
-    That keeps fp32 exact enough (the sums stay small), and lets the occupancy be a softmax. Paths to and
-    from the diagonal run in one loop, the second over the padded lattice turned by 180 degrees.
+    Normalised sums stay small, so fp32 is exact enough, and the occupancy is a softmax. Forward and backward
+    run in one loop, the backward one over the padded lattice turned by 180 degrees.
     """
     batch, most, positions = blank.shape
     frame, position = _count(most, blank)[:, None], _count(positions, blank)
@@ -709,9 +693,9 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     label = _skewed(label.masked_fill(no_label, _NEVER), _NEVER)
     ends = _skewed(is_last.to(blank.dtype), 0)
     first = _count(ends.shape[1], ends)[:, None] + position == 0
-    begins = first.to(ends.dtype).expand_as(ends)  # no write into a slice: that leaves a recorded graph
+    begins = first.to(ends.dtype).expand_as(ends)  # a write into a slice would break the recorded graph
 
-    # into each cell, from the diagonal before it; a path that begins there comes from nowhere
+    # arcs into each cell from the previous diagonal; a path's first cell has none
     from_blank = F.pad(blank, (0, 0, 1, -1), value=_NEVER) * (1 - begins)
     by_blank = torch.stack((from_blank, blank.flip(1, 2)))
     by_label = torch.stack((F.pad(label, (1, -1, 1, -1), value=_NEVER), label.flip(1, 2)))
@@ -731,14 +715,14 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     inside = _inside((batch, most, positions), frames, symbols)
     occupancy = _straight((alpha + beta.flip(1, 2)).softmax(-1), most) * inside
     label_share = _straight(torch.stack(odds, 1).flip(1, 2).sigmoid(), most) * (no_label == 0)
-    mass = ((torch.stack(totals, 1) - beta) * beta.exp()).sum(-1).flip(1)  # what normalising took out
+    mass = ((torch.stack(totals, 1) - beta) * beta.exp()).sum(-1).flip(1)  # removed by normalisation
     beyond = _count(mass.shape[1], mass) > frames[:, None] - 1 + symbols[:, None]
     loss = -mass.masked_fill(beyond, 0).sum(-1)
     return _Posteriors(loss.masked_fill(frames == 0, 0), occupancy, label_share)
 
 
 def _skewed(field: Tensor, fill: float) -> Tensor:
-    """(B, T, P) as diagonals (B, T + P - 1, P): element [d, u] is cell (d - u, u), or ``fill``."""
+    """Rearrange (B, T, P) to diagonals (B, T + P - 1, P): [d, u] is cell (d - u, u), or ``fill``."""
     batch, frames, positions = field.shape
     padded = F.pad(field.transpose(1, 2), (0, positions), value=fill).flatten(1)
     return padded[:, :-positions].reshape(batch, positions, frames + positions - 1).transpose(1, 2)

@@ -16,11 +16,11 @@ from speechtrain.text.vocabulary import Tokenizer
 
 
 class CTC(Task, PolicyAware):
-    """A linear layer on an encoder's frames, trained by CTC: how wav2vec 2.0 is usually fine-tuned.
+    """A linear layer on an encoder's frames, trained by CTC: the usual fine-tuning of wav2vec 2.0.
 
-    The loss of a batch is the sum over its utterances, its weight their number; an utterance of more
-    labels than frames adds 0. A pretrained encoder stays as it is for ``freeze_encoder_steps``
-    updates; ``dropout`` is that of its frames.
+    The loss of a batch is the sum over its utterances, and its weight is their number; an utterance whose
+    labels do not fit its frames adds 0. A pretrained encoder does not change for the first
+    ``freeze_encoder_steps`` updates; ``dropout`` applies to the encoder's frames.
     """
 
     metric = "wer"
@@ -32,7 +32,7 @@ class CTC(Task, PolicyAware):
         if not 0 <= dropout < 1:
             raise ValueError(f"model.dropout is {dropout}; it must be at least 0 and below 1")
         if not tokenizer.reads_text:
-            raise ConfigError("model=ctc learns from transcripts; use another tokenizer than tokenizer=none")
+            raise ConfigError("model=ctc learns from transcripts; replace tokenizer=none by another one")
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio
@@ -57,7 +57,7 @@ class CTC(Task, PolicyAware):
         return Loss(*self._loss(scores, lengths, batch))
 
     def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T, V) fp32, blank last, and frames (B,)."""
+        """Compute log-probabilities (B, T, V) fp32, blank last, and frames (B,)."""
         encoded, lengths = self.encoder.encode(batch)
         return self.output(self.dropout(encoded)).float().log_softmax(-1), lengths
 
@@ -77,7 +77,7 @@ class CTC(Task, PolicyAware):
         return self._decode(*self._scores(batch))
 
     def _decode(self, scores: Tensor, lengths: Tensor) -> list[str]:
-        if self._is_static:  # runs of equal labels have any length: the host's business
+        if self._is_static:  # merging equal labels has data-dependent shapes, so the host does it
             scores, lengths = scores.cpu(), lengths.cpu()
         return [self.tokenizer.decode(ids) for ids in best_path(scores, lengths, self.tokenizer.blank)]
 

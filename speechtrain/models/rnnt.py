@@ -27,11 +27,11 @@ from speechtrain.text.vocabulary import Tokenizer
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_LABELS_PER_SECOND = 50  # a limit for a model that babbles
+_LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
 
 
 class Prediction(nn.Module):
-    """Embedding and LSTM over the labels so far; a zero vector starts the sequence (blank has no row)."""
+    """Embedding and LSTM over the previous labels; the sequence starts with a zero vector (no blank row)."""
 
     def __init__(
         self,
@@ -49,39 +49,39 @@ class Prediction(nn.Module):
         self.dec_rnn = LSTM(embedding, hidden, layers, dropout, layer_norm, forget_gate_bias, init_scale)
 
     def forward(self, labels: Tensor) -> Tensor:
-        """Labels (B, U) to (B, U+1, hidden); frame u has seen the first u labels."""
+        """Map labels (B, U) to (B, U+1, hidden); frame u depends on the first u labels."""
         embedded: Tensor = F.pad(self.embed(labels), (0, 0, 1, 0))
         output: Tensor = self.dec_rnn(embedded)[0]
         return output
 
     def start(self, rows: int) -> tuple[Tensor, State]:
-        """Output (B, hidden) and state before any label."""
+        """Return the output (B, hidden) and the state before the first label."""
         output, state = self.dec_rnn(self.embed.weight.new_zeros(rows, 1, self.embed.embedding_dim))
         return output[:, 0], state
 
     def step(self, labels: Tensor, state: State) -> tuple[Tensor, State]:
-        """One label a row (B,): output (B, hidden) and the new state."""
+        """Return the output (B, hidden) and the state after one more label per row (B,)."""
         output, state = self.dec_rnn(self.embed(labels)[:, None], state)
         return output[:, 0], state
 
 
 def _on_host(module: _Module) -> _Module:
-    """A copy of ``module`` on the host, computing in its plain forms."""
+    """Copy ``module`` to the host, with the default compute policy."""
     copied = copy.deepcopy(module).cpu()
     apply_policy(copied, ComputePolicy())
     return copied
 
 
 class RNNT(Task, PolicyAware):
-    """RNN-T recognition, trained by the exact transducer loss, judged by its greedy WER.
+    """RNN-T recognition, trained by the exact transducer loss and evaluated by greedy WER.
 
-    ``joint_bias`` ``both`` gives each of the two joint projections a bias (MLPerf); ``single`` only
-    the encoder's: with it the additive joint is Intel's older Linear over the concatenation, its
-    weight split in two. ``ctc_weight`` adds a CTC loss on the encoder, ``fastemit`` is the lambda of
-    Yu et al. (2021). ``max_symbols`` ends a hypothesis after so many labels (MLPerf: 300); None allows
-    50 for each second of audio, twice the characters of the fastest speech. A pretrained encoder
-    stays as it is for ``freeze_encoder_steps`` updates. The loss of a batch is the sum over its
-    utterances, its weight their number.
+    With ``joint_bias`` ``both``, both joint projections have a bias (MLPerf); with ``single``, only the
+    encoder's has one, so the additive joint equals Intel's older Linear over the concatenation, its
+    weight split in two. ``ctc_weight`` adds a CTC loss on the encoder; ``fastemit`` is the lambda of
+    Yu et al. (2021). ``max_symbols`` is the most labels of a hypothesis (MLPerf: 300); None allows 50
+    per second of audio, twice the characters of the fastest speech. A pretrained encoder does not change
+    for the first ``freeze_encoder_steps`` updates. The loss of a batch is the sum over its utterances,
+    and its weight is their number.
     """
 
     metric = "wer"
@@ -108,7 +108,7 @@ class RNNT(Task, PolicyAware):
     ) -> None:
         super().__init__()
         if joint_bias not in ("both", "single"):
-            raise ValueError(f"model.joint_bias is {joint_bias!r}; it is both or single")
+            raise ValueError(f"model.joint_bias is {joint_bias!r}; it must be both or single")
         if not 0 <= joint_dropout < 1:
             raise ValueError(f"model.joint_dropout is {joint_dropout}; it must be at least 0 and below 1")
         sizes = {"prediction_embedding": prediction_embedding, "joint_hidden": joint_hidden}
@@ -118,7 +118,7 @@ class RNNT(Task, PolicyAware):
             if size < 1:
                 raise ValueError(f"model.{name} is {size}; it must be at least 1")
         if not tokenizer.reads_text:
-            raise ConfigError("model=rnnt learns from transcripts; use another tokenizer than tokenizer=none")
+            raise ConfigError("model=rnnt learns from transcripts; replace tokenizer=none by another one")
         self.tokenizer = tokenizer
         self.blank = tokenizer.blank
         self.encoder = encoder
@@ -162,7 +162,7 @@ class RNNT(Task, PolicyAware):
         return Loss((per_row * batch.weight).sum(), batch.weight.sum(), parts)
 
     def _losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        """Loss of each row (B,) fp32, and its parts where there is more than one."""
+        """Compute the loss of each row (B,) fp32, and its parts where there are several."""
         is_narrow = autocast_dtype(encoded.device) == torch.bfloat16  # float16 is too narrow for the joint
         transducer = transducer_loss(
             self.joint_enc(encoded),
@@ -174,7 +174,7 @@ class RNNT(Task, PolicyAware):
             batch.label_lengths,
             blank=self.blank,
             dropout=self.joint_dropout if self.training else 0.0,
-            # drawn from the generator that the trainer has seeded for this micro-batch
+            # drawn from the generator that the trainer seeds for each micro-batch
             seed=int(torch.randint(2**62, ())),
             fastemit=self.fastemit,
             static=self._is_static,
@@ -207,8 +207,8 @@ class RNNT(Task, PolicyAware):
         prediction, joint_pred, joint_net = self.prediction, self.joint_pred, self.joint_net
         encoded = self.joint_enc(encoded)
         if self._is_static:
-            # how long a search takes depends on what it finds: the host's business, with one read of the
-            # frames, and of these weights, for each batch
+            # the number of search steps depends on data, so the host decodes; it reads the frames and these
+            # weights once per batch
             prediction = _on_host(prediction)
             joint_pred, joint_net = _on_host(joint_pred), _on_host(joint_net)
             encoded, lengths = encoded.cpu(), lengths.cpu()
@@ -239,7 +239,7 @@ class RNNT(Task, PolicyAware):
         return [self.tokenizer.decode(ids) for ids in hypotheses]
 
     def footprint(self) -> Footprint:
-        """What the encoder keeps, and the loss's recursion: about 200 bytes a lattice cell."""
+        """The encoder's memory, and the recursion of the loss: about 200 bytes per lattice cell."""
         return Footprint(self.encoder.activation_bytes(), 200 * self._frames_per_second())
 
     def _frames_per_second(self) -> float:

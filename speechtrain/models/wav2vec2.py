@@ -1,4 +1,4 @@
-"""wav2vec 2.0 pretraining (Baevski et al., 2020): tell a masked frame's code from those of its row.
+"""wav2vec 2.0 pretraining (Baevski et al., 2020): find a masked frame's code among others of its row.
 
 Legend: B rows, T frames, M masked frames of a row, K negatives, C extractor channels, D model width,
 G codebooks.
@@ -24,18 +24,18 @@ from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
-_NEAR_CHANCE = 0.01  # bits: a run that learns nothing is 0.001 from it
+_NEAR_CHANCE = 0.01  # bits; a run that learns nothing is within 0.001 of chance
 _MASKS, _NEGATIVES, _CHANNELS, _NOISE = range(4)  # streams of a micro-batch's draws on the host
 
 
 class CollapseWatch:
-    """Notices codebooks that no longer say anything, which the contrastive loss alone rewards.
+    """Detects collapsed codebooks, which carry no information but have a low contrastive loss.
 
-    With one code for all frames every negative is excluded and the accuracy is 100 %. A sign is fewer
-    than 5 % of a codebook's entries in use (perplexity), a fifth of the negatives with their
-    positive's code, a tenth of an utterance's codes distinct, or more than 97 % accuracy, in
-    every log line of ``patience`` updates; so a dip of a healthy run raises no alarm. So is a loss at
-    ``chance`` bits for ``chance_updates`` updates (0: never), at which every run begins.
+    With one code for all frames, every negative is excluded and the accuracy is 100 %. The signs are: less
+    than 5 % of a codebook's entries in use (perplexity); more than 20 % of the negatives with their
+    positive's code; less than 10 % of an utterance's codes distinct; accuracy above 97 %. A sign in every
+    log line of ``patience`` updates raises the alarm, so a dip of a healthy run does not. A loss at
+    ``chance`` bits, where every run starts, raises it after ``chance_updates`` updates (0: never).
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class CollapseWatch:
         self._lines, self._is_told = 0, False
 
     def __call__(self, step: int, means: Mapping[str, float], cause: str) -> Alarm | None:
-        """The alarm at the log line of ``step``, once for each collapse; ``cause`` ends its message."""
+        """Return the alarm of the log line of ``step``, once per collapse; ``cause`` ends its message."""
         sign, patience = self._sign(means), self.patience
         if not sign and self.chance_updates and means["loss_contrastive"] > self.chance - _NEAR_CHANCE:
-            sign = f"the contrastive loss stands at chance, {self.chance:.3f} bits"
+            sign = f"the contrastive loss is at chance, {self.chance:.3f} bits"
             patience = self.chance_updates
         if not sign:
             self._onset, self._lines, self._is_told = None, 0, False
@@ -60,35 +60,35 @@ class CollapseWatch:
         if self._is_told or self._lines < 3 or step - self._onset < patience:
             return None
         self._is_told = True
-        return Alarm(self._onset, f"the codebooks have collapsed at step {step}: {sign}; {cause}")
+        return Alarm(self._onset, f"the codebooks collapsed at step {step}: {sign}; {cause}")
 
     def _sign(self, means: Mapping[str, float]) -> str:
         for group in range(self.codebooks):
             in_use = means[f"code_perplexity_{group}"]
             if in_use < 0.05 * self.codes:
-                return f"{in_use:.1f} of {self.codes} codes in use in codebook {group}"
+                return f"only {in_use:.1f} of {self.codes} codes are in use in codebook {group}"
         if means["shared_negatives"] > 0.2:
-            return f"{100 * means['shared_negatives']:.0f} % of the negatives carry their positive's code"
+            return f"{100 * means['shared_negatives']:.0f} % of the negatives have their positive's code"
         if means["distinct_codes"] < 0.1:
-            return f"{100 * means['distinct_codes']:.0f} % of an utterance's codes are distinct"
+            return f"only {100 * means['distinct_codes']:.0f} % of an utterance's codes are distinct"
         if means["accuracy"] > 0.97:
-            return f"an accuracy of {100 * means['accuracy']:.1f} % is too good to be true"
+            return f"the accuracy is {100 * means['accuracy']:.1f} %, too high to be real"
         return ""
 
 
 class Wav2Vec2(Task, PolicyAware):
-    """Contrastive pretraining of an encoder on raw audio; no transcripts are read.
+    """Contrastive pretraining of an encoder on raw audio, without transcripts.
 
-    Every row of a batch masks the same number of frames; what the loss needs is gathered by index,
-    so a step has no data-dependent shape and reads nothing back to the host. ``fixed_width`` makes
-    the index tables as wide as the longest mask that the frames allow, the surplus at weight 0:
-    then the shapes follow from the audio's alone, as static devices want.
+    Every row of a batch masks the same number of frames, and the loss gathers its inputs by index, so a
+    step has no data-dependent shape and the host reads nothing back. With ``fixed_width``, the index
+    tables are as wide as the longest mask that the frames allow, and surplus entries have weight 0: all
+    shapes then depend on the audio's shape only, as static devices need.
 
-    The loss of a batch is, with N masked frames, the contrastive cross-entropy summed over them plus
-    N × ``diversity_weight`` × (1 − perplexity / codes) plus N × ``penalty_weight`` × the mean square of
+    The loss of a batch with N masked frames is the contrastive cross-entropy summed over them, plus
+    N × ``diversity_weight`` × (1 − perplexity / codes), plus N × ``penalty_weight`` × the mean square of
     the extractor's output; its weight is N. The quantiser's temperature after n updates is
     max(``temperature[0]`` × ``temperature[2]``^n, ``temperature[1]``). ``host_noise`` draws the Gumbel
-    noise on the host, so that all devices train on the same.
+    noise on the host, so that all devices use the same noise.
     """
 
     metric = "loss"
@@ -118,12 +118,12 @@ class Wav2Vec2(Task, PolicyAware):
                 "wav2vec2_large or wav2vec2_small"
             )
         if encoder.mask is None:
-            raise ConfigError("model=wav2vec2 needs encoder.mask: without masked frames there is no loss")
+            raise ConfigError("encoder.mask is null; model=wav2vec2 needs it for its loss on masked frames")
         start, floor, decay = temperature or (2.0, 0.5, 0.999995)
         if not (start >= floor > 0 and 0 < decay <= 1):
             raise ConfigError(
-                f"model.temperature is {temperature}; it is [start, floor, decay] with start >= floor > 0 "
-                "and decay above 0 and at most 1"
+                f"model.temperature is {temperature}; it must be [start, floor, decay], start >= floor > 0 "
+                "and 0 < decay <= 1"
             )
         if negatives < 1 or contrast_temperature <= 0:
             raise ConfigError("model.negatives must be at least 1, and model.contrast_temperature above 0")
@@ -157,9 +157,9 @@ class Wav2Vec2(Task, PolicyAware):
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
         cause = "lower optimizer.lr, or raise model.diversity_weight"
         if self.temperature[0] <= self.temperature[1]:
-            cause = f"model.temperature starts at its floor of {self.temperature[1]:g}: start at 2"
+            cause = f"model.temperature starts at its floor of {self.temperature[1]:g}; set its start to 2"
         elif self.diversity_weight == 0:
-            cause = "model.diversity_weight is 0: nothing keeps the codes in use; 0.1 to 0.5 does"
+            cause = "model.diversity_weight is 0, so nothing keeps the codes in use; set it to 0.1 to 0.5"
         return self._collapse(step, means, cause)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
@@ -167,7 +167,7 @@ class Wav2Vec2(Task, PolicyAware):
         assert encoder.mask is not None
         lengths = [encoder.frames(samples) for samples in batch.audio_lengths.tolist()]
         width = encoder.frames(batch.audio.shape[1])
-        # a row too short to leave an unmasked frame weighs as little as a filler row
+        # a row too short for an unmasked frame has weight 0, as a padding row has
         shortest = encoder.mask.shortest()
         counted = [bool(name) and n >= shortest for name, n in zip(batch.ids, lengths, strict=True)]
         mask = encoder.mask.draw(lengths, width, seed_at(seed, _MASKS), equal=True, counted=counted)
@@ -180,7 +180,7 @@ class Wav2Vec2(Task, PolicyAware):
             "negatives": draw_negatives(counts, entries, self.negatives, seed_at(seed, _NEGATIVES)),
         }
         if self.training:
-            # one tensor for each draw, none a Python number: a static device compiles once
+            # every draw is a tensor, none a Python number, so a static device compiles once
             extra["temperature"] = torch.tensor(code_temperature(self._step, *self.temperature))
             extra["keep"] = encoder.draw_keep()
             if encoder.channel_mask is not None:
@@ -200,9 +200,9 @@ class Wav2Vec2(Task, PolicyAware):
             features, lengths, extra["mask"], extra.get("channel_mask"), extra.get("keep")
         )
         index, weight = extra["index"], extra["masked"]
-        # gathered before dropout and projection, which then cost half of what all frames would
+        # gathered before dropout and projection, which then cost half as much as on all frames
         unmasked = F.dropout(_gathered(features, index), self.target_dropout, self.training)
-        temperature = extra.get("temperature", torch.ones_like(penalty))  # evaluation takes the best code
+        temperature = extra.get("temperature", torch.ones_like(penalty))  # evaluation ignores it
         quantized = self.quantizer(unmasked, temperature, weight, extra.get("noise"))
         contrastive = contrastive_loss(
             self.final_proj(_gathered(context, index)),
@@ -216,7 +216,7 @@ class Wav2Vec2(Task, PolicyAware):
         diversity = times(quantized.diversity(), self.diversity_weight) * count
         pressure = times(penalty, self.penalty_weight) * count
         total = contrastive.loss + diversity + pressure
-        one = (count > 0).to(count.dtype)  # a batch of filler rows alone has no codes
+        one = (count > 0).to(count.dtype)  # a batch of padding rows only has no codes
         code, prob = quantized.code_perplexity() * one, quantized.prob_perplexity() * one
         parts: Sums = {
             "loss_bits": (bits(total), count),
@@ -241,10 +241,10 @@ class Wav2Vec2(Task, PolicyAware):
         return Evaluation(pairs)
 
     def footprint(self) -> Footprint:
-        """What the encoder keeps; scores and negatives grow with the square of a row's masked frames."""
+        """The encoder's memory only; scores and negatives grow with the square of a row's masked frames."""
         return Footprint(self.encoder.activation_bytes())
 
 
 def _gathered(frames: Tensor, index: Tensor) -> Tensor:
-    """Frames (B, T, X) at ``index`` (B, M) -> (B, M, X)."""
+    """Gather frames (B, T, X) at ``index`` (B, M) to (B, M, X)."""
     return frames.gather(1, index[:, :, None].expand(-1, -1, frames.shape[2]))

@@ -1,4 +1,4 @@
-"""What autocast is doing, asked in one way on all devices; some, as lazy tensors, have none."""
+"""The state of autocast, by one interface for all devices; lazy tensors, for example, have no autocast."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast makes of matrix products here and now; None where it is off."""
+    """The dtype that autocast gives matrix products at this point; None where autocast is off."""
     kind = device.type
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """fp32, or fp64 where it is that already."""
+    """``x`` as fp32; an fp64 ``x`` stays fp64."""
     return x if x.dtype == torch.float64 else x.float()

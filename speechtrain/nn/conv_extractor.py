@@ -33,7 +33,7 @@ class _ScaleGradient(Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """``x`` itself; its gradient arrives multiplied by ``factor``."""
+    """Return ``x`` and multiply its gradient by ``factor``."""
     if factor == 1.0:
         return x
     scaled: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
@@ -43,9 +43,9 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 class _StridedProduct(Function):
     """Strided convolution of (B, T, C) rows by weights (out, k·C), as products over strided views.
 
-    Frame t sees k·C consecutive values from t·s·C on. Cut into blocks of s taps, block j of every
-    frame is a matrix whose rows do not overlap, so a product reads it in place: forward, and both
-    gradients, take ceil(k/s) products a row and copy nothing.
+    The input of frame t is k·C consecutive values from t·s·C on. The taps are divided into blocks of s.
+    Block j of all frames is a matrix whose rows do not overlap, so a product reads it in place. Forward
+    and both gradients take ceil(k/s) products a row, without copies.
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class _StridedProduct(Function):
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         to_x = torch.empty_like(x) if needs_x else None
         to_weight = torch.zeros_like(weight) if needs_weight else None
-        # the first blocks touch each other and are written; later ones lie over them and are added
+        # the first blocks are adjacent and are written; later blocks overlap them and are added
         written = frames * ctx.stride if ctx.kernel >= ctx.stride else 0
         for index in range(x.shape[0]):
             if to_x is not None:
@@ -92,7 +92,7 @@ class _StridedProduct(Function):
 
 
 def _blocks(row: Tensor, frames: int, kernel: int, stride: int) -> list[tuple[slice, Tensor]]:
-    """Columns of the weight, and the (frames, columns) view of a contiguous row (T, C) that they meet."""
+    """Pairs of weight columns and the (frames, columns) view of a contiguous row (T, C) they multiply."""
     channels = row.shape[1]
     blocks = []
     for tap in range(0, kernel, stride):
@@ -107,20 +107,20 @@ Convolution = Callable[[Tensor, Tensor, "Tensor | None", int], Tensor]
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    """(B, T, C) by (out, C, k) to (B, T', out), as torch's one-dimensional convolution."""
+    """Convolve (B, T, C) by (out, C, k) to (B, T', out) with torch's one-dimensional convolution."""
     return F.conv1d(x.transpose(1, 2), weight, bias, stride).transpose(1, 2)
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    """The same as a two-dimensional convolution of height 1 (the Gaudi port's form)."""
+    """``conv1d`` by a two-dimensional convolution of height 1, as in the Gaudi port."""
     image = x.transpose(1, 2)[:, :, None]
     return F.conv2d(image, weight[:, :, None], bias, (1, stride))[:, :, 0].transpose(1, 2)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    """The same as matrix products over strided views of time-major rows; first derivatives only."""
+    """``conv1d`` by matrix products over strided views of time-major rows; first derivatives only."""
     if x.shape[2] == 1:
-        # k·C is k: copying the frames costs less than several products of so few columns
+        # one channel: a copy of the frames costs less than several products of so few columns
         return F.linear(x[:, :, 0].unfold(1, weight.shape[2], stride).contiguous(), weight[:, 0], bias)
     if (dtype := autocast_dtype(x.device)) is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -137,7 +137,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _NormOverTime(Function):
-    """Instance norm of (B, T, C) rows in time-major memory, where torch's would transpose them."""
+    """Instance norm of (B, T, C) rows in time-major memory; torch's own would transpose them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -166,10 +166,10 @@ class _NormOverTime(Function):
 class InstanceNorm(nn.GroupNorm):
     """GroupNorm with one group a channel, computed as instance norm: (B, T, C) over T, at least in fp32.
 
-    The two are one formula (biased variance, one scale and shift a channel); instance norm also runs
-    as a single operation on devices where group norm is taken apart. ``time_major`` says how the
-    input lies in memory; the result is the same. The statistics cover every
-    frame of a row, padding included, as upstream's do.
+    The two have the same formula (biased variance, one scale and shift a channel). Instance norm is a
+    single operation also on devices that decompose group norm. ``time_major`` is the memory layout of the
+    input; the result does not depend on it. The statistics cover every frame of a row, with the padding,
+    as in upstream.
     """
 
     def __init__(self, channels: int) -> None:
@@ -186,14 +186,14 @@ class InstanceNorm(nn.GroupNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm in the input's own type; every backend accumulates its statistics in fp32."""
+    """LayerNorm with output in the input's dtype; every backend accumulates its statistics in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(x.dtype)
 
 
 class ConvBlock(nn.Module):
-    """Convolution, norm, GELU: (B, T, C) to (B, T', out)."""
+    """Convolution, then norm, then GELU: (B, T, C) to (B, T', out)."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int, stride: int, bias: bool, norm: nn.Module
@@ -215,15 +215,15 @@ class ConvExtractor(nn.Module, PolicyAware):
 
     ``layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
     [512, 10, 5], 4 × [512, 3, 2], 2 × [512, 2, 2]: 20 ms a frame at 16 kHz, each seeing 25 ms.
-    ``norm`` ``group`` normalises each channel over time behind the first convolution (base models);
-    its statistics cover padding too, so a padded row differs from the same row alone, as upstream.
-    ``layer`` normalises over channels behind every convolution (large models), where valid frames do
-    not depend on padding. Order: convolution, norm, GELU. Weights are drawn Kaiming-normal.
+    ``norm`` ``group`` normalises each channel over time after the first convolution (base models);
+    its statistics cover padding too, so padding changes a row's result, as in upstream.
+    ``layer`` normalises over channels after every convolution (large models); valid frames then do
+    not depend on padding. Order: convolution, norm, GELU. Weights are initialised Kaiming-normal.
 
     ``gradient_scale`` multiplies the gradient that enters the extractor; 0 freezes it (no graph is
-    recorded, and its parameters ask for no gradient). ``form`` is how a convolution is computed:
-    ``conv1d``, ``conv2d``, or ``matmul``, matrix products over strided views of memory (CPU and CUDA;
-    a lazy device has no such views); the parameters and their names are the same in all.
+    recorded, and its parameters require no gradient). ``form`` is how a convolution is computed:
+    ``conv1d``, ``conv2d``, or ``matmul``, which is matrix products over strided views of memory (CPU and
+    CUDA; lazy devices have no strided views). The parameters and their names do not depend on it.
 
     Raises ConfigError for values out of range.
     """
@@ -239,10 +239,10 @@ class ConvExtractor(nn.Module, PolicyAware):
         super().__init__()
         if not layers or any(len(layer) != 3 or min(layer) < 1 for layer in layers):
             raise ConfigError(
-                f"encoder.conv_layers is {layers}; it lists [channels, kernel, stride], all above 0"
+                f"encoder.conv_layers is {layers}; it must list [channels, kernel, stride], all above 0"
             )
         if norm not in ("group", "layer"):
-            raise ConfigError(f"encoder.conv_norm is {norm!r}; it is group or layer")
+            raise ConfigError(f"encoder.conv_norm is {norm!r}; it must be group or layer")
         if gradient_scale < 0:
             raise ConfigError(f"encoder.gradient_scale is {gradient_scale}; it must be 0 or more")
         self.spans = [(int(kernel), int(stride)) for _, kernel, stride in layers]
@@ -266,9 +266,9 @@ class ConvExtractor(nn.Module, PolicyAware):
             self.use("conv2d")
 
     def use(self, form: str) -> None:
-        """Compute the convolutions in another of ``FORMS`` from now on."""
+        """Set how the convolutions are computed: a key of ``FORMS``."""
         if form not in FORMS:
-            raise ConfigError(f"encoder.conv_form is {form!r}; it is one of {', '.join(FORMS)}")
+            raise ConfigError(f"encoder.conv_form is {form!r}; it must be one of {', '.join(FORMS)}")
         for layer in self.layers:
             assert isinstance(layer, ConvBlock)
             layer.form = FORMS[form]
@@ -276,7 +276,7 @@ class ConvExtractor(nn.Module, PolicyAware):
                 layer.norm.time_major = form == "matmul"
 
     def forward(self, audio: Tensor) -> Tensor:
-        """Audio (B, S) to features (B, T, C), T = ``frames(S)``."""
+        """Map audio (B, S) to features (B, T, C), T = ``frames(S)``."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.gradient_scale > 0):
             x = audio[:, :, None]
             for layer in self.layers:
@@ -284,20 +284,20 @@ class ConvExtractor(nn.Module, PolicyAware):
         return scale_gradient(x, self.gradient_scale) if self.gradient_scale else x
 
     def frames(self, samples: int) -> int:
-        """Frames of ``samples`` samples, on the host: 16000 make 49 in the published configuration."""
+        """Frames of ``samples`` samples, on the host: 16000 give 49 in the published configuration."""
         for kernel, stride in self.spans:
             samples = max((samples - kernel) // stride + 1, 0)
         return samples
 
     def lengths(self, samples: Tensor) -> Tensor:
-        """Frames (B,) that see only valid samples, for rows of ``samples`` (B,)."""
+        """The numbers of frames (B,) that cover valid samples only, for rows of ``samples`` (B,)."""
         for kernel, stride in self.spans:
             samples = (torch.div(samples - kernel, stride, rounding_mode="floor") + 1).clamp(min=0)
         return samples
 
     @property
     def stride(self) -> int:
-        """Samples from one frame to the next."""
+        """The number of samples from one frame to the next."""
         product = 1
         for _, stride in self.spans:
             product *= stride

@@ -1,4 +1,4 @@
-"""Uni-directional LSTM stacks with the reference's initialisation and an optional LayerNorm behind.
+"""Uni-directional LSTM stacks with the reference's initialisation, then an optional LayerNorm.
 
 Shape legend: B rows, T frames, I inputs, H units, 4H the gates of a unit in torch's order: input, forget,
 candidate, output.
@@ -20,20 +20,20 @@ State = tuple[Tensor, Tensor]
 
 
 class LSTM(nn.Module, PolicyAware):
-    """``layers`` LSTM layers, dropout between them and on the output, then LayerNorm where asked.
+    """``layers`` LSTM layers with dropout between them and on the output, then LayerNorm if ``layer_norm``.
 
     Shapes are batch-first: (B, T, ``inputs``) to (B, T, ``hidden``). Uni-directional, so padding at
     a row's end never reaches its valid frames and no packing is needed.
 
     Initialisation (MLPerf RNN-T reference): PyTorch's uniform(±1/sqrt(hidden)); the forget-gate
     quarter of every input bias becomes ``forget_gate_bias`` and that of every recurrent bias 0;
-    then all weights and biases are multiplied by ``init_scale``. LayerNorm stands behind the whole
-    stack (Intel AIDK's placement, there skipped in evaluation by mistake; here it always runs).
+    then all weights and biases are multiplied by ``init_scale``. LayerNorm follows the whole stack,
+    as in Intel AIDK (which skips it in evaluation by mistake; here it always runs).
 
-    Two forms with the same parameters and numbers. ``fused`` is torch's own, in fp32 whatever the
-    precision. ``loop`` goes frame by frame, with the products over all frames done at once, and under
-    bfloat16 autocast its products are bfloat16 (cells, gates and outputs stay fp32); where the device is
-    not static it is for training only, and what records no gradient is left to the fused one.
+    Two implementations have the same parameters and results. ``fused`` is torch's own, in fp32 for every
+    precision. ``loop`` iterates over the frames, after one product for the inputs of all frames; under
+    bfloat16 autocast its products are bfloat16 (cells, gates and outputs stay fp32). On a device that is
+    not static, ``loop`` serves training only, and calls that record no gradient use ``fused``.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class LSTM(nn.Module, PolicyAware):
         self._policy = policy
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """(B, T, inputs) to (B, T, hidden), and the state (layers, B, hidden) × 2 behind the last frame."""
+        """Map (B, T, inputs) to (B, T, hidden) and the state (layers, B, hidden) × 2 after the last frame."""
         is_narrow = autocast_dtype(x.device) == torch.bfloat16  # float16 is too narrow
         is_loop = self._policy.lstm == "loop" and (self._policy.static or torch.is_grad_enabled())
-        # autocast stops here: oneDNN's bf16 LSTM backward is slower than its fp32 one (1.4 to 2.1 times
-        # on an AVX512-BF16 machine), and the loop does its own casting
+        # no autocast inside: oneDNN's LSTM backward is slower in bf16 than in fp32 (1.4 to 2.1 times
+        # on an AVX512-BF16 machine), and the loop casts by itself
         with full_precision(x.device):
             x = at_least_fp32(x).transpose(0, 1)  # time-major: no copy inside
             products = torch.bfloat16 if is_narrow else x.dtype
@@ -74,7 +74,7 @@ class LSTM(nn.Module, PolicyAware):
             return self.norm(self.dropout(y.transpose(0, 1))), state
 
     def _loop(self, x: Tensor, state: State | None, products: torch.dtype) -> tuple[Tensor, State]:
-        """What ``self.lstm`` computes of (T, B, inputs)."""
+        """Compute the same as ``self.lstm`` from (T, B, inputs)."""
         start = x.new_zeros(x.shape[1], self.lstm.hidden_size)
         hiddens, cells = [], []
         for layer, weights in enumerate(self.lstm.all_weights):
@@ -88,12 +88,12 @@ class LSTM(nn.Module, PolicyAware):
 
 
 class _Layer(torch.autograd.Function):
-    """One layer: (T, B, I) and a state (B, H) × 2 to (T, B, H) and the last state.
+    """One LSTM layer: (T, B, I) and a state (B, H) × 2 to (T, B, H) and the last state.
 
-    Only the recurrent product is done frame by frame. That of the inputs and those that give the
-    gradients of inputs and weights are single products over all frames. Autograd through a written-out
-    loop would instead add up the weights' gradients frame by frame, and for every frame's slice write a
-    zero tensor of the whole sequence.
+    Only the recurrent product is computed frame by frame. The product of the inputs and the products for
+    the gradients of inputs and weights cover all frames at once. Autograd through a plain Python loop
+    would instead add the weights' gradients frame by frame, and would write, for the slice of every
+    frame, a zero tensor of the whole sequence.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ class _Layer(torch.autograd.Function):
         frames, rows, inputs = x.shape
         narrow = x.reshape(frames * rows, inputs).to(products)
         gates = torch.mm(narrow, input_weight.to(products).t()).to(x.dtype) + (input_bias + bias)
-        # a copy, since the product reads it in this order once a frame: 1.5 times faster at B=4 in fp32
+        # contiguous, since every frame's product reads it in this order: 1.5 times faster at B=4 in fp32
         recurrent = weight.to(products).t().contiguous()
         walk = _forward_static if is_static else _forward
         gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), recurrent, hidden, cell)
@@ -139,16 +139,16 @@ class _Layer(torch.autograd.Function):
             by_input = torch.mm(transposed, narrow).to(weight.dtype)
             by_hidden = torch.mm(transposed, hiddens[:frames].reshape(frames * rows, width)).to(weight.dtype)
             by_bias = flat.sum(0, dtype=outputs.dtype)
-        # two tensors: one for both biases would be copied, on lazy tensors by way of the host
+        # two tensors: one tensor for both biases would be copied, and lazy tensors copy by way of the host
         return inputs, hidden, cell, by_input, by_hidden, by_bias, by_bias.clone(), None, None
 
 
 class _Slopes(NamedTuple):
-    """What backward multiplies by at each frame: nothing in it depends on the gradient."""
+    """The factors of backward at each frame; none depends on the gradient."""
 
-    gates: Tensor  # (T, B, 4H) of the first three gates' sums by the cell, of the output gate's by the output
-    cell: Tensor  # (T, B, H) of the cell by the output
-    forget: Tensor  # (T, B, H) of the cell before by the cell
+    gates: Tensor  # (T, B, 4H) d cell / d sum of the first three gates; d output / d sum of the output gate
+    cell: Tensor  # (T, B, H) d output / d cell
+    forget: Tensor  # (T, B, H) d cell / d previous cell
 
     @classmethod
     def of(cls, gates: Tensor, cells: Tensor) -> _Slopes:
@@ -168,11 +168,11 @@ class _Slopes(NamedTuple):
 def _forward(
     gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The walk over the frames, writing where the results stay.
+    """Iterate over the frames, with every result written in place.
 
-    ``gates`` (T, B, 4H) holds the inputs' part of their sums, and then the gates; ``recurrent`` is
-    (H, 4H). Returns the gates, the cells (T + 1, B, H) and what the products saw of the outputs
-    (T + 1, B, H), both beginning with the state given, and the outputs (T, B, H).
+    ``gates`` (T, B, 4H) holds the inputs' part of the gates' sums and is overwritten by the gates;
+    ``recurrent`` is (H, 4H). Returns the gates; the cells (T + 1, B, H) and the outputs in the products'
+    dtype (T + 1, B, H), both with the given state first; and the outputs (T, B, H).
     """
     frames, rows, width = len(gates), *cell.shape
     cells = gates.new_empty(frames + 1, rows, width)
@@ -202,7 +202,7 @@ def _forward(
 def _forward_static(
     gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same in slices and concatenations: on lazy tensors a write into a slice copies the whole."""
+    """``_forward`` by slices and concatenations: on lazy tensors, a write into a slice copies all of it."""
     width = cell.shape[1]
     hidden = hidden.to(recurrent.dtype)
     activated, cells, hiddens, outputs = [], [cell[None]], [hidden[None]], []
@@ -223,8 +223,8 @@ def _forward_static(
 def _backward(
     outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The walk back: gradients (T, B, 4H) of the gates' sums, in the dtype of ``weight`` (4H, H), and of
-    the state given, from those of the outputs (T, B, H) and of the last state."""
+    """Iterate backwards over the frames: from the gradients of the outputs (T, B, H) and of the last state
+    to those of the gates' sums (T, B, 4H), in the dtype of ``weight`` (4H, H), and of the given state."""
     rows, width = cell.shape
     by_gates = torch.empty_like(slopes.gates, dtype=weight.dtype)
     cell = cell.clone()
@@ -242,7 +242,7 @@ def _backward(
 def _backward_static(
     outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in slices and concatenations."""
+    """``_backward`` by slices and concatenations."""
     width = cell.shape[1]
     by_gates: list[Tensor] = []
     for t in range(len(outputs) - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""Which frames are masked and which are their negatives: drawn on the host, ahead of the step.
+"""Draws of the masked frames and of their negatives, on the host, before the step.
 
-Every draw has an address, the micro-batch's seed and the row, so it depends neither on the other rows
-nor on padding. Legend: B rows, T frames, M masked frames of a row, K negatives.
+The address of a draw is the micro-batch's seed and the row, so a draw depends neither on the other rows
+nor on the padding. Legend: B rows, T frames, M masked frames of a row, K negatives.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class SpanMask:
     A row of n frames gets ``int(probability × n / length + U[0, 1))`` spans, at least ``min_masks``.
     Span lengths follow ``kind``: ``static`` all ``length``; ``uniform`` whole numbers from ``other`` to
     ``2 × length``; ``normal`` with mean ``length`` and deviation ``other``, at least 1; ``poisson`` with
-    mean ``length``. With ``overlap`` starts are distinct and spans may cover one another (about 49 % of
-    a long row at 0.65 and 10); without it spans keep ``min_space`` frames between them and those that
-    find no room are left out. ``probability`` 0 masks nothing. As upstream draws, the last frame of a
-    row that is not very short is never masked by static spans.
+    mean ``length``. With ``overlap``, starts are distinct and spans may overlap (they cover about 49 % of
+    a long row at 0.65 and 10). Without it, at least ``min_space`` frames are between two spans, and spans
+    that do not fit are dropped. ``probability`` 0 masks nothing. As in upstream, static spans never mask
+    the last frame of a row, unless the row is very short.
 
-    The same class masks channels: rows of as many "frames" as there are channels.
+    The same class masks channels: each row then has one "frame" for each channel.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class SpanMask:
         if length < 1:
             raise ConfigError(f"SpanMask.length is {length}; it must be 1 frame or more")
         if probability == length == 1:
-            raise ConfigError("SpanMask.probability is 1 with length 1, which masks every frame; lower it")
+            raise ConfigError("SpanMask.probability is 1 at length 1 and masks every frame; lower it")
         if kind not in KINDS:
             raise ConfigError(f"SpanMask.kind is {kind!r}; it must be one of {', '.join(KINDS)}")
         if other < 0 or (kind == "uniform" and other > 2 * length):
             raise ConfigError(
-                f"SpanMask.other is {other}; it must be 0 or more, and at most twice the length"
+                f"SpanMask.other is {other}; it must be 0 or more, and for kind uniform at most 2 × length"
             )
         if min_space < 0 or min_masks < 0:
-            raise ConfigError("SpanMask.min_space and SpanMask.min_masks must be 0 or more")
+            raise ConfigError(f"SpanMask.min_space is {min_space}, min_masks {min_masks}; both must be >= 0")
         self.probability, self.length, self.kind, self.other = probability, length, kind, other
         self.overlap, self.min_space, self.min_masks = overlap, min_space, min_masks
 
@@ -71,27 +71,27 @@ class SpanMask:
         equal: bool = False,
         counted: Sequence[bool] | None = None,
     ) -> NDArray[np.bool_]:
-        """Masked frames (B, ``width``) of rows with ``lengths`` frames; nothing beyond a row's length.
+        """Draw the masked frames (B, ``width``) of rows of ``lengths`` frames, none beyond a row's length.
 
-        ``equal`` reduces every row at random to the smallest count among the ``counted`` rows (all, if
-        not given). The other rows are filler: they do not count for the minimum, get frames added at
-        random up to it where they are long enough, and never raise.
+        ``equal`` reduces every row at random to the smallest count among the ``counted`` rows (default:
+        all rows). The other rows are padding rows: the minimum ignores them, they get frames added at
+        random up to the minimum as far as they are long enough, and they never raise.
 
         Raises:
-            ConfigError: the draw masks the whole of a counted row, which leaves no context to
-                predict from. Static overlapping spans cannot do that from ``shortest()`` frames on.
+            ConfigError: the draw masks a whole counted row, so no context is left to predict from.
+                With static overlapping spans, rows of ``shortest()`` frames or more never raise.
         """
         counts = [True] * len(lengths) if counted is None else list(counted)
         generators = [np.random.default_rng(seed_at(seed, row)) for row in range(len(lengths))]
         frames = []
         for size, counts_here, rng in zip(lengths, counts, generators, strict=True):
             if size > width:
-                raise ValueError(f"a row of {size} frames in a batch {width} wide")
+                raise ValueError(f"a row has {size} frames, more than the batch's width of {width}")
             spans = self._frames(size, rng)
             if counts_here and size and len(spans) >= size:
                 raise ConfigError(
                     f"SpanMask.length is {self.length} and min_masks {self.min_masks}: all {size} frames of a"
-                    " row are masked; lower them, or raise the data's shortest duration"
+                    " row are masked; lower them, or raise data.min_seconds"
                 )
             frames.append(spans)
         if equal and frames:
@@ -106,13 +106,13 @@ class SpanMask:
         return mask
 
     def most(self, width: int) -> int:
-        """A bound on the masked frames of rows up to ``width`` frames; exact for static overlapping spans."""
+        """Upper bound of the masked frames in ``width`` frames; exact for static overlapping spans."""
         spans = self._spans(width, 1.0)
         longest = {"static": self.length, "uniform": 2 * self.length}.get(self.kind, width)
         return max(0, min(spans * longest, width - 1))
 
     def shortest(self) -> int:
-        """Frames from which static overlapping spans leave a frame unmasked whatever is drawn."""
+        """The smallest row, in frames, that static overlapping spans never mask completely."""
         size = self.length + self.min_masks + 1
         while self._spans(size, 1.0) >= size - self.length:
             size += 1
@@ -122,7 +122,7 @@ class SpanMask:
         if not self.probability or not size:
             return 0
         expected = self.probability * size / self.length
-        # the second bound matters only where the sum rounds up to the next whole number
+        # the second bound matters only where floating point rounds the sum up to the next whole number
         return max(self.min_masks, min(int(expected + uniform), math.ceil(expected)))
 
     def _frames(self, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -157,8 +157,8 @@ class SpanMask:
     def _apart(self, size: int, lengths: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
         """Place spans, longest first, into the free parts of a row, ``min_space`` frames apart.
 
-        A part [s, e) takes starts in [s, e − span), so it keeps its last frame free; the left part that
-        a span leaves is given one frame more for that.
+        Starts in a part [s, e) are drawn from [s, e − span), so the part's last frame stays free. The
+        part to the left of a placed span gets one extra frame for that reason.
         """
         least, parts, frames = int(lengths.min()), [(0, size)], [np.zeros(0, np.int64)]
         for span in sorted(lengths.tolist(), reverse=True):
@@ -178,7 +178,7 @@ class SpanMask:
 
 
 def _resized(frames: NDArray[np.int64], count: int, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """``count`` of the frames at random, or random others of the row's ``size`` added to them."""
+    """Choose ``count`` of the frames at random, or add random other frames of the row up to ``count``."""
     if len(frames) > count:
         return rng.choice(frames, count, replace=False)
     free = np.setdiff1d(np.arange(size), frames)
@@ -187,7 +187,7 @@ def _resized(frames: NDArray[np.int64], count: int, size: int, rng: np.random.Ge
 
 
 def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tensor, Tensor]:
-    """Positions of the masked frames: index (B, M) int64, ascending, and weight (B, M) float32.
+    """Return the positions of masked frames: index (B, M) int64, ascending, and weight (B, M) float32.
 
     M is ``width``, or the largest count of a row. Surplus entries have index 0 and weight 0.
 
@@ -199,7 +199,7 @@ def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tens
     counts = mask.sum(1)
     most = int(counts.max(initial=0))
     if width is not None and width < most:
-        raise ValueError(f"{most} masked frames in a row do not fit a table {width} wide")
+        raise ValueError(f"a row has {most} masked frames; the table's width is only {width}")
     entries = np.arange(most if width is None else width)
     used = entries < counts[:, None]
     index = np.zeros(used.shape, np.int64)
@@ -208,28 +208,28 @@ def frame_table(mask: NDArray[np.bool_], width: int | None = None) -> tuple[Tens
 
 
 def draw_negatives(counts: Sequence[int], width: int, negatives: int, seed: int) -> Tensor:
-    """Negatives (B, M, K) of each masked frame: positions among the ``counts`` masked frames of its row.
+    """Draw the negatives (B, M, K) of each masked frame: positions among its row's ``counts`` masked frames.
 
-    Uniform over the row's other masked frames, with replacement: a draw v below count − 1 stands for
-    v + (v ≥ own position) (wav2vec 2.0's sampler). Surplus entries, from a row's count to ``width`` = M,
-    are 0 and are never drawn, and a row's draws do not depend on M. A row with one masked frame has no
-    other: its negatives are that frame itself, which the loss excludes because it carries the
-    positive's code, so its loss is 0.
+    The draw is uniform over the row's other masked frames, with replacement: a number v below count − 1
+    means position v + (v ≥ own position) (wav2vec 2.0's sampler). Surplus entries, from a row's count to
+    ``width`` = M, are 0 and are never drawn, and a row's draws do not depend on M. A row with one masked
+    frame has no other frame: its negatives are that frame itself. The loss excludes negatives with the
+    positive's code, so the loss of this row is 0.
 
-    int16 where the range allows (a quarter of int64 to copy to the device), else int32.
+    The dtype is int16 where the range allows (a quarter of int64's bytes to copy), else int32.
     """
     dtype = np.int16 if width <= np.iinfo(np.int16).max else np.int32
     table = np.zeros((len(counts), width, negatives), dtype)
     for row, count in enumerate(counts):
         if count > 1:
-            # its own address: masks drawn with the same seed share nothing with it
+            # a separate address: masks drawn with the same seed use other random numbers
             rng = np.random.default_rng(seed_at(seed, _NEGATIVES, row))
             table[row, :count] = others(rng.integers(0, count - 1, (count, negatives), np.int32))
     return torch.from_numpy(table)
 
 
 def others(drawn: NDArray[np.signedinteger]) -> NDArray[np.signedinteger]:
-    """Draws (M, K) below M − 1 -> positions below M that are never the row's own."""
+    """Map draws (M, K) below M − 1 to positions below M, of which row m's are never m."""
     own = np.arange(len(drawn), dtype=drawn.dtype)[:, None]
     shifted: NDArray[np.signedinteger] = drawn + (drawn >= own)
     return shifted

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class MaskedBatchNorm(nn.Module):
     """BatchNorm over the valid frames of a batch, with the state keys of ``nn.BatchNorm1d``.
 
-    AIDK's BatchNorm on input features counts padding frames, so its statistics depend on how a
-    batch was padded; here frames beyond a row's length neither count nor change (they stay 0).
+    AIDK's BatchNorm on input features counts padding frames, so its statistics depend on the padding
+    of a batch. Here, frames beyond a row's length do not count, and their output is 0.
     """
 
     running_mean: Tensor
@@ -27,7 +27,7 @@ class MaskedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """(B, T, F) and lengths (B,) to (B, T, F); fp32 statistics."""
+        """Normalise (B, T, F) with lengths (B,) to (B, T, F); the statistics are fp32."""
         mask = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None].to(x.dtype)
         mean, variance = self.running_mean, self.running_var
         if self.training:

@@ -1,4 +1,4 @@
-"""Product quantisation by Gumbel softmax: frames to discrete codes that can be trained through.
+"""Product quantisation by Gumbel softmax: frames to discrete codes, with gradients.
 
 Legend: ``...`` frames (N or B, M), C input width, G groups, V entries of a group's codebook.
 """
@@ -15,29 +15,29 @@ from speechtrain.nn.autocast import at_least_fp32, full_precision
 
 
 class Quantized(NamedTuple):
-    """Codes of a batch, and how its frames of weight 1 use the codebooks.
+    """Codes of a batch, and statistics of how its frames of weight 1 use the codebooks.
 
-    ``hard`` and ``soft`` are sums over frames and ``frames`` their number, so those of several
-    micro-batches or ranks can be added. Upstream takes perplexities per micro-batch and rank and logs
-    their mean, and its diversity loss is that of the micro-batch: ``diversity`` here.
+    ``hard`` and ``soft`` are sums over frames and ``frames`` is the number of frames, so the sums of
+    several micro-batches or ranks can be added. Upstream computes perplexities per micro-batch and rank
+    and logs their mean; its diversity loss is that of the micro-batch, as ``diversity`` here.
     """
 
-    codes: Tensor  # (..., code width): the G selected entries, one after the other
+    codes: Tensor  # (..., code width): the G selected entries, concatenated
     ids: Tensor  # (..., G) int64
-    hard: Tensor  # (G, V) times each entry is the most likely, no noise added; without gradient
-    soft: Tensor  # (G, V) summed probabilities, no noise added
+    hard: Tensor  # (G, V) number of frames whose most likely entry it is, without noise; no gradient
+    soft: Tensor  # (G, V) summed probabilities, without noise
     frames: Tensor  # ()
 
     def code_perplexity(self) -> Tensor:
-        """Entries in use, (G,) from 1 to V: of the frequencies of the most likely."""
+        """Entries in use, (G,) from 1 to V: the perplexity of the most likely entries' frequencies."""
         return perplexity(self.hard, self.frames)
 
     def prob_perplexity(self) -> Tensor:
-        """Entries in use, (G,) from 1 to V: of the mean probabilities. Differentiable."""
+        """Entries in use, (G,) from 1 to V: the perplexity of the mean probabilities. Differentiable."""
         return perplexity(self.soft, self.frames)
 
     def diversity(self) -> Tensor:
-        """The diversity loss: (G V − summed ``prob_perplexity``) / (G V), 0 where all are used alike."""
+        """Diversity loss: (G V − summed ``prob_perplexity``) / (G V); 0 if all entries are used equally."""
         groups, entries = self.soft.shape
         return ((entries - self.prob_perplexity()) / (groups * entries)).sum()
 
@@ -45,13 +45,13 @@ class Quantized(NamedTuple):
 class GumbelQuantizer(nn.Module):
     """Choose one of ``entries`` codes in each of ``groups`` codebooks (Baevski et al. 2020, section 2).
 
-    In training the choice is the largest of logits plus Gumbel noise, and gradients are those of the
-    softmax of their sum over ``temperature`` (straight-through; Jang et al. 2017). In evaluation it is
-    the largest logit. fp32 whatever the autocast (fp64 stays).
+    In training, the code is the argmax of the sum of logits and Gumbel noise, and the gradient is that of
+    the softmax of this sum over ``temperature`` (straight-through; Jang et al. 2017). In evaluation, it
+    is the argmax of the logits. All is fp32 under any autocast (fp64 stays).
 
-    The projection to logits begins with weights of normal(0, ``init_std``), published 1: choices that
-    follow the frames at once. The less, the more Gumbel noise is in them at first, which keeps few codes
-    from taking all frames while features are still alike.
+    The weights of the projection to logits are initialised by normal(0, ``init_std``). With 1 (published)
+    the first codes depend on the frames at once. A smaller value gives the Gumbel noise more effect at
+    first, so that a few codes cannot take all frames while the features are still similar.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class GumbelQuantizer(nn.Module):
     def forward(
         self, x: Tensor, temperature: Tensor | float, weight: Tensor, noise: Tensor | None = None
     ) -> Quantized:
-        """Frames (..., C) and their weights (...), 1 or 0 -> codes and statistics.
+        """Quantise frames (..., C) with weights (...), 1 or 0.
 
-        ``noise`` (..., G, V) takes the place of the Gumbel noise that training draws from the device's
-        global generator; evaluation uses none.
+        ``noise`` (..., G, V) replaces the Gumbel noise that training draws from the device's global
+        generator; evaluation uses no noise.
         """
         with full_precision(x.device):
             logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))
@@ -93,11 +93,11 @@ class GumbelQuantizer(nn.Module):
                 noisy = logits + (gumbel(torch.rand_like(logits)) if noise is None else noise)
                 ids = _largest(noisy)
                 relaxed = (noisy / temperature).softmax(-1)
-                # in this order the difference is exactly 0: equal ids are equal codes, bit for bit
+                # in this order the difference is exactly 0, so equal ids give equal codes, bit for bit
                 choice = self._one_hot(ids, logits) + (relaxed - relaxed.detach())
             else:
                 ids, choice = likely, hard
-            # a matrix product for each group; the product by broadcasting holds (frames, G V, width)
+            # a matrix product for each group; a broadcast product would allocate (frames, G V, width)
             codes = torch.einsum("ngv,gvd->ngd", choice.flatten(0, -3), self.codebook)
             weight = weight.flatten().to(logits.dtype)
             return Quantized(
@@ -113,7 +113,7 @@ class GumbelQuantizer(nn.Module):
 
 
 def _largest(x: Tensor) -> Tensor:
-    return x.detach().max(-1).indices  # argmax, which the lazy-tensor device leaves to the CPU
+    return x.detach().max(-1).indices  # not argmax, which the lazy-tensor device runs on the CPU
 
 
 def gumbel(uniform: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 def perplexity(sums: Tensor, frames: Tensor) -> Tensor:
-    """exp of the entropy of ``sums`` (G, V) over ``frames``: (G,) from 1 to V; 1 without frames."""
+    """exp of the entropy of ``sums`` (G, V) over ``frames``: (G,) from 1 to V; 1 if there are no frames."""
     p = sums / frames.clamp(min=1)
     return (-(p * (p + 1e-7).log()).sum(-1)).exp()
 

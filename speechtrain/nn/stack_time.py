@@ -12,8 +12,8 @@ from speechtrain.errors import ConfigError
 def stack_time(x: Tensor, factor: int) -> Tensor:
     """Concatenate each ``factor`` successive frames: (B, T, H) -> (B, ceil(T/k), k·H), zeros beyond T.
 
-    Frame j of the result is (kj, kj+1, ..., kj+k−1), in this order. Padding and reshaping moves each
-    number once, where concatenating k shifted copies of the sequence holds k² times as many.
+    Frame j of the result is frames kj, kj+1, ..., kj+k−1, in this order. Padding and reshaping copy each
+    value once; a concatenation of k shifted copies of the sequence would hold k² times as many values.
     """
     rows, frames, width = x.shape
     groups = -(-frames // factor)
@@ -23,8 +23,8 @@ def stack_time(x: Tensor, factor: int) -> Tensor:
 class StackTime(nn.Module):
     """Stack ``factor`` successive frames of each row into one (MLPerf RNN-T).
 
-    What a row holds beyond its length counts as zeros, so that a row's last, incomplete group does
-    not depend on how far the batch is padded.
+    Values beyond a row's length count as zeros, so the last, incomplete group of a row does not depend
+    on the padding of the batch.
     """
 
     def __init__(self, factor: int) -> None:
@@ -34,7 +34,7 @@ class StackTime(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, H) and frames (B,) -> (B, ceil(T/k), k·H) and frames (B,), ``ceil(lengths/k)``."""
+        """Stack (B, T, H) with frames (B,) to (B, ceil(T/k), k·H) with frames (B,) = ``ceil(lengths/k)``."""
         if self.factor == 1:
             return x, lengths
         valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]

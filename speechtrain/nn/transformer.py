@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError
 
-FORBIDDEN = -(2.0**30)  # a score that softmax turns into exactly 0, and finite where a row has no key
+FORBIDDEN = -(2.0**30)  # softmax turns this score into exactly 0, and stays finite where a row has no key
 
 
 class PositionalConv(nn.Module):
-    """Relative positions: a grouped convolution over time, then GELU, (B, T, D) to (B, T, D).
+    """Relative positional embedding: a grouped convolution over time, then GELU, (B, T, D) to (B, T, D).
 
-    The weight is ``weight_g · weight_v / ||weight_v||``, the norm taken for each kernel tap over
-    both channel dimensions. It is written out: the parameters keep the names of the published
-    checkpoints, and nothing has to be registered or removed around saving. The convolution pads k // 2
-    frames on both sides and drops the last output where k is even.
+    The weight is ``weight_g · weight_v / ||weight_v||``; the norm is per kernel tap, over both channel
+    dimensions. It is computed here, without torch's parametrization: the parameters keep the names of the
+    published checkpoints, and saving needs no extra steps. The convolution pads k // 2 frames on both
+    sides and drops the last output where k is even.
     """
 
     def __init__(self, width: int, kernel: int, groups: int) -> None:
@@ -47,10 +47,10 @@ class PositionalConv(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with separate projections; ``valid`` (B, T) marks the keys seen.
+    """Multi-head self-attention with separate projections; ``valid`` (B, T) selects the keys.
 
-    ``fused`` is torch's own operation; the other form is the same written out in operations that
-    a lazy device records without a break, with its softmax at least in fp32.
+    ``fused`` is torch's own operation. The other implementation computes the same by operations that a
+    lazy device records without a graph break, and its softmax is fp32 or wider.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -84,8 +84,8 @@ class Attention(nn.Module):
 class TransformerLayer(nn.Module):
     """Self-attention and feed-forward with residuals, (B, T, D) to (B, T, D).
 
-    Post-norm normalises behind each residual sum, pre-norm in front of each branch; ``norm`` is the
-    feed-forward's.
+    Post-norm normalises after each residual sum, pre-norm before each branch; ``norm`` belongs to the
+    feed-forward.
     """
 
     def __init__(
@@ -126,22 +126,22 @@ class Transformer(nn.Module, PolicyAware):
     """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
 
     Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
-    what stands there in the output has no meaning. Post-norm (base models) normalises behind the
-    positional convolution, ``pre_norm`` (large models) behind the last layer. Linear weights are
-    drawn normal(0, 0.02), their biases 0.
+    their output has no meaning. Post-norm (base models) normalises after the positional convolution,
+    ``pre_norm`` (large models) after the last layer. Linear weights are initialised by normal(0, 0.02),
+    their biases by 0.
 
-    Layer drop is a factor on the layer: with ``keep`` (L,) of zeros and ones, layer i returns
-    ``keep[i] · layer(x) + (1 − keep[i]) · x``, exactly one or the other. One graph serves every
-    draw and every parameter has a gradient in each step, which static devices and data-parallel
-    wrappers need. Against skipping (upstream): a dropped layer still costs its compute, and its
-    gradients are exact zeros instead of missing, so Adam's moments decay and weight decay acts in
-    that step, where upstream's optimizer leaves such a layer alone if the whole update dropped it.
+    Layer drop multiplies a layer by a factor: with ``keep`` (L,) of zeros and ones, layer i returns
+    ``keep[i] · layer(x) + (1 − keep[i]) · x``, exactly one of the two. One graph serves every draw, and
+    every parameter has a gradient in each step, as static devices and data-parallel wrappers need.
+    Upstream skips the layer instead. The difference: here a dropped layer still costs its compute, and
+    its gradients are zeros instead of missing, so Adam's moments and weight decay still apply in that
+    step. Upstream's optimizer does not update a layer that the whole update dropped.
 
-    ``length_multiple`` pads T to a multiple inside the layers, masked, and cuts the surplus off.
+    ``length_multiple`` pads T to a multiple inside the layers (masked) and removes the surplus after them.
     Raises ConfigError for values out of range.
     """
 
-    shard_units = ("layers",)  # where ranks share out the parameters, each layer's are gathered by themselves
+    shard_units = ("layers",)  # sharded runs gather the parameters of one layer at a time
 
     def __init__(
         self,
@@ -189,19 +189,19 @@ class Transformer(nn.Module, PolicyAware):
             self.use("slices")
 
     def use(self, attention: str) -> None:
-        """Compute attention as ``sdpa`` or ``slices`` from now on."""
+        """Set how attention is computed: ``sdpa`` or ``slices``."""
         if attention not in ("sdpa", "slices"):
-            raise ConfigError(f"encoder.attention is {attention!r}; it is sdpa or slices")
+            raise ConfigError(f"encoder.attention is {attention!r}; it must be sdpa or slices")
         for module in self.modules():
             if isinstance(module, Attention):
                 module.fused = attention == "sdpa"
 
     def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Frames (B, T, D), their valid number (B,) and layer-drop factors (L,) or none for plain layers."""
+        """Encode frames (B, T, D) of lengths (B,); ``keep`` (L,) are layer-drop factors, None keeps all."""
         frames = x.shape[1]
         surplus = -frames % self.length_multiple
         position = torch.arange(frames + surplus, device=x.device)
-        # a row without any valid frame sees its first one: softmax over no key at all is not a number
+        # a row without any valid frame attends to its first one: softmax over no key is NaN
         valid = position < lengths.clamp(min=1)[:, None]
         x = x * (position[:frames] < lengths[:, None]).to(x.dtype)[:, :, None]
         x = x + self.position(x)

@@ -1,4 +1,4 @@
-"""AdamW as torch has it, and in a form that stays inside a recorded graph."""
+"""AdamW of torch, with a second implementation that stays inside a recorded graph."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from speechtrain.optim.common import dense_gradients
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW (Loshchilov and Hutter, 2019), its settings and its state.
+    """torch.optim.AdamW (Loshchilov and Hutter, 2019), with its settings and its state.
 
-    Where both ``fused`` and ``foreach`` are off the update is written out, one parameter after the
-    other: torch's own then takes a moving average (``lerp``) that leaves the graph on lazy tensors, and
-    comes back wrong there (torch 2.13: a weight of 256 × 256 off by 1.8 after three updates).
+    Where both ``fused`` and ``foreach`` are off, this class computes the update, parameter by parameter.
+    torch's own update then uses ``lerp``, which breaks the graph on lazy tensors and gives wrong results
+    there (torch 2.13: a weight of 256 × 256 is off by 1.8 after three updates).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AdamW(torch.optim.AdamW):
             loss: float | None = super().step(closure)
             return loss
         if closure is not None:
-            raise ValueError("a closure is for optimizers that evaluate the loss again; AdamW does not")
+            raise ValueError("AdamW.step takes no closure, since AdamW evaluates the loss only once")
         for group in self.param_groups:
             for parameter, gradient in dense_gradients(group):
                 self._update(parameter, gradient, group)
@@ -58,7 +58,7 @@ class AdamW(torch.optim.AdamW):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(())  # on the host, which so knows the bias corrections
+            state["step"] = torch.zeros(())  # on the host, which computes the bias corrections
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
             if group["amsgrad"]:

@@ -1,4 +1,4 @@
-"""What the optimizers here share: the ranges of their settings, their loop, a norm without host reads."""
+"""Shared parts of the optimizers: checks of settings, the update loop, a norm without host reads."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 from speechtrain.dtensor import is_sharded, sum_shares
 
 Step = Generator[Sequence[Tensor], list[Tensor], None]
-"""A parameter's update: it yields tensors once, and is sent the squared norms () of the whole ones."""
+"""A parameter's update: it yields tensors once and receives the squared norms () of the full tensors."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the first setting out of its range."""
+    """Check the ranges. Raises ValueError that names the first setting out of range."""
     for name in ("lr", "eps", "weight_decay"):
         if not settings[name] >= 0:
             raise ValueError(f"{name} is {settings[name]}; it must be 0 or above")
     betas = settings["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas are {list(betas)}; they are two numbers from 0 to below 1")
+        raise ValueError(f"betas are {list(betas)}; they must be two numbers from 0 to below 1")
 
 
 def dense_gradients(group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of a group that has a gradient, with it. Raises ValueError for a sparse one."""
+    """The (parameter, gradient) pairs of a group. Raises ValueError for a sparse gradient."""
     pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
     if any(gradient.is_sparse for _, gradient in pairs):
         raise ValueError("sparse gradients are not supported; use embeddings with sparse=False")
@@ -35,9 +35,9 @@ def dense_gradients(group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
-    """The squared Euclidean norm, a scalar tensor of fp32 at least.
+    """The squared Euclidean norm, a scalar tensor in fp32 or wider.
 
-    Spelt out: ``vector_norm`` leaves the graph on the lazy rehearsal device.
+    Computed as a sum of squares: ``vector_norm`` breaks the graph on the lazy rehearsal device.
     """
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return (wide * wide).sum()
@@ -46,13 +46,13 @@ def squared_norm(tensor: Tensor) -> Tensor:
 class TensorwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of a parameter depends on that parameter alone, its norms included.
 
-    Where the ranks share out the parameters, each updates its rows; the norms of a group's tensors are
-    then of the whole ones, summed over the ranks at once. Until then every row's step is in memory.
+    Where parameters are sharded, each rank updates its rows, and the norms are those of the full tensors:
+    one all-reduce sums them for a whole group. Until it ends, the step of every row is in memory.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the host reads nothing."""
+        """Update every parameter that has a gradient; the host reads nothing."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -67,11 +67,11 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
-        """Change this rank's share of ``parameter`` in place."""
+        """Update this rank's shard of ``parameter`` in place."""
 
 
 def _take(steps: list[Step], parameter: Tensor) -> None:
-    """Take steps of tensors that are held by the same ranks as ``parameter`` is."""
+    """Run the steps of tensors that are all sharded over the same ranks as ``parameter``, or all not."""
     asked = [list(next(step)) for step in steps]
     squares = [squared_norm(tensor) for tensors in asked for tensor in tensors]
     if is_sharded(parameter):

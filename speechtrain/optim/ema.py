@@ -1,4 +1,4 @@
-"""The average of the weights over updates: what is evaluated and exported instead of the last ones."""
+"""The average of the weights over updates, evaluated and exported instead of the last weights."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from speechtrain.errors import RunError
 
 
 class Average(ABC):
-    """An average of a module's state, beside the module."""
+    """An average of a module's state, stored outside the module."""
 
     updates: int = 0
-    """Updates taken in so far."""
+    """Updates in the average so far."""
 
     @abstractmethod
     def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
-        """Take in the module's state after one more update.
+        """Add the module's state after one more update to the average.
 
-        ``taken`` () 1 or 0 says on the device whether the update counts; None: it does.
+        ``taken`` () 1 or 0 on the device is whether the update counts; None: it counts.
         """
 
     @abstractmethod
     def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the module holds the average; afterwards, its own state to the bit."""
+        """A context in which the module holds the average; its own state returns afterwards, bit by bit."""
 
     @abstractmethod
     def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's ``state_dict`` with the average in it, in the module's dtypes, for export.
+        """The module's ``state_dict`` with averaged values, in the module's dtypes, for export.
 
-        It may share memory with the average or the module: write it out before the next update.
+        It may share memory with the average or the module: save it before the next update.
         """
 
     @abstractmethod
@@ -46,17 +46,17 @@ class Average(ABC):
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers by name, themselves.
+    """The module's own parameters and persistent buffers by name, not detached.
 
-    A write into the detached ones of a plain ``state_dict`` would on a lazy device leave views behind,
-    which the next step's graph works out.
+    On a lazy device, a write into the detached tensors of a plain ``state_dict`` would create views,
+    which the next step's graph would evaluate.
     """
     held = module.state_dict(keep_vars=True)
     return {name: value for name, value in held.items() if isinstance(value, Tensor)}
 
 
 class NoEMA(Average):
-    """No average: the weights themselves."""
+    """No average: the weights are used as they are."""
 
     def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
         return None
@@ -75,7 +75,7 @@ class NoEMA(Average):
 
 
 class EMA(Average):
-    """The exponential moving average ``e = d · e + (1 − d) · p``, in fp32, begun at the module's state.
+    """The exponential moving average ``e = d · e + (1 − d) · p``, in fp32; it starts at the module's state.
 
     Floating-point parameters and buffers are averaged, others (BatchNorm's counters) copied. With
     ``warmup`` the n-th update, n from 0, takes ``d = min(decay, (1 + n) / (10 + n))``, so that early
@@ -84,7 +84,7 @@ class EMA(Average):
 
     def __init__(self, module: nn.Module, decay: float, warmup: bool = True) -> None:
         if not 0 < decay < 1:
-            raise ValueError(f"trainer.ema is {decay}; the decay of an average lies between 0 and 1")
+            raise ValueError(f"trainer.ema is {decay}; it must be above 0 and below 1, or 0 for no average")
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
@@ -98,12 +98,12 @@ class EMA(Average):
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
         tensors = _tensors(module)
-        # moved as data: as a number it may equal another of the step's, and the recorded graph be another
+        # moved as data: a number that equals another number of the step would change the recorded graph
         share = None if taken is None else torch.tensor([1 - decay]).to(taken.device)[0] * taken
         for name, average in self._average.items():
-            average, value = local(average), local(tensors[name])  # rank by rank where they are sharded
+            average, value = local(average), local(tensors[name])  # each rank its shard where sharded
             if average.is_floating_point():
-                # by the difference, so that what stands still stays to the bit; lerp leaves the lazy graph
+                # by the difference, so that constant values stay bit by bit; lerp breaks the lazy graph
                 if share is None:
                     average.add_(value - average, alpha=1 - decay)
                 else:
@@ -134,7 +134,7 @@ class EMA(Average):
         return {"updates": self.updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises RunError naming a tensor that is missing, unknown or of another shape."""
+        """Load the average. Raises RunError that names a missing, unknown or differently shaped tensor."""
         saved: Mapping[str, Tensor] = state["average"]
         for name in sorted(saved.keys() | self._average.keys()):
             ours, theirs = self._average.get(name), saved.get(name)

@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, its step sized by the norm of each parameter."""
+"""LAMB: Adam's direction, with the step scaled by the norm of each parameter."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
 
 
 class LAMB(TensorwiseOptimizer):
-    """LAMB (You et al., 2020, arXiv:1904.00962), as MLPerf's RNN-T trains with it.
+    """LAMB (You et al., 2020, arXiv:1904.00962), the optimizer of MLPerf's RNN-T.
 
     With gradient g, ``m = b1 m + (1 − b1) g``, ``v = b2 v + (1 − b2) g²`` and their bias-corrected
-    forms, ``u = m̂ / (√v̂ + eps) + weight_decay · p`` and ``p −= lr · ‖p‖ / ‖u‖ · u``. The ratio is 1
-    where either norm is 0, so that a bias that starts at zero trains. Clipping the global gradient
-    norm, which the reference does in its optimizer, is the trainer's.
+    values m̂ and v̂, ``u = m̂ / (√v̂ + eps) + weight_decay · p`` and ``p −= lr · ‖p‖ / ‖u‖ · u``. The ratio is 1
+    where either norm is 0, so that a bias that starts at 0 can train. The reference's optimizer also
+    clips the global gradient norm; here the trainer does.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LAMB(TensorwiseOptimizer):
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0  # an integer of the host, so the bias corrections are known to it
+            state["step"] = 0  # a host integer, so the host computes the bias corrections
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
@@ -47,7 +47,7 @@ class LAMB(TensorwiseOptimizer):
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-        # m̂ / (√v̂ + eps) with both corrections drawn out: two passes over memory fewer
+        # m̂ / (√v̂ + eps) with both corrections factored out: two passes over memory fewer
         correction = math.sqrt(1 - beta2 ** state["step"])
         denominator = square.sqrt().add_(group["eps"] * correction)
         direction = parameter.mul(group["weight_decay"])
@@ -55,7 +55,7 @@ class LAMB(TensorwiseOptimizer):
 
         squares = yield parameter, direction
         weight_norm, direction_norm = squares[0].sqrt(), squares[1].sqrt()
-        # selected by arithmetic: a branch would be a host read, and where leaves the lazy graph
+        # selected by arithmetic: a branch would be a host read, and torch.where breaks the lazy graph
         both = ((weight_norm > 0) & (direction_norm > 0)).to(weight_norm.dtype)
         ratio = both * weight_norm / (direction_norm + (1 - both)) + (1 - both)
         parameter.sub_(direction.mul_(ratio * group["lr"]))

@@ -13,11 +13,11 @@ from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
 
 
 class NovoGrad(TensorwiseOptimizer):
-    """NovoGrad (Ginsburg et al., 2019, arXiv:1905.11286), with which NeMo trains Jasper and ContextNet.
+    """NovoGrad (Ginsburg et al., 2019, arXiv:1905.11286), NeMo's optimizer for Jasper and ContextNet.
 
     The second moment v is one number for each parameter tensor: ``v = b2 v + (1 − b2) ‖g‖²``, and
     ``‖g‖²`` itself at the first gradient that is not zero. ``m = b1 m + g / (√v + eps) +
-    weight_decay · p`` and ``p −= lr · m``; with ``grad_averaging`` what m adds is scaled by 1 − b1.
+    weight_decay · p`` and ``p −= lr · m``; with ``grad_averaging``, the term after b1 m is scaled by 1 − b1.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Learning-rate schedules: the rate of each optimizer update.
 
 ``rate(step)`` is the rate of update number ``step``, the first being 1. The reference systems
-mostly count the updates *done*, n = step − 1; each class says which of the two its formula means.
+mostly count the updates *done*, n = step − 1; each class documents which of the two its formula uses.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Schedule(ABC):
         """The rate of update number ``step``, 1 or above."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must keep: the plan that its first start made."""
+        """The plan of the first start, which a resumed run must keep."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing is a sensible default
-        """Take over the plan of an earlier start; it wins over the constructor's."""
+        """Restore the plan of an earlier start; it overrides the constructor's."""
 
 
 def _not_negative(**settings: float | None) -> None:
@@ -34,23 +34,23 @@ def _not_negative(**settings: float | None) -> None:
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
-    """The share of the peak on a straight line that reaches 1 at update ``warmup_steps``."""
+    """The fraction of the peak on a straight line that reaches 1 at update ``warmup_steps``."""
     return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 
 
 class _Plan:
-    """The number of updates that a decay is spread over: fixed at the first start, kept by every resume."""
+    """The number of updates of a decay: fixed at the first start, kept by every resume."""
 
     def __init__(self, steps: int | None, planned_steps: int | None) -> None:
         total = planned_steps if steps is None else steps
         if total is None:
-            raise ValueError("steps is not set, and no limit by steps or epochs gives it; set schedule.steps")
+            raise ValueError("steps is null; set schedule.steps, or limit trainer.max_steps or max_epochs")
         if total < 1:
             raise ValueError(f"steps is {total}; it must be above 0")
         self.total = total
 
     def progress(self, done: int, begin: int) -> float:
-        """The share of the way from ``begin`` updates to the plan's end, 0 to 1 and never beyond."""
+        """The fraction of the way from ``begin`` updates to the plan's end, from 0 to 1."""
         if done >= self.total:
             return 1.0
         return max(0.0, (done - begin) / (self.total - begin)) if begin < self.total else 0.0
@@ -63,7 +63,7 @@ class _Plan:
 
 
 class Constant(Schedule):
-    """``peak``, after a linear warm-up from ``peak / warmup_steps``."""
+    """A constant rate ``peak``, after a linear warm-up from ``peak / warmup_steps``."""
 
     def __init__(self, peak: float, warmup_steps: int = 0) -> None:
         _not_negative(peak=peak, warmup_steps=warmup_steps)
@@ -79,7 +79,7 @@ class WarmupHoldExponential(Schedule):
 
     With W = warmup_epochs · steps_per_epoch and H likewise: ``peak · (step + 1) / (W + 1)`` before
     step W, ``peak`` before step W + H, then ``peak · gamma^(epoch − warmup_epochs − hold_epochs)``
-    with epochs counted from 1; never below ``min_lr``. Steps count from 1 there as here.
+    with epochs counted from 1; never below ``min_lr``. MLPerf, too, counts steps from 1.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WarmupHoldExponential(Schedule):
             rate = self.peak
         else:
             epoch = (step - 1) // self.steps_per_epoch + 1
-            # an update of epoch warmup + hold itself, its last, still has the peak
+            # the last update of epoch warmup + hold still has the peak
             rate = self.peak * self.gamma ** max(0, epoch - self.warmup_epochs - self.hold_epochs)
         return max(rate, self.min_lr)
 
@@ -125,11 +125,11 @@ class WarmupHoldExponential(Schedule):
 
 
 class Polynomial(Schedule):
-    """fairseq's polynomial decay, with which wav2vec 2.0 is trained.
+    """fairseq's polynomial decay, the schedule of wav2vec 2.0.
 
     With n = step − 1 updates done: ``peak · n / warmup_steps`` while n ≤ warmup_steps, then from
     ``peak`` to ``end`` along ``(1 − progress)^power``, and ``end`` from n = ``steps`` on. The first
-    update takes ``peak / warmup_steps``, as there, so the first two have the same rate.
+    update uses ``peak / warmup_steps``, as in fairseq, so the first two updates have the same rate.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Cosine(Schedule):
     """Linear warm-up, then half a cosine from ``peak`` to ``end`` (Loshchilov and Hutter, 2017; NeMo).
 
     With n = step − 1 updates done: ``peak · step / warmup_steps`` up to update ``warmup_steps``,
-    then ``end + (peak − end) · (1 + cos(π · progress)) / 2``. Past the planned steps it stays at
-    ``end``: the cosine itself would rise again.
+    then ``end + (peak − end) · (1 + cos(π · progress)) / 2``. After the planned steps it stays
+    at ``end``; the cosine itself would rise again.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class IntelQuadratic(Schedule):
     """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
 
     With n = step − 1 updates done of N: ``min(1, n / warmup_steps) · max(peak · ((N − n) / N)²,
-    min_lr)``. As there, the first update has rate 0 unless there is no warm-up.
+    min_lr)``. As in Intel's code, the first update has rate 0, unless there is no warm-up.
     """
 
     def __init__(

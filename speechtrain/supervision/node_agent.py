@@ -1,9 +1,9 @@
-"""One host's part of a run that spans several: what a launcher starts there. Imports no torch.
+"""The process that a launcher starts on each host of a run over several hosts. Imports no torch.
 
-``python -m MODULE look FILE PORT ADDRESS`` says, in one line of JSON, what this host sees and has.
+``python -m MODULE look FILE PORT ADDRESS`` prints, as one line of JSON, what this host sees and has.
 ``python -m MODULE run [--attached SECONDS] [--address ADDRESS] LOG -- COMMAND …`` is an agent's parent: it
-stops the ranks when it is told to. With ``--outcome RUN_DIR`` it leaves with the run's exit code, not with
-the agent's. ``python -m MODULE outcome RUN_DIR`` leaves with the exit code of the run in that directory.
+stops the ranks on request. With ``--outcome RUN_DIR`` it exits with the run's exit code, not with the
+agent's. ``python -m MODULE outcome RUN_DIR`` exits with the exit code of the run in that directory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from speechtrain.supervision.process_tree import ancestors_of, children_of, proc
 from speechtrain.supervision.supervise import supervise
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
-"""What an attached node reads on its standard input; its end means that nobody is there any more."""
+"""The bytes that an attached node reads on its standard input; its end means a lost connection."""
 SILENCE_SECONDS = 60.0
-"""Without a sign of life for so long, the connection counts as lost."""
+"""After so long without a byte, the connection counts as lost."""
 CLOSING_SECONDS = 10.0
-"""What ranks may take to end on their own once another has failed."""
+"""The time that ranks have to end on their own after another rank has failed."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 MODULE = "speechtrain.supervision.node_agent"
@@ -44,7 +44,7 @@ _LOOKS = 50  # a network file system may show a new file late
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all hosts of a run."""
+    """The versions that must be the same on all hosts of a run, by name."""
     found = {"python": platform.python_version()}
     for name in ("speechtrain", "torch"):
         try:
@@ -55,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def look(file: Path, port: int, address: str) -> dict[str, Any]:
-    """What this host sees: the content of ``file``, its versions, whether ``port`` is free at ``address``."""
+    """What this host sees: content of ``file``, its versions, why ``port`` at ``address`` is not free."""
     content = None
     for _ in range(_LOOKS):
         try:
@@ -72,7 +72,7 @@ def look(file: Path, port: int, address: str) -> dict[str, Any]:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has ``address`` (a name or IPv4); empty where none has, or not on Linux."""
+    """The network interface with ``address`` (a name or IPv4); empty if there is none, or not on Linux."""
     try:
         import fcntl
 
@@ -84,7 +84,7 @@ def interface_of(address: str) -> str:
         for name in names:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # one without an IPv4 address
+            except OSError:  # an interface without an IPv4 address
                 continue
             if answer[20:24] == wanted:
                 return name
@@ -92,9 +92,9 @@ def interface_of(address: str) -> str:
 
 
 def run(command: list[str], log: Path, address: str, attached: float | None) -> int:
-    """Supervise ``command``, an agent with ranks; ``attached`` obeys the standard input as well.
+    """Supervise ``command``, an agent with ranks; with ``attached``, handle the standard input, too.
 
-    Its end, or silence, is a request to stop; ``attached`` seconds later what is left is killed.
+    Its end, or silence, is a request to stop; ``attached`` seconds later, what still runs is killed.
     """
     if attached is not None:
         _end_leftovers(log)
@@ -111,7 +111,7 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
 
 
 def _end_leftovers(log: Path) -> None:
-    """Kill what an earlier connection has left of this node's part, which would train beside the new one."""
+    """Kill this node's processes of an earlier connection, which would train next to the new ones."""
     mine = {os.getpid(), *ancestors_of(os.getpid())}
     for old in processes_with(MODULE, "run", str(log)) - mine:
         for pid in (*children_of(old, all_generations=True), old):
@@ -120,7 +120,7 @@ def _end_leftovers(log: Path) -> None:
 
 
 def _obey(grace: float) -> None:
-    """Turn what comes on the standard input into signals for this process."""
+    """Turn the bytes of the standard input into signals for this process."""
     asked = False
 
     def ask() -> None:
@@ -136,17 +136,17 @@ def _obey(grace: float) -> None:
             ask()
         elif said == KILL:
             break
-        elif said != ALIVE:  # the end, or silence
+        elif said != ALIVE:  # end of file, or silence
             ask()
             time.sleep(grace)
             break
     ask()
-    time.sleep(_LOOK_TWICE_SECONDS)  # two signals at once would be one
+    time.sleep(_LOOK_TWICE_SECONDS)  # two signals at once would arrive as one
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def outcome(run_dir: Path) -> int:
-    """The exit code that the command would have for the run in ``run_dir``; 1 where it has no result."""
+    """The exit code that the command would have for the run in ``run_dir``; 1 if it has no result."""
     result = read_result(run_dir)
     if result is None or result.get("status") == "failed":
         failure = read_failure(run_dir) or {}
@@ -155,10 +155,10 @@ def outcome(run_dir: Path) -> int:
 
 
 def leave(run_dir: Path, retry_from: int) -> int:
-    """The run's exit code on one of several nodes whose agent has just ended.
+    """The run's exit code on one of several nodes, after the node's agent has ended.
 
-    The word of rank 0, or of the rank that failed, may come from another node and late. Codes after which
-    a new start continues (saved after a signal; a rank was killed, or its node lost) are raised by
+    Rank 0, or the rank that failed, may write its result on another node, and late. Codes after which a
+    new start continues (saved after a signal; a rank was killed, or its node lost) are raised by
     ``retry_from``.
     """
     for _ in range(_LOOKS):
@@ -181,9 +181,9 @@ def main(argv: list[str] | None = None) -> int:
     running = parts.add_parser("run")
     running.add_argument("--attached", type=float, metavar="SECONDS")
     running.add_argument("--address", default="")
-    running.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="leave with the run's exit code")
-    running.add_argument("--retry-from", type=int, default=0, metavar="CODE", help="raises codes to retry")
-    running.add_argument("--node", type=int, default=0, help="its number: the further ones' logs have it")
+    running.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="exit with the run's exit code")
+    running.add_argument("--retry-from", type=int, default=0, metavar="CODE", help="added to codes to retry")
+    running.add_argument("--node", type=int, default=0, help="number of this node, added to its log's name")
     running.add_argument("log", type=Path)
     running.add_argument("command", nargs=argparse.REMAINDER)
     ending = parts.add_parser("outcome")

@@ -1,4 +1,4 @@
-"""Who started whom: the processes of this host as a tree, as psutil sees it."""
+"""The tree of this host's processes, read with psutil."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import psutil
 
 
 def acts_on(pid: int, number: int) -> bool:
-    """Whether ``pid`` handles or blocks a signal; True where that is not known (psutil reads no masks).
+    """Whether ``pid`` handles or blocks a signal; True if that is unknown (psutil reads no masks).
 
-    A program that is still starting does neither, and the signal would end it.
+    A program that is still starting does neither, and the signal would kill it.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -22,22 +22,22 @@ def acts_on(pid: int, number: int) -> bool:
 
 
 def children_of(pid: int, all_generations: bool = False) -> set[int]:
-    """The processes that ``pid`` has started, or with ``all_generations`` theirs as well."""
+    """The children of ``pid``, or with ``all_generations`` all its descendants."""
     return {child.pid for child in _children(pid, all_generations)}
 
 
 def _children(pid: int, all_generations: bool = False) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(all_generations)
-    except psutil.Error:  # ended since
+    except psutil.Error:  # it has ended
         return []
 
 
 def descendants_running(pid: int, module: str) -> set[int]:
-    """The descendants of ``pid`` that are a Python with ``-m module``, without their own descendants.
+    """The descendants of ``pid`` that run ``python -m module``, without their own descendants.
 
-    Programs that only start it (mpirun, a script around it) have its line at the end of theirs. The forks
-    of such a process have its command line too, and belong to it.
+    Programs that only start it (mpirun, a wrapper script) have its command at the end of their command
+    line. Forks of a found process have the same command line and belong to it.
     """
     found: set[int] = set()
     for child in _children(pid):
@@ -54,12 +54,12 @@ def processes_with(*arguments: str) -> set[int]:
 def _arguments_of(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # ended since, or another user's
+    except psutil.Error:  # it has ended, or is another user's
         return []
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended yet; a zombie, whose end nobody has asked for, has ended."""
+    """Whether a process runs; a zombie, which has ended and waits for its parent, does not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.Error:
@@ -67,10 +67,10 @@ def is_running(pid: int) -> bool:
 
 
 def ancestors_of(pid: int) -> list[int]:
-    """The process that started ``pid``, the one that started that, and so on; nearest first."""
+    """The ancestors of ``pid``, its parent first."""
     try:
         return [parent.pid for parent in psutil.Process(pid).parents()]
-    except psutil.Error:  # ended since
+    except psutil.Error:  # it has ended
         return []
 
 
@@ -79,6 +79,6 @@ def siblings_of(pid: int) -> dict[int, dict[str, str]]:
     found = {}
     for sibling in _children(psutil.Process(pid).ppid()):
         if sibling.pid != pid:
-            with contextlib.suppress(psutil.Error):  # ended since, or another user's
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
                 found[sibling.pid] = sibling.environ()
     return found

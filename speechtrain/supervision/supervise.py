@@ -1,4 +1,4 @@
-"""Job, Result and the Launcher interface: how one command becomes processes."""
+"""Run a command as a child process: its stop signals, its ranks and its log."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _TRACE = "Traceback (most recent call last):"
 _OURS = ("speechtrain: ", "warning  ")
 # torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
 _AGENTS_LINE = re.compile(r"(\[\w+\]:)?\[?[A-Z]\d{4} \d\d:\d\d:\d\d")
-# what follows such a record where torch's C++ has written it; the last line of it is empty
+# the lines after such a record of torch's C++; the last of them is empty
 _AGENTS_STACK = re.compile(r"Exception raised from |frame #\d+: |<omitting python frames>|$")
-# of torchrun, when another rank has failed
+# torchrun ends a rank after another has failed
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
 
 
 @contextmanager
 def stop_signals(receive: Callable[[], None]) -> Iterator[None]:
-    """Within it, each SIGINT and SIGTERM calls ``receive`` and does nothing else."""
+    """A context in which each SIGINT and SIGTERM calls ``receive`` and does nothing else."""
     previous = {number: signal.signal(number, lambda *_: receive()) for number in STOP_SIGNALS}
     try:
         yield
@@ -51,20 +51,19 @@ def supervise(
 ) -> int:
     """Run ``command`` in a session of its own and return its exit code.
 
-    The first SIGINT or SIGTERM reaches it as SIGTERM (save and leave), the second as SIGKILL to
-    all its descendants: a terminal's Ctrl-C would otherwise hit parent and child at once. Raises
-    KeyboardInterrupt after the second.
+    The first SIGINT or SIGTERM is passed on as SIGTERM (save and exit). The second kills the command and
+    all its descendants, and raises KeyboardInterrupt. Without a session of its own, the command would get
+    a terminal's Ctrl-C at the same time as this process.
 
-    Both signals are blocked in the child from its first instruction, and wait for it: a worker
-    unblocks them once it can act on them. One that came while it imports its libraries would
-    otherwise kill it.
+    Both signals are blocked in the child from its first instruction. A worker unblocks them once it can
+    handle them: a signal that comes while it imports its libraries would otherwise kill it.
 
-    With ``agent_log``, the command is an agent that starts the ranks as its children. The first
-    signal is for them: an agent that gets one ends them. What it says on stderr goes to that file,
-    and its ranks' lines to stderr as well. It ends with this process (Linux), however that ends.
-    With ``is_deep`` the agent has processes of its own between itself and the ranks. A rank that
-    torchrun tells to end, since another has failed, is killed ``grace`` seconds later: one that waits
-    for a dead peer within a library does not get to see the signal.
+    With ``agent_log``, the command is an agent whose children are the ranks. The first signal is sent to
+    the ranks, because an agent that gets a signal ends them. The agent's stderr goes to that file, and
+    the ranks' lines go to stderr, too. The agent is killed when this process ends (Linux). With
+    ``is_deep`` there are further processes between the agent and the ranks. A rank that torchrun ends,
+    because another has failed, is killed ``grace`` seconds later: a rank that waits for a dead peer
+    inside a library does not handle the signal.
     """
     environment = {**environment, PARENT: str(os.getpid())}
     supervised = _Supervised(is_agent=agent_log is not None, is_deep=is_deep)
@@ -85,7 +84,7 @@ def supervise(
 
 
 class _Supervised:
-    """A child process and the stop signals for it, or, where it is an agent, for its ranks."""
+    """A child process and its stop signals; those of an agent go to its ranks."""
 
     def __init__(self, is_agent: bool, is_deep: bool) -> None:
         self.pid = 0
@@ -95,9 +94,9 @@ class _Supervised:
         self._told: set[int] = set()
 
     def receive(self) -> None:
-        """The first signal is passed on, the second kills."""
+        """Pass the first signal on, and kill on the second."""
         self.received += 1
-        if not self.pid:  # it could not be started; 0 would mean this process's own group
+        if not self.pid:  # the child could not be started; 0 would mean this process's own group
             return
         if self.received == 1:
             self.pass_on()
@@ -109,7 +108,7 @@ class _Supervised:
             _kill(pid, signal.SIGKILL)
 
     def pass_on(self) -> None:
-        """SIGTERM to whom it concerns, once each; ranks may still be starting when the signal comes."""
+        """Send SIGTERM once to each process that needs it; some ranks may only start after the signal."""
         if not self._is_agent:
             addressees = {self.pid}
         elif self._is_deep:
@@ -142,7 +141,7 @@ def _start(command: list[str], environment: Mapping[str, str], is_agent: bool) -
 
 
 def _dying_with_parent() -> Callable[[], None] | None:
-    """What a child calls first so that it is killed when this process ends; None but on Linux."""
+    """A function that a child calls first, to be killed when this process ends; None if not on Linux."""
     if not sys.platform.startswith("linux"):
         return None
     try:  # looked up before the fork: the child must not take a lock that another thread had
@@ -170,9 +169,9 @@ def _kill_child(agent: int, pid: int) -> None:
 
 @contextmanager
 def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -> Iterator[None]:
-    """An agent's stderr: all of it to ``log``, and to this process's own what a rank has said.
+    """Copy an agent's stderr to ``log``, and the lines of its ranks to this process's stderr, too.
 
-    Ranks that it says it ends are killed ``grace`` seconds later.
+    Ranks that the agent ends, as its log shows, are killed ``grace`` seconds later.
     """
 
     def copy() -> None:
@@ -198,4 +197,4 @@ def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -
     try:
         yield
     finally:
-        thread.join(_LAST_WORDS_SECONDS)  # a process that outlives the agent may hold its end open
+        thread.join(_LAST_WORDS_SECONDS)  # a process that outlives the agent may keep the pipe open

@@ -1,8 +1,8 @@
-"""Transcript normalisers: functions from text to text, chosen by name.
+"""Transcript normalisers: functions from text to text, selected by name.
 
-``lower`` and ``english`` write every transcript in one alphabet. ``common_voice``, ``tedlium`` and
-``switchboard`` remove what one corpus annotates beside the words; they keep case and punctuation,
-match in either case, and are joined to others by ``+``: ``switchboard+english``.
+``lower`` and ``english`` unify the spelling of transcripts. ``common_voice``, ``tedlium`` and
+``switchboard`` remove the annotations of one corpus: they match in either case, keep case and
+punctuation, and are combined with others by ``+``: ``switchboard+english``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def _squeeze(text: str) -> str:
 
 
 def none(text: str) -> str:
-    """The text as it is."""
+    """Return the text unchanged."""
     return text
 
 
 def lower(text: str) -> str:
-    """Lower case, single spaces, none at the ends."""
+    """Convert to lower case with single spaces and none at the ends."""
     return _squeeze(text.lower())
 
 
-# Letters and signs that NFKD leaves whole; the rest of Latin folds by losing its marks.
+# Letters and signs that NFKD does not decompose; other Latin letters only lose their diacritics.
 _FOLD = str.maketrans(
     {
         **dict.fromkeys("‘’‛′ʼʻ`´", "'"),
@@ -66,27 +66,27 @@ _ABBREVIATIONS = {
 }
 _ABBREVIATION = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.", re.ASCII)
 _SPOKEN_SIGNS = str.maketrans({"&": " and ", "+": " plus "})
-_PUNCTUATION = re.compile(r"[!-&(-/:-@\[-`{-~]")  # ASCII punctuation but the apostrophe
+_PUNCTUATION = re.compile(r"[!-&(-/:-@\[-`{-~]")  # ASCII punctuation except the apostrophe
 _FOREIGN = re.compile(r"[^ a-z']")
-_QUOTES = re.compile(r"''+|(?<!\S)'(?!\S)")  # apostrophes that belong to no word
-_CURRENCY = "£€"  # read as words, so they outlive the folding
+_QUOTES = re.compile(r"''+|(?<!\S)'(?!\S)")  # apostrophes outside words
+_CURRENCY = "£€"  # spoken as words later, so folding keeps them
 
 
 def _fold(text: str) -> str:
-    """``text`` in ASCII where a letter has an ASCII base: ``"Øé"`` becomes ``"Oe"``."""
-    # twice: the decomposition brings forth some of the signs that the table knows
+    """Fold letters to their ASCII base, if they have one: ``"Øé"`` becomes ``"Oe"``."""
+    # twice: NFKD produces some of the signs in the table
     text = unicodedata.normalize("NFKD", text.translate(_FOLD)).translate(_FOLD)
     return "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
 
 
 def english(text: str) -> str:
-    """English in 28 symbols: space, a to z and the apostrophe.
+    """Normalise English to 28 symbols: space, a to z and the apostrophe.
 
-    In order, after the reference's English cleaners (reference graph of MLPerf's RNN-T): fold to
-    ASCII, lower case, numbers and amounts to words, abbreviations that end in a full stop, ``&`` to
-    "and" and ``+`` to "plus", other punctuation to spaces, single spaces; what is still outside the
-    28 symbols is dropped, and so are apostrophes that belong to no word. Unlike there, decimals are
-    read digit by digit, "%" is "percent" and "mrs." is "missus".
+    The steps follow the English cleaners of MLPerf's RNN-T reference, in this order: fold to ASCII,
+    lower case, numbers and amounts to words, abbreviations that end in a full stop, ``&`` to "and"
+    and ``+`` to "plus", other punctuation to spaces. The last step removes other symbols and
+    apostrophes outside words, and leaves single spaces. Unlike in the reference, decimals are read
+    digit by digit, "%" is "percent" and "mrs." is "missus".
     """
     text = expand_numbers(_squeeze(_fold(text)).lower())
     text = _ABBREVIATION.sub(lambda match: _ABBREVIATIONS[match[1]], text)
@@ -95,10 +95,10 @@ def english(text: str) -> str:
 
 
 def common_voice(text: str) -> str:
-    """Common Voice: undo the CSV quoting of transcripts.
+    """Undo the CSV quoting of Common Voice's transcripts.
 
-    One pair of enclosing double quotes is stripped where it is one pair, that is, where all quotes
-    within are doubled; doubled quotes become single ones.
+    Enclosing double quotes are removed if all quotes inside are doubled; doubled quotes become
+    single ones.
     """
     text = _squeeze(text)
     if len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1].replace('""', ""):
@@ -112,7 +112,7 @@ _SPACED_CONTRACTION = re.compile(rf"(?<=\w)\s+(?={_CONTRACTION})", re.IGNORECASE
 
 
 def tedlium(text: str) -> str:
-    """TED-LIUM 3: ``<unk>`` goes, with a contraction that hangs on it; "it 's" becomes "it's".
+    """Remove TED-LIUM 3's ``<unk>`` and a contraction attached to it; join "it 's" to "it's".
 
     A segment that the corpus excludes from scoring becomes empty.
     """
@@ -139,12 +139,12 @@ _LONE_HYPHEN = re.compile(r"(?<!\S)-+(?!\S)")
 
 
 def switchboard(text: str) -> str:
-    """Switchboard: the words that were said, without the transcriber's marks.
+    """Reduce Switchboard's transcripts to the spoken words, without annotations.
 
-    Tags, noises and fillers go; ``[laughter-yes]`` is "yes"; ``f_.b_.i_.`` is "f b i"; of an
-    anomalous ``[said/meant]`` the meant form stays, of an abandoned ``[wh-/what]`` the spoken part;
-    the unspoken part of a word, ``th[at]-``, becomes a hyphen. A slash outside brackets separates
-    words that were both said, and becomes a space.
+    Tags, noises and filler words (uh, um) are removed; ``[laughter-yes]`` becomes "yes",
+    ``f_.b_.i_.`` "f b i". An anomalous ``[said/meant]`` becomes the intended word, an abandoned
+    ``[wh-/what]`` the spoken part. The unspoken part of a word, ``th[at]-``, becomes a hyphen. A slash
+    outside brackets separates two spoken words and becomes a space.
     """
     text = _NOISE.sub(" ", _TAG.sub(" ", text))
     text = _VARIANT.sub("", _LAUGHED_WORD.sub("", text))
@@ -161,23 +161,23 @@ NORMALISERS: Mapping[str, Normaliser] = {
 
 
 def normaliser(name: str) -> Normaliser:
-    """The normaliser of that name, or several joined by ``+`` and applied from left to right.
+    """Return the normaliser called ``name``, or several joined by ``+``, applied from left to right.
 
-    Raises ConfigError naming the nearest known name.
+    Raises ConfigError that suggests the nearest known name.
     """
     steps = []
     for part in name.split("+"):
         if part.strip() not in NORMALISERS:
             raise ConfigError(
-                f"tokenizer.normaliser: no normaliser {part.strip()!r}{nearest(part.strip(), NORMALISERS)}; "
-                f"known are {', '.join(NORMALISERS)}, joined by '+'"
+                f"tokenizer.normaliser: {part.strip()!r} is unknown{nearest(part.strip(), NORMALISERS)}; "
+                f"choose from {', '.join(NORMALISERS)}, or join several with '+'"
             )
         steps.append(NORMALISERS[part.strip()])
     return steps[0] if len(steps) == 1 else _Joined(steps)
 
 
 class _Joined:
-    """Normalisers in a row; a class, so that it can be pickled to data workers."""
+    """Several normalisers applied in order; a class, because data workers need it picklable."""
 
     def __init__(self, steps: list[Normaliser]) -> None:
         self.steps = steps

@@ -1,4 +1,4 @@
-"""English numerals as words: what a reader of "1984", "3rd" or "$2.50" says."""
+"""Spell English numerals as they are read aloud, such as "1984", "3rd" and "$2.50"."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from functools import lru_cache
 
 from num2words import num2words  # type: ignore[import-untyped]
 
-_LONGEST = 18  # digits of the largest number that is read as one; a longer one is read digit by digit
+_LONGEST = 18  # digits of the largest number that is read as a whole; longer ones are read digit by digit
 
 
-@lru_cache(10_000)  # 45 µs each otherwise
+@lru_cache(10_000)  # num2words takes 45 µs a call
 def _words(number: int, form: str) -> str:
     said: str = num2words(number, to=form)  # "one thousand, two hundred and thirty-four"
     return said.replace(" and ", " ").replace(",", "").replace("-", " ")
 
 
 def spell_digits(digits: str) -> str:
-    """Each digit by its name: ``"007"`` is ``"zero zero seven"``."""
+    """Spell each digit: ``"007"`` is ``"zero zero seven"``."""
     return " ".join(_words(int(digit), "cardinal") for digit in digits)
 
 
 def cardinal(number: int) -> str:
-    """``121`` is ``"one hundred twenty one"``: no "and", no hyphens; digit by digit from 10^18 on."""
+    """Spell ``121`` as ``"one hundred twenty one"``: no "and", no hyphens; from 10^18 digit by digit."""
     if number < 0:
         raise ValueError(f"{number} is negative")
     return spell_digits(str(number)) if number >= 10**_LONGEST else _words(number, "cardinal")
 
 
 def ordinal(number: int) -> str:
-    """``21`` is ``"twenty first"``."""
+    """Spell an ordinal: ``21`` is ``"twenty first"``."""
     return _words(number, "ordinal")
 
 
 def year(number: int) -> str:
-    """A number of four digits as years are read: ``1905`` is ``"nineteen oh five"``.
+    """Spell a number of four digits as a year: ``1905`` is ``"nineteen oh five"``.
 
-    Outside 1001 to 2999, and within the first decade of a millennium, it is the cardinal.
+    Outside 1001 to 2999, and in the first decade of a millennium, the result is the cardinal.
     """
     return _words(number, "year") if 1000 < number < 3000 else cardinal(number)
 
@@ -47,7 +47,7 @@ def _amount(digits: str) -> str:
 
 
 def _plain(digits: str) -> str:
-    """Digits without separators: a leading zero means a code, four digits a year."""
+    """Spell digits without separators: a leading zero means a code, four digits mean a year."""
     if len(digits) > 1 and digits[0] == "0":
         return spell_digits(digits)
     return year(int(digits)) if len(digits) == 4 else _amount(digits)
@@ -93,11 +93,11 @@ _DIGITS = re.compile(r"\d+", re.ASCII)
 
 
 def expand_numbers(text: str) -> str:
-    """Lower-case ``text`` with every numeral in words, set off by spaces.
+    """Replace every numeral in lower-case ``text`` by words, separated by spaces.
 
-    Amounts of $, £ and €, grouped thousands, decimals (read digit by digit behind the point),
-    ordinals, decades, per cent, and years where four digits stand alone. What remains of other
-    scripts' digits is left as it is.
+    Numerals are amounts of $, £ and €, grouped thousands, decimals (digit by digit after the point),
+    ordinals, decades, per cent, years (four digits alone) and other ASCII digits. Digits of other
+    scripts are kept.
     """
     text = _AMOUNT.sub(_money, text)
     text = _PERCENT.sub(" percent ", text)

@@ -1,4 +1,4 @@
-"""Vocabularies: transcripts to label ids and back. The blank is always the last id."""
+"""Tokenizers: transcripts to label ids and back. The blank is always the last id."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from speechtrain.text.normalise import normaliser as normaliser_of
 
 
 class Tokenizer(ABC):
-    """Text to label ids and back, with the normaliser that comes before."""
+    """Converts text to label ids and back, and normalises transcripts before."""
 
     labels: list[str]
-    """The symbol of each id; the blank, which has none, comes behind them."""
+    """The symbol of each id, in order; the blank has no symbol and is not in the list."""
 
     reads_text: bool = True
-    """Whether transcripts matter: without, none is missing, checked or counted."""
+    """Whether transcripts are used; if not, they are neither required nor checked."""
 
     @property
     def size(self) -> int:
@@ -33,35 +33,35 @@ class Tokenizer(ABC):
 
     @property
     def blank(self) -> int:
-        """The last id."""
+        """Id of the blank: the last one."""
         return len(self.labels)
 
     @abstractmethod
     def normalise(self, text: str) -> str:
-        """A raw transcript as ``encode``, the loss and the error rates see it."""
+        """Normalise a raw transcript for ``encode``, the loss and the error rates."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Label ids of a normalised text. Raises ValueError listing the symbols that have none."""
+        """Return the label ids of a normalised text. Raises ValueError that lists unknown symbols."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of label ids. Raises ValueError for the blank and for ids out of range."""
+        """Return the text of label ids. Raises ValueError for the blank and for ids out of range."""
 
     @abstractmethod
     def unknown(self, text: str) -> set[str]:
-        """Symbols of a normalised text that the vocabulary cannot spell."""
+        """Return the symbols of a normalised text that the vocabulary does not have."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What two tokenizers must share to be one, as plain JSON."""
+        """Return the identity of the tokenizer as plain JSON: equal states mean equal tokenizers."""
 
-    def save(self, run_dir: str) -> None:  # noqa: B027 - nothing is a sensible default
-        """Store with the run whatever the constructor would read from elsewhere."""
+    def save(self, run_dir: str) -> None:  # noqa: B027 - empty by default
+        """Copy the files that the constructor reads into the run."""
 
     @classmethod
     def saved(cls, run_dir: str) -> dict[str, str]:
-        """Constructor arguments that read the tokenizer from the run it was saved with, if it was."""
+        """Return constructor arguments that load the tokenizer saved in a run; empty if none is."""
         return {}
 
 
@@ -75,7 +75,7 @@ def _check_ids(ids: Sequence[int], blank: int) -> None:
 
 
 class Characters(Tokenizer):
-    """One label for each character of an alphabet, in its order.
+    """A tokenizer with one label for each character of an alphabet, in its order.
 
     The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T).
     """
@@ -84,8 +84,8 @@ class Characters(Tokenizer):
         twice = sorted({symbol for symbol in alphabet if alphabet.count(symbol) > 1})
         if twice or not alphabet:
             raise ConfigError(
-                f"tokenizer.alphabet: {'repeats ' + repr(''.join(twice)) if twice else 'is empty'}; "
-                "it lists each character once"
+                f"tokenizer.alphabet {'repeats ' + repr(''.join(twice)) if twice else 'is empty'}; "
+                "list each character once"
             )
         self.labels = list(alphabet)
         self._ids = {symbol: label for label, symbol in enumerate(alphabet)}
@@ -113,9 +113,9 @@ class Characters(Tokenizer):
 
 
 class NoText(Tokenizer):
-    """For audio without transcripts, as in pretraining: every transcript becomes "", which has no labels.
+    """A tokenizer for audio without transcripts, as in pretraining: every transcript becomes "".
 
-    The blank, id 0, is the only class. Nothing but "" can be encoded.
+    The blank, id 0, is the only class. Only "" can be encoded, to no labels.
     """
 
     reads_text = False
@@ -133,7 +133,7 @@ class NoText(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         if ids:
-            raise ValueError(f"there are no label ids without text, got {list(ids)[:10]}")
+            raise ValueError(f"tokenizer=none has no label ids, got {list(ids)[:10]}")
         return ""
 
     def unknown(self, text: str) -> set[str]:
@@ -147,10 +147,10 @@ _SAVED_MODEL = "tokenizer.model"
 
 
 class SentencePiece(Tokenizer):
-    """Subwords of a trained SentencePiece model (unigram or BPE), read from the file ``model``.
+    """A subword tokenizer: a trained SentencePiece model (unigram or BPE), read from the file ``model``.
 
-    The model's pieces keep their ids; the unknown piece is among them and is never encoded.
-    Raises DataError where the file is missing or no such model.
+    The model's pieces keep their ids; the unknown piece is one of them and is never encoded.
+    Raises DataError if the file is missing or is not a SentencePiece model.
     """
 
     def __init__(self, model: str, normaliser: str = "lower") -> None:
@@ -159,14 +159,14 @@ class SentencePiece(Tokenizer):
         except OSError as error:
             raise DataError(
                 f"tokenizer.model: {model}: {error.strerror}; "
-                "train one with speechtrain-prepare, or name its path"
+                "correct the path, or train a model with speechtrain-prepare tokenizer"
             ) from None
         try:
             if not self._model:
                 raise RuntimeError
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError:
-            raise DataError(f"tokenizer.model: {model} is no SentencePiece model; train it again") from None
+            raise DataError(f"tokenizer.model: {model} is not a SentencePiece model; train one") from None
         self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
         self._unknown_id = self._pieces.unk_id()
         self._normaliser = normaliser
@@ -195,13 +195,13 @@ class SentencePiece(Tokenizer):
         return {"kind": "sentencepiece", "normaliser": self._normaliser, "size": self.size, "sha256": digest}
 
     def save(self, run_dir: str) -> None:
-        """Copy the model into the run. Raises RunError where the run holds another one."""
+        """Copy the model into the run. Raises RunError if the run has a different one."""
         path = Path(run_dir) / _SAVED_MODEL
         if not path.exists():
             with atomic(path) as temporary:
                 temporary.write_bytes(self._model)
         elif path.read_bytes() != self._model:
-            raise RunError(f"{path} is another tokenizer than tokenizer.model; use a new run_dir")
+            raise RunError(f"{path} differs from tokenizer.model; use a new run_dir")
 
     @classmethod
     def saved(cls, run_dir: str) -> dict[str, str]:
@@ -222,15 +222,15 @@ def train_sentencepiece(
 ) -> None:
     """Train a SentencePiece model on normalised transcripts and write it to ``path``.
 
-    ``kind`` is ``unigram`` (MLPerf's RNN-T: 1023 pieces and the blank) or ``bpe``; ``size`` counts
-    the pieces, the unknown one (id 0) among them and the blank not. The same texts give the same
-    file. Raises ConfigError for a bad ``kind``, DataError where the texts do not allow ``size``.
+    ``kind`` is ``unigram`` (MLPerf's RNN-T: 1023 pieces and the blank) or ``bpe``; ``size`` is the
+    number of pieces, with the unknown one (id 0) and without the blank. The same texts give the same
+    file. Raises ConfigError for an unknown ``kind``, DataError if the texts do not allow ``size``.
     """
     if kind not in ("unigram", "bpe"):
-        raise ConfigError(f"tokenizer: no SentencePiece model of kind {kind!r}; it is unigram or bpe")
+        raise ConfigError(f"tokenizer: the kind {kind!r} is unknown; choose unigram or bpe")
     lines = [text for text in texts if text.strip()]
     if not lines:
-        raise DataError("tokenizer: no transcript to train on; every one is empty")
+        raise DataError("tokenizer: every transcript is empty; use sources with transcripts")
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
@@ -242,9 +242,9 @@ def train_sentencepiece(
             bos_id=-1,
             eos_id=-1,
             unk_id=0,
-            # longer lines would be left out without a word
+            # SentencePiece omits longer lines silently
             max_sentence_length=max(10, *(len(line.encode()) + 1 for line in lines)),
-            num_threads=1,  # threads add expected counts in the order in which they finish
+            num_threads=1,  # with more, sums depend on which thread finishes first
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -256,12 +256,12 @@ def train_sentencepiece(
 def _training_error(message: str, size: int, lines: int) -> DataError:
     if found := _TOO_LARGE.search(message):
         return DataError(
-            f"tokenizer: {size} pieces are more than these {lines} transcripts give; "
+            f"tokenizer: {size} pieces are too many for {lines} transcripts; "
             f"the largest possible size is {found[1]}"
         )
     if found := _TOO_SMALL.search(message):
         return DataError(
-            f"tokenizer: {size} pieces are fewer than the characters of these {lines} transcripts; "
+            f"tokenizer: {size} pieces are too few for the characters of {lines} transcripts; "
             f"the smallest possible size is {found[1]}, or lower the character coverage"
         )
-    return DataError(f"tokenizer: SentencePiece cannot train on these {lines} transcripts: {message.strip()}")
+    return DataError(f"tokenizer: SentencePiece cannot train on {lines} transcripts: {message.strip()}")

@@ -1,1 +1,1 @@
-"""Where a run's figures go. One file per tracker."""
+"""Trackers, which record a run's metrics: one file per tracker."""

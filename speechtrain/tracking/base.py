@@ -1,4 +1,4 @@
-"""The interface of a tracker: told what happens, never able to stop training."""
+"""The interface of a tracker, which receives a run's events and can never stop training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROGRESS = (
     *("step", "steps", "epoch", "loss", "lr", "grad_norm", "utterances_per_s", "audio_s_per_s"),
     *("data_wait", "memory_mib", "eta_s"),
 )
-"""What a ``train`` event says of every task."""
+"""The fields of a ``train`` event that every task has."""
 
 
 def metrics_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,16 +26,16 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(ABC):
     """Receives a run's events as plain mappings, on rank 0 only.
 
-    The events and their values; a value that is unknown may be left out or None, and a float may
-    be non-finite. Seconds unless the name says otherwise, shares and error rates as fractions.
+    The list below has the events and their values. An unknown value may be absent or None, and a float
+    may be non-finite. Times are in seconds unless the name has a unit; shares and error rates are fractions.
 
     ``start``
-        once per process: ``parameters``, ``steps`` (planned in all), and what else is worth a note.
+        once per process: ``parameters``, ``steps`` (planned in all), and other facts about the run.
     ``resume``
-        after ``start`` where a checkpoint was restored: ``step``, the updates done already. Later
+        after ``start`` where a checkpoint was restored: ``step``, the updates already done. Later
         steps of earlier attempts are void.
     ``train``
-        when a log line is due: ``step``, ``steps``, ``epoch`` (a float), ``loss``, ``lr``,
+        at every log interval: ``step``, ``steps``, ``epoch`` (a float), ``loss``, ``lr``,
         ``grad_norm``, ``utterances_per_s``, ``audio_s_per_s``, ``data_wait`` (share of the time
         spent waiting for batches), ``memory_mib``, ``eta_s``; any other number is a metric of the
         task, under its own name (``PROGRESS`` lists the names above).
@@ -48,20 +48,20 @@ class Tracker(ABC):
     ``checkpoint``
         ``step``, ``path``.
     ``warning``
-        ``message`` (one line), ``step`` where it has one.
+        ``message`` (one line), ``step`` where the warning has one.
     ``end``
-        what ``result.json`` says: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``.
+        the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``.
     """
 
     enabled: bool = True
-    """A tracker that is not enabled is told nothing, and touches nothing."""
+    """A tracker that is not enabled receives no events and opens no files."""
 
     visible: bool = False
-    """Whether a person sees its warnings at once; if none of a run's trackers is, stderr shows them."""
+    """Whether a person sees its warnings at once; without a visible tracker, warnings go to stderr."""
 
     @abstractmethod
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Record one event; an unknown one is not an error. Whatever it raises, ``Trackers`` reports."""
+        """Record one event; an unknown event is not an error. ``Trackers`` reports every exception."""
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Flush and release files."""

@@ -23,9 +23,9 @@ _ERROR_RATES = ("wer", "cer", "ser")
 
 @final
 class Console(Tracker):
-    """Says what a run does on stdout; warnings go to stderr, or above the live display.
+    """Prints a run's progress to stdout; warnings go to stderr, or above the live display.
 
-    A plain run prints one line per ``train`` and ``valid`` event, so whoever logs decides how many:
+    A plain run prints one line per ``train`` and ``valid`` event:
 
         step     1200/5000  epoch   3.25  loss 12.35  lr 1.00e-03  grad  3.21    512 utt/s    812 audio-s/s
         valid    1200  test  wer 3.21 %  loss 4.56  3.2 s
@@ -36,7 +36,7 @@ class Console(Tracker):
     def __init__(self, mode: str = "auto", examples: int = 2, enabled: bool = True) -> None:
         """``mode``: live, plain, or auto (live on a terminal); ``examples``: transcripts shown per set."""
         if mode not in ("auto", "live", "plain"):
-            raise ConfigError(f"tracking.console.mode: {mode!r} is none of auto, live, plain")
+            raise ConfigError(f"tracking.trackers.console.mode is {mode!r}; it must be auto, live or plain")
         self.mode = mode
         self.examples = examples
         self.enabled = enabled
@@ -69,7 +69,7 @@ class Console(Tracker):
             self._display.show(event, values)
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal to its original state."""
         display, self._display = self._display, None
         if display is not None:
             display.close()
@@ -93,7 +93,7 @@ class Console(Tracker):
 
 
 class _Display:
-    """The block at the foot of the terminal: progress bar, figures, and the last validation of each set."""
+    """The block at the bottom of the terminal: progress bar, figures, last validation of each set."""
 
     def __init__(self, forced: bool) -> None:
         from rich.console import Console as RichConsole
@@ -107,12 +107,12 @@ class _Display:
         self._valid: dict[str, Mapping[str, Any]] = {}
         self._saved: int | None = None
         self._started = self._heard = time.monotonic()
-        # twice a second keeps the clocks moving at no cost that a training step would notice
+        # two refreshes a second keep the clocks moving, at no measurable cost for a training step
         self._live: Live = Live(console=self._rich, refresh_per_second=2, get_renderable=self._render)
         self._live.start()
 
     def show(self, event: str, values: Mapping[str, Any]) -> None:
-        """Take over what one event changes."""
+        """Update the display after one event."""
         if event in ("start", "resume"):
             self._start = {**self._start, **values}
         elif event == "train":
@@ -163,7 +163,7 @@ class _Display:
 
 
 def start_line(values: Mapping[str, Any]) -> str:
-    """``start    480,029 parameters, 3,000 steps``, what is left out, and the shapes where they are fixed."""
+    """``start    480,029 parameters, 3,000 steps``, other facts, and the shapes where they are fixed."""
     facts = []
     if values.get("parameters") is not None:
         facts.append(f"{values['parameters']:,} parameters")
@@ -192,7 +192,7 @@ def train_line(values: Mapping[str, Any]) -> str:
 
 
 def figures(values: Mapping[str, Any]) -> list[str]:
-    """The figures of a ``train`` event, each with its name or unit; those left out are left out."""
+    """The figures of a ``train`` event, each with its name or unit; absent figures are skipped."""
     columns = (
         ("epoch", "epoch {:>6.2f}"),
         ("loss", "loss {:>8.4g}"),
@@ -222,7 +222,7 @@ def end_line(values: Mapping[str, Any]) -> str:
     if _known(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
     found = values.get("metrics") or {}
-    # the first set's metrics stand there twice, once without its name
+    # the first set's metrics are listed twice, once without its name
     of_sets = {name: value for name, value in found.items() if "/" in name}
     return "  ".join([line, *(metric(name, value) for name, value in (of_sets or found).items())])
 
@@ -240,7 +240,7 @@ def is_error_rate(name: str) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """``0:12:34``; from a day on ``3 d 01:12:34``."""
+    """``0:12:34``; from one day on, ``3 d 01:12:34``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -252,7 +252,7 @@ def _known(value: Any) -> bool:
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """One line without control characters (transcripts may hold any), as ``encoding`` can spell it."""
+    """One line without control characters (transcripts may hold any); ``encoding`` can encode it."""
     text = "".join(" " if unicodedata.category(c) == "Cc" else c for c in text)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

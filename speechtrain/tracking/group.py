@@ -1,4 +1,4 @@
-"""A run's trackers as one: each is told every event, and none can stop training."""
+"""A run's trackers as one tracker: each receives every event, and none can stop training."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from speechtrain.tracking.base import Tracker
 class Trackers(Tracker):
     """Forwards events to its members; ``Trackers()`` has none and does nothing.
 
-    A member that raises is reported once, on stderr. After an ``OSError`` it is told the next
-    event all the same, since a full disk gets room again; after any other error it is left out for
-    the rest of the run. The events that it missed are counted and reported on close.
+    A member that raises is reported once, on stderr. After an ``OSError`` it still receives the next
+    event, since a full disk may get free space again; after any other error it is not used for the
+    rest of the run. The missed events are counted and reported on close.
     """
 
     def __init__(self, trackers: dict[str, Tracker | None] | list[Tracker] | None = None) -> None:
-        """``trackers``: by the name that reports use (None stands for no tracker), or a plain list."""
+        """``trackers``: by the name for reports (None: no tracker), or a plain list."""
         if isinstance(trackers, Mapping):
             members = {name: tracker for name, tracker in trackers.items() if tracker is not None}
         else:
@@ -30,7 +30,7 @@ class Trackers(Tracker):
         self.visible = any(member.tracker.visible for member in self._members)
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Tell every member; never raises."""
+        """Send the event to every member; never raises."""
         for member in self._members:
             member.log(event, values)
         if event == "warning" and not self.visible:
@@ -43,7 +43,7 @@ class Trackers(Tracker):
 
 
 class _Guarded:
-    """One member, its failures, and what they cost."""
+    """One member with its state, and the number of events it missed."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
@@ -58,10 +58,10 @@ class _Guarded:
         try:
             self.tracker.log(event, values)
         except OSError as error:
-            self._failed(error, "it tries again at each event")
+            self._failed(error, "the tracker tries again at each event")
         except Exception as error:
             self.active = False
-            self._failed(error, "it is left out from here on")
+            self._failed(error, "the tracker is off from now on")
 
     def close(self) -> None:
         missed = self.failures
@@ -76,9 +76,9 @@ class _Guarded:
         self.failures += 1
         if self.failures == 1:
             cause = " ".join(f"{type(error).__name__}: {error}".split())
-            _report(f"warning: tracker {self.name} failed ({cause}); training goes on, {consequence}")
+            _report(f"warning: tracker {self.name} failed ({cause}); training continues, {consequence}")
 
 
 def _report(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr is gone, or closed: no one is left to tell
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed: the line cannot be reported
         print(f"speechtrain: {line}", file=sys.stderr, flush=True)

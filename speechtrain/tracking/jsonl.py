@@ -1,4 +1,4 @@
-"""Events as JSON lines: the run's own record, which the report reads."""
+"""Events as JSON lines: the run's own record, and the input of the report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ONE_PER_STEP = ("train", "valid", "examples", "checkpoint")
 class Jsonl(Tracker):
     """Appends ``{"event": ..., "time": <Unix seconds>, ...}`` to ``<run_dir>/metrics.jsonl``.
 
-    Every line is handed to the system at once and is valid JSON: a non-finite number becomes null.
-    A line that was torn (killed process, full disk) is ended before the next one begins.
+    Every line is written to the file at once and is valid JSON: a non-finite number becomes null.
+    After an incomplete line (killed process, full disk), the next line starts on a new line.
     """
 
     def __init__(self, run_dir: str, enabled: bool = True) -> None:
@@ -35,7 +35,7 @@ class Jsonl(Tracker):
         """Append one line. Raises ``OSError`` where the file cannot be written."""
         record = _plain({"event": event, "time": round(time.time(), 3), **values})
         line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        # a lone surrogate becomes the escape \udcxx, which is how JSON spells it
+        # a lone surrogate becomes the escape \udcxx, as JSON writes it
         data = line.encode("utf-8", "backslashreplace")
         try:
             file = self._file = self._file or self._open()
@@ -62,11 +62,11 @@ class Jsonl(Tracker):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The events of a ``metrics.jsonl`` in order, without what a later attempt made void.
+    """The events of a ``metrics.jsonl`` in order, without those that a later attempt made void.
 
     The last record of each step (and set) counts. Wherever the step goes back, by a ``resume`` or
-    because an attempt began again, what earlier attempts said of later steps is void; their
-    ``start`` and ``end`` stay. Lines that are no JSON objects (torn by a kill) are passed over; a
+    because an attempt started again, the earlier attempts' events of later steps are void; their
+    ``start`` and ``end`` stay. Lines that are not JSON objects (incomplete after a kill) are skipped; a
     missing file has no events.
 
     >>> read_metrics(path)  # written: train 1, 2, 3, resume at 1, train 2
@@ -98,7 +98,7 @@ def _address(record: Mapping[str, Any]) -> tuple[str, str, str]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:  # also bytes that are no UTF-8
+    except ValueError:  # also bytes that are not UTF-8
         return None
     return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
 

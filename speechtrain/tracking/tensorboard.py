@@ -28,7 +28,7 @@ class TensorBoard(Tracker):
         self.examples = examples
         self.enabled = enabled
         self._purge_step: int | None = None
-        self._waiting: list[tuple[str, dict[str, Any]]] = []  # events before the first that has a place
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # events before the first written one
         self._writer: SummaryWriter | None = None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
@@ -36,7 +36,7 @@ class TensorBoard(Tracker):
 
         Raises ``OSError`` where files cannot be written, ``ImportError`` where the package is missing.
         """
-        if event == "start":  # whether the run goes on from a checkpoint is known at the next event
+        if event == "start":  # the next event shows whether the run continues from a checkpoint
             self.close()
             self._purge_step = 1
         elif event == "resume":
@@ -67,7 +67,7 @@ class TensorBoard(Tracker):
         return self._writer
 
     def _probe(self) -> None:
-        """Raise ``OSError`` where the disk is full: the writer's thread would print a trace at every try."""
+        """Raise ``OSError`` where the disk is full; the writer's thread would print a trace at every try."""
         self.folder.mkdir(parents=True, exist_ok=True)
         probe = self.folder / ".probe"
         try:
@@ -107,7 +107,7 @@ class TensorBoard(Tracker):
                 writer.add_scalar(f"{folder}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush and close the file; a later event opens another."""
+        """Flush and close the file; a later event opens a new file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

@@ -18,7 +18,7 @@ from speechtrain.task import Example, Task
 
 
 class Interrupted(Exception):
-    """An evaluation that was asked to stop; it has no figures."""
+    """An evaluation that was stopped on request; it has no metrics."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def evaluate(
 
     Sums are reduced over the group before they are divided, so the figures depend neither on the
     batch size nor on the number of ranks. The task's training mode is restored. ``stop_requested``
-    is asked before every batch, and must answer alike on all ranks; where it says yes, raises
-    Interrupted.
+    is called before every batch and must return the same on all ranks. Raises Interrupted where it
+    returns True.
     """
     training = task.training
     task.eval()

@@ -1,20 +1,29 @@
-"""Steps that leave no trace: how a device compiles its graphs before a run's first step."""
+"""Warm-up steps without side effects, which compile a device's graphs before a run's first step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.optim.ema import Average
+from speechtrain.checkpoint.whole import on_host
+from speechtrain.devices.base import Device
+from speechtrain.errors import RunError
+from speechtrain.tracking.base import Tracker
+from speechtrain.training.optimizer_step import Trained
+from speechtrain.training.run_state import Parts
+
+Step = Callable[[Batch], None]
+Evaluate = Callable[[list[Batch]], None]
 
 
 def padding_batch(rows: int, samples: int, labels: int) -> Batch:
-    """A batch of that shape, all its rows silent and of weight 0."""
+    """A batch of the given shape, with silent rows of weight 0."""
     return Batch(
         audio=torch.zeros(rows, samples),
         audio_lengths=torch.full((rows,), samples),
@@ -28,14 +37,13 @@ def padding_batch(rows: int, samples: int, labels: int) -> Batch:
 
 
 @contextmanager
-def without_side_effects(
-    module: nn.Module, optimizer: torch.optim.Optimizer, average: Average
-) -> Iterator[None]:
-    """A context in which updates that are not taken leave nothing behind, the host's counters included.
+def without_side_effects(trained: Trained) -> Iterator[None]:
+    """A context that undoes what updates that are not taken change: buffers and counters on the host.
 
-    Weights, moments and average are such an update's own business; buffers (BatchNorm's statistics) are
-    written by forward, and put back.
+    Such an update leaves weights, moments and average unchanged by itself. Forward writes buffers
+    (BatchNorm's statistics); they are restored here.
     """
+    module, optimizer, average = trained
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     before = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
     updates = average.updates
@@ -51,9 +59,66 @@ def without_side_effects(
 
 
 def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter on the host."""
+    """The part of an optimizer's state of a parameter that is on the host."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in state.items()
         if not isinstance(value, Tensor) or value.is_cpu != parameter.is_cpu
     }
+
+
+class Graphs:
+    """Counts a device's graph compilations; on an eager device the warm-up does nothing."""
+
+    def __init__(self, device: Device, tracker: Tracker, most: int | None) -> None:
+        self._device = device
+        self._tracker = tracker
+        self._most = most
+        self._known = 0  # compiled by the end of the warm-up, or reported since
+
+    def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
+        """Compile the device's graphs for all fixed shapes; the run is unchanged afterwards."""
+
+    def check(self, step: int) -> None:
+        """Report compilations since the warm-up; raise RunError above ``trainer.max_graphs``."""
+        graphs = self._device.graphs()
+        if self._most is not None and graphs > self._most:
+            raise RunError(
+                f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={self._most}"
+            )
+        if graphs > self._known:
+            message = f"{graphs - self._known} more graphs compiled after the warm-up"
+            self._tracker.log("warning", {"step": step, "message": message})
+            self._known = graphs
+
+
+class WarmedUpGraphs(Graphs):
+    """Graphs of a device with fixed shapes, which are compiled before the first update."""
+
+    def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
+        """Run steps, an evaluation and a checkpoint's reads twice: the first pass creates optimizer state."""
+        # the weight of a real batch would be a host read; only fp16 needs it, which such devices lack
+        parts.progress.backward_divisor = parts.progress.backward_divisor or 1.0
+        started = time.perf_counter()
+        segments = {"steps": 0, "evaluation": 0, "checkpoint": 0}
+        for _ in range(2):
+            with self._counted(segments, "steps"), without_side_effects(parts.trained):
+                for shape in parts.data.shapes() * 2:
+                    step(padding_batch(*shape))
+            with self._counted(segments, "evaluation"):
+                evaluate([padding_batch(*shape) for shape in parts.data.evaluation_shapes()])
+            with self._counted(segments, "checkpoint"):
+                states = [part.state_dict() for part in parts.states.values()]
+                on_host([parts.average.averaged_state_dict(parts.task), *states])
+        self._known = self._device.graphs()
+        counts = {"shapes": len(parts.data.shapes()), "graphs": self._known}
+        counts |= {f"graphs_{name}": count for name, count in segments.items()}
+        self._tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - started})
+
+    @contextmanager
+    def _counted(self, segments: dict[str, int], name: str) -> Iterator[None]:
+        """A context that adds its compilations, including its last graph's, to ``segments[name]``."""
+        before = self._device.graphs()
+        yield
+        self._device.mark_step()
+        segments[name] += self._device.graphs() - before

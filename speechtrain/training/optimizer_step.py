@@ -1,9 +1,10 @@
-"""One optimizer update from accumulated gradients: scaled, clipped, and left out where it is not finite."""
+"""One optimizer update from accumulated gradients: scaled, clipped, and skipped if it is not finite."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,39 +16,39 @@ from speechtrain.precision import Precision, gradients_of
 
 
 class StepOutcome(Enum):
-    """What became of an update."""
+    """The outcome of an update."""
 
     TAKEN = "taken"
-    SCALED = "left out, and fp16's loss scale lowered"
-    REFUSED = "left out: a loss or gradient was not finite"
+    SCALED = "skipped, and fp16's loss scale lowered"
+    REFUSED = "skipped: a loss or gradient is not finite"
+
+
+class Trained(NamedTuple):
+    """What an update changes."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Average
 
 
 class Update(ABC):
-    """How a run updates its weights; an update that is left out changes neither them nor their average."""
+    """How a run updates its weights; a skipped update changes neither weights nor their average."""
 
     def __init__(self, precision: Precision, clip: float) -> None:
         self.precision = precision
         self.clip = clip
 
     @abstractmethod
-    def __call__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: Average,
-        rate: float,
-        scale: Tensor,
-        healthy: Tensor,
-    ) -> Tensor:
-        """Update ``module``; the norm () of its gradients times ``scale``, before clipping.
+    def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
+        """Update ``trained.module``; returns the norm () of its gradients times ``scale``, before clipping.
 
-        ``scale`` () makes the mean loss's gradients of what backward left, ``healthy`` () bool says
-        whether every loss was finite. Gradients are gone afterwards.
+        ``scale`` () turns the accumulated gradients into those of the mean loss; ``healthy`` () bool is
+        True if every loss is finite. Gradients are cleared afterwards.
         """
 
     @abstractmethod
     def outcomes(self, due: bool) -> list[StepOutcome]:
-        """Of the updates since the last answer; those that the device still holds come when ``due``."""
+        """Outcomes of the updates since the last call; those still on the device are read when ``due``."""
 
     def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
         for group in optimizer.param_groups:
@@ -55,27 +56,20 @@ class Update(ABC):
 
 
 class HostCheckedUpdate(Update):
-    """The host reads whether the update is finite, and leaves it out where it is not."""
+    """The host reads whether the update is finite, and skips it if it is not."""
 
     def __init__(self, precision: Precision, clip: float) -> None:
         super().__init__(precision, clip)
         self._outcomes: list[StepOutcome] = []
 
-    def __call__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: Average,
-        rate: float,
-        scale: Tensor,
-        healthy: Tensor,
-    ) -> Tensor:
+    def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
+        module, optimizer, average = trained
         self.precision.unscale(optimizer)
         gradients = gradients_of(optimizer)
         norm = total_norm(gradients) * scale
         if self.clip > 0:
             scale = scale * (self.clip / norm.clamp(min=self.clip))
-        if bool(healthy) and bool(torch.isfinite(norm)):  # a host read: every rank decides alike
+        if bool(healthy) and bool(torch.isfinite(norm)):  # a host read: every rank decides the same
             torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
@@ -93,10 +87,10 @@ class HostCheckedUpdate(Update):
 
 
 class BranchFreeUpdate(Update):
-    """Every update is computed, and within the graph either taken or undone: nothing is read back.
+    """Every update is computed, then taken or undone within the graph: nothing is read back.
 
     Costs a copy of the weights and of the optimizer's state in every step. The counter of updates that
-    some optimizers keep on the host counts one that was left out, too.
+    some optimizers keep on the host also counts skipped updates.
     """
 
     def __init__(self, precision: Precision, clip: float) -> None:
@@ -104,15 +98,8 @@ class BranchFreeUpdate(Update):
         self._taken: list[Tensor] = []
 
     @torch.no_grad()
-    def __call__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: Average,
-        rate: float,
-        scale: Tensor,
-        healthy: Tensor,
-    ) -> Tensor:
+    def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
+        module, optimizer, average = trained
         gradients = gradients_of(optimizer)
         norm = torch.stack([squared_norm(gradient) for gradient in gradients]).sum().sqrt() * scale
         if self.clip > 0:
@@ -121,13 +108,13 @@ class BranchFreeUpdate(Update):
         taken = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
         scale = scale.masked_fill(scale - scale != 0, 0.0)
         for gradient in gradients:
-            # filled first: zero times what is not finite is not a number; only there x − x is not 0
+            # filled first: 0 · inf and 0 · NaN are NaN; x − x is not 0 only if x is not finite
             gradient.masked_fill_(gradient - gradient != 0, 0.0).mul_(scale)
         before = {id(tensor): tensor.clone() for tensor in self._changing(optimizer)}
         self._set_rate(optimizer, rate)
         self.precision.step(optimizer)
         for tensor in self._changing(optimizer):
-            kept = before.get(id(tensor))  # none of a state that this update has begun, at zero
+            kept = before.get(id(tensor))  # None for a state that this update created: it starts at 0
             tensor.mul_(taken)
             if kept is not None:
                 tensor.add_(kept * (1 - taken))
@@ -138,7 +125,7 @@ class BranchFreeUpdate(Update):
 
     @staticmethod
     def _changing(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The weights and those tensors of the optimizer's state that are where the weights are."""
+        """The weights, and the optimizer's state tensors on the same device."""
         changing: list[Tensor] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -146,7 +133,7 @@ class BranchFreeUpdate(Update):
                     continue
                 states = optimizer.state.get(parameter, {}).values()
                 tensors = [state for state in states if isinstance(state, Tensor)]
-                # the rest is counted on the host
+                # the other tensors are counters on the host
                 changing += [parameter, *(t for t in tensors if t.is_cpu == parameter.is_cpu)]
         return changing
 

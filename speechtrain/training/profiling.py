@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from speechtrain.errors import ConfigError
+from speechtrain.trainer_config import profile_steps
 
 
 class StepProfiler:
@@ -16,12 +16,7 @@ class StepProfiler:
     """
 
     def __init__(self, spec: str, run_dir: Path) -> None:
-        first, _, last = spec.partition(":")
-        if spec and not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
-            raise ConfigError(
-                f"trainer.profile={spec}: write it as A:B, the first and the last step, such as 10:12"
-            )
-        self.first, self.last = (int(first), int(last)) if spec else (0, 0)
+        self.first, self.last = profile_steps(spec)
         self.path = run_dir / f"profile-{self.first}-{self.last}.json"
         self._profile: torch.profiler.profile | None = None
 
@@ -32,7 +27,7 @@ class StepProfiler:
             self._profile.start()
 
     def end(self, step: int, final: bool) -> None:
-        """Called after ``step``; ``final`` says that no other follows, so an open profile is written."""
+        """Called after ``step``; ``final``: no other follows, so an open profile is written."""
         if self._profile is not None and (step >= self.last or final):
             self._profile.stop()
             self._profile.export_chrome_trace(str(self.path))

@@ -59,7 +59,7 @@ def test_a_rank_that_is_stopped_is_named_and_killed(command: Callable[..., Comma
     done = run.run("world_size=2", "trainer.validate_every=1000", "trainer.save_every=1000")
     seconds = time.time() - float(planted.read_text())
     assert done.returncode == 4, done.stderr
-    assert "speechtrain: error: rank 1 gives no sign of life: stopped, or hanging" in done.stderr
+    assert "speechtrain: error: rank 1 does not answer: it is stopped, or hangs" in done.stderr
     print("stopped", round(seconds, 1))
     assert seconds < BOUND
     assert not _running(str(run.run_dir))

@@ -306,4 +306,4 @@ def test_what_a_host_lacks_is_told_before_anything_starts(
 
     done = run.run("launcher.python=/bin/false")
     assert done.returncode == 4
-    assert "10.77.0.2: speechtrain does not run there as /bin/false" in done.stderr
+    assert "10.77.0.2: speechtrain does not run there with /bin/false" in done.stderr

@@ -130,22 +130,22 @@ def test_the_same_command_finds_its_run_whatever_the_folder_is_called(
     shutil.copytree(run.run_dir, run.run_dir.with_name("copy"))
     twice = run.run()
     assert twice.returncode == 5
-    assert "name one with run_dir=DIR" in twice.stderr
+    assert "choose one with run_dir=DIR" in twice.stderr
 
 
 def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command]) -> None:
     run = copy_of("rnnt", "interrupted")
     run.arguments = [f"run_dir={run.run_dir}"]
     for typed, says in {
-        "optimizer.lr=0.5": "optimizer.lr: 0.01 there, 0.5 now",
-        "recipe=fsdd": "recipe=fsdd was not typed when the run began",
+        "optimizer.lr=0.5": "optimizer.lr: 0.01 in the run, 0.5 now",
+        "recipe=fsdd": "recipe=fsdd was not typed when the run started",
         "encoder.hiden=3": "encoder.hiden: the run's config has no such key; did you mean 'encoder.hidden'?",
         "world_size=5": None,
     }.items():
         done = run.run(typed, "dry_run=true")
         if says is None:
             assert done.returncode == 2
-            assert "1 micro-batches an update, which world_size=5 does not divide" in done.stderr
+            assert "1 micro-batches per update, which world_size=5 does not divide" in done.stderr
         else:
             assert done.returncode in (2, 5)
             assert says in done.stderr
@@ -153,7 +153,7 @@ def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command
     assert same.returncode == 0, same.stderr
     assert run.result()["steps"] == 891
     kept = run.run("trainer.max_steps=900")  # with the text of the first start: the stored value wins
-    assert "the run keeps its own trainer.max_steps=891" in kept.stdout
+    assert "the run keeps its trainer.max_steps=891" in kept.stdout
     assert "is done: finished at step 891" in kept.stdout
 
 

@@ -1,10 +1,10 @@
-"""Connected utterances from isolated recordings: which are joined, and one WAV file that holds the result.
+"""Connected utterances from isolated recordings: the plan of the joining, and one WAV file of the result.
 
-The joined audio is written once into a cache folder, one 16-bit WAV for each set, and each utterance
-is a ``MonoCut`` into it. Measured with lhotse 1.33 on 2,000 utterances of 2.2 s: ``cut.load_audio()``
-takes 0.35 ms from that file, 1.9 ms as a ``MixedCut`` over a WAV of the isolated clips and 4.3 ms over
-their FLAC; speed perturbation 3.1 against 5.6 ms; a stored cut 0.4 against 3.4 kB. Writing the file
-(144 MB) takes under a second, less than building the mixed cuts.
+The joined audio is written once into a cache folder, as one 16-bit WAV per set; each utterance is a
+``MonoCut`` of it. Measured with lhotse 1.33 on 2,000 utterances of 2.2 s: ``cut.load_audio()`` takes
+0.35 ms from this file, 1.9 ms as a ``MixedCut`` of a WAV of the isolated clips and 4.3 ms of their
+FLAC; speed perturbation takes 3.1 instead of 5.6 ms; a stored cut has 0.4 instead of 3.4 kB. Writing
+the file (144 MB) takes less than a second, and less than building the mixed cuts.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Samples = NDArray[np.int16]
 
 SAMPLE_RATE = 16_000
 GAP_SECONDS = [0.02, 0.12]
-FORMAT = 1  # of the joining below: a change of the audio or of the plan must change the fingerprints
+FORMAT = 1  # of the joining below; a change of the audio or of the plan must increase it
 
 
 class Clips(ABC):
-    """Isolated recordings as 16 kHz mono, by number; their lengths are known before they are decoded."""
+    """Isolated recordings as 16 kHz mono, by number; their lengths are known before decoding."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Clips(ABC):
 
     @abstractmethod
     def read(self, clip: int) -> Samples:
-        """The ``lengths[clip]`` samples of one recording; DataError where it cannot be decoded."""
+        """Return the ``lengths[clip]`` samples of one recording. Raises DataError if it is damaged."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Joined:
     gaps: tuple[int, ...]  # one fewer than clips
 
     def length(self, clips: Clips) -> int:
-        """Samples of the joined audio."""
+        """Return the samples of the joined audio."""
         return sum(clips.lengths[i] for i in self.clips) + sum(self.gaps)
 
     def audio(self, clips: Clips) -> Samples:
-        """The joined audio, ``length`` samples."""
+        """Return the joined audio, ``length`` samples."""
         parts = [clips.read(self.clips[0])]
         for gap, clip in zip(self.gaps, self.clips[1:], strict=True):
             parts += [np.zeros(gap, np.int16), clips.read(clip)]
@@ -72,13 +72,13 @@ class Joined:
 
 
 class Connected(Source):
-    """A corpus of such utterances. Raises ConfigError for arguments that no utterance could have."""
+    """A corpus of connected utterances. Raises ConfigError for impossible arguments."""
 
     corpus: str
-    """Its name in errors, ids and fingerprints."""
+    """The corpus's name in errors, ids and fingerprints."""
     splits: Sequence[str]
     fewest: int
-    """Utterances that may be asked for at least."""
+    """The smallest allowed number of utterances."""
     clips: Clips
 
     def __init__(
@@ -94,7 +94,7 @@ class Connected(Source):
         if split not in self.splits:
             problem = f"split={split!r} is unknown; choose one of {', '.join(self.splits)}"
         elif not 1 <= min_words <= max_words:
-            problem = f"min_words={min_words} and max_words={max_words}; need 1 <= min_words <= max_words"
+            problem = f"min_words={min_words}, max_words={max_words}; need 1 <= min_words <= max_words"
         elif len(gap_seconds) != 2 or not 0 <= gap_seconds[0] <= gap_seconds[1]:
             problem = f"gap_seconds={list(gap_seconds)}; give shortest and longest, such as [0.02, 0.12]"
         elif utterances < self.fewest:
@@ -110,14 +110,14 @@ class Connected(Source):
 
     @abstractmethod
     def plan(self) -> list[Joined]:
-        """Which clips make up each utterance."""
+        """Return the clips of each utterance."""
 
     @abstractmethod
     def content(self) -> tuple[object, ...]:
-        """What the fingerprint knows of the clips, JSON-like."""
+        """Return the JSON-like identity of the clips for the fingerprint."""
 
     def cuts(self) -> Iterator[Cut]:
-        """One cut into the cached joined audio for each utterance."""
+        """Yield one cut of the cached joined audio for each utterance."""
         return joined_cuts(f"{self.corpus}-{self.split}-{self.fingerprint()}", self.clips, self.plan())
 
     def fingerprint(self) -> str:
@@ -128,15 +128,15 @@ class Connected(Source):
 
 
 def gap_samples(draws: NDArray[np.float64], gap_seconds: Sequence[float]) -> NDArray[np.int64]:
-    """Silences in samples, uniform between the two bounds, for draws in [0, 1)."""
+    """Return silences in samples, uniform between the two bounds, for draws in [0, 1)."""
     shortest, longest = gap_seconds
     return np.rint((shortest + draws * (longest - shortest)) * SAMPLE_RATE).astype(np.int64)
 
 
 def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut]:
-    """One cut for each utterance of ``plan``; ``name`` holds a fingerprint and names the cached file.
+    """Yield one cut for each utterance of ``plan``; ``name``, with a fingerprint, names the cached file.
 
-    Raises MachineError where the cache folder cannot take the audio.
+    Raises MachineError if the audio cannot be written into the cache folder.
     """
     from lhotse import MonoCut, Recording, SupervisionSegment
     from lhotse.audio import AudioSource
@@ -162,7 +162,7 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut
 
 
 def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -> Path:
-    """The cached WAV, written first where it is missing or cut short. The last of several writers stays."""
+    """Return the cached WAV; write it if it is missing or incomplete. The last of several writers is kept."""
     if 2 * samples + 44 > 2**32:
         raise ConfigError(
             f"utterances={len(plan)}: {samples / SAMPLE_RATE / 3600:.0f} h of audio exceed the 37 h of one "
@@ -194,7 +194,7 @@ def _check_room(folder: Path, need: int) -> None:
 
 
 def _write_wav(path: Path, clips: Clips, plan: Sequence[Joined], samples: int) -> None:
-    # Not soundfile: when a disk is full it gives no error that could be told to the user.
+    # Not soundfile: it does not report a full disk.
     with path.open("wb") as raw, wave.open(raw, "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)

@@ -1,8 +1,8 @@
 """The embedded corpus: spoken digits in 72 synthetic voices, joined into connected utterances.
 
-It shows that training works and says nothing about real speech: the voices are espeak-ng's. The
-clips lie in ``digits_audio/`` beside this file (57 training and 15 validation voices, one take of
-each word); ``tools/make_digits.py`` made them, and makes folders of other words and more voices.
+It shows that training works, but results do not apply to real speech: the voices are espeak-ng's. The
+clips are in ``digits_audio/`` next to this file (57 training and 15 validation voices, one take of each
+word). ``tools/make_digits.py`` made them and can make folders of other words and more voices.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Digits(Connected):
 
     ``split`` is ``train`` or ``valid``; ``gap_seconds`` are the shortest and the longest silence;
     ``root`` is a folder written by ``tools/make_digits.py --out``, empty for the embedded words.
-    Raises ConfigError for arguments that no corpus could satisfy, DataError for a folder that is
-    missing or damaged.
+    Raises ConfigError for impossible arguments, DataError for a folder that is missing or damaged.
     """
 
     corpus, splits, fewest = "digits", ("train", "valid"), 1
@@ -90,15 +89,15 @@ class Digits(Connected):
         return plan
 
     def content(self) -> tuple[object, ...]:
-        """The index with its recorded hashes; nothing is decoded."""
+        """Return a hash of the index, which contains the hashes of the audio; nothing is decoded."""
         return (self.clips.digest,)
 
 
 class WordClips(Clips):
-    """One split of a folder written by ``tools/make_digits.py``: clip (voice × words + word).
+    """One split of a folder written by ``tools/make_digits.py``; clips are numbered voice × words + word.
 
-    The FLAC file is decoded as a whole at the first read, and its samples are checked then against
-    the hash in ``index.json``. Raises DataError for a folder that is missing or damaged.
+    The first read decodes the whole FLAC file and compares its samples with the hash in
+    ``index.json``. Raises DataError for a folder that is missing or damaged.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -114,7 +113,7 @@ class WordClips(Clips):
             rate = int(index["sample_rate"])
         except OSError as error:
             raise DataError(
-                f"{path}: {error.strerror}; give a folder that tools/make_digits.py --out wrote as root"
+                f"{path}: {error.strerror}; set root to a folder written by tools/make_digits.py --out"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
@@ -126,7 +125,7 @@ class WordClips(Clips):
             or len(self._lengths) != len(self.words) * len(self.voices)
             or rate != SAMPLE_RATE
         ):
-            raise DataError(f"{path}: damaged (its counts do not agree); make the folder again")
+            raise DataError(f"{path}: damaged (its counts differ); make the folder again")
         self._ends = np.cumsum(self._lengths)
         self.digest = digest(FORMAT, self.words, part)
 
@@ -150,5 +149,5 @@ class WordClips(Clips):
         except (OSError, soundfile.LibsndfileError) as error:
             raise DataError(f"{self.path}: cannot be decoded ({error}); install or make it again") from None
         if hashlib.sha256(samples.astype("<i2", copy=False).tobytes()).hexdigest() != self._pcm_sha256:
-            raise DataError(f"{self.path}: does not hold the audio that index.json records; install it again")
+            raise DataError(f"{self.path}: its audio differs from the hash in index.json; install it again")
         return samples

@@ -49,17 +49,17 @@ class Take:
 class Fsdd(Connected):
     """Connected digits of one speaker each, joined from real recordings.
 
-    A pass shuffles each speaker's recordings and deals them into groups of ``min_words`` to
-    ``max_words`` (a speaker's last group is shorter where the numbers do not add up), so every
-    recording is heard once; the speakers take turns. ``utterances=0`` is exactly one pass, another
-    number takes that many utterances from as many passes as needed.
+    A pass shuffles each speaker's recordings and divides them into groups of ``min_words`` to
+    ``max_words`` (a speaker's last group may be shorter), so every recording is used once; the speakers
+    alternate. ``utterances=0`` is exactly one pass; another number takes that many utterances from as
+    many passes as needed.
 
-    ``root`` holds ``recordings/`` or the WAV files themselves. ``split`` is ``train`` or ``test``
-    (index 0 to 4, never in training). ``only_speakers`` (none given: all) and ``exclude_speakers``
-    choose whose recordings are used. ``gap_seconds`` are the shortest and the longest silence
-    between words. Recordings of another rate than 16 kHz are resampled, several channels averaged.
-    Raises ConfigError for arguments that no data could satisfy, DataError for a missing folder,
-    unknown speakers, or (when the cuts are made) a recording that cannot be decoded.
+    ``root`` contains ``recordings/`` or the WAV files themselves. ``split`` is ``train`` or ``test``
+    (index 0 to 4, never in training). ``only_speakers`` (empty: all) and ``exclude_speakers`` select
+    the speakers. ``gap_seconds`` are the shortest and the longest silence between words. Recordings of
+    another rate than 16 kHz are resampled, several channels are averaged.
+    Raises ConfigError for impossible arguments, DataError for a missing folder, unknown speakers, or
+    (when the cuts are made) a recording that cannot be decoded.
     """
 
     corpus, splits, fewest = "fsdd", ("train", "test"), 0
@@ -88,7 +88,7 @@ class Fsdd(Connected):
         )
         if not self.takes:
             raise DataError(
-                f"{root}: no {split} recordings of {', '.join(self.speakers) or 'any speaker'} are left; "
+                f"{root} has no {split} recordings of {', '.join(self.speakers) or 'any speaker'}; "
                 "check only_speakers and exclude_speakers"
             )
         self.clips = Recordings([take.path for take in self.takes])
@@ -97,8 +97,8 @@ class Fsdd(Connected):
         for name in [*wanted, *unwanted]:
             if name not in self.all_speakers:
                 raise DataError(
-                    f"fsdd: no recordings of speaker {name!r}{nearest(name, self.all_speakers)}; "
-                    f"there are {', '.join(self.all_speakers)}"
+                    f"fsdd: the speaker {name!r} is unknown{nearest(name, self.all_speakers)}; "
+                    f"choose from {', '.join(self.all_speakers)}"
                 )
         return sorted(set(wanted) - set(unwanted))
 
@@ -136,12 +136,12 @@ class Fsdd(Connected):
             yield tuple(left)
 
     def content(self) -> tuple[object, ...]:
-        """Names and bytes of the recordings that are used."""
+        """Return the names of the used recordings and a hash of their bytes."""
         return [take.path.name for take in self.takes], self.clips.digest
 
 
 def find_takes(root: str) -> list[Take]:
-    """The recordings in ``root/recordings`` or ``root``; DataError where there are none."""
+    """Return the recordings in ``root/recordings`` or ``root``. Raises DataError if there are none."""
     folder = Path(root).expanduser().absolute()
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
@@ -149,17 +149,17 @@ def find_takes(root: str) -> list[Take]:
     takes = [Take(m[2], int(m[1]), int(m[3]), path) for m, path in matches if m]
     if not takes:
         raise DataError(
-            f"{folder}: no recordings named digit_speaker_index.wav; get them with 'git clone "
-            "https://github.com/Jakobovski/free-spoken-digit-dataset' and give that folder as root"
+            f"{folder} has no recordings digit_speaker_index.wav; get them with 'git clone "
+            "https://github.com/Jakobovski/free-spoken-digit-dataset' and set root to that folder"
         )
     return takes
 
 
 class Recordings(Clips):
-    """Audio files as 16 kHz mono clips, hashed and measured at the first use of either.
+    """Audio files as 16 kHz mono clips; the first use of a hash or a length reads all files.
 
-    Reading 2,500 files of 7 kB takes a fraction of a second, and their bytes, unlike their times,
-    are the same on every machine. Raises DataError that names a file that cannot be decoded.
+    Reading 2,500 files of 7 kB takes a fraction of a second. Their bytes are hashed because, unlike
+    their times, they are the same on every machine. Raises DataError that names an unreadable file.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -167,12 +167,12 @@ class Recordings(Clips):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the files' own hashes, in order."""
+        """SHA-256 of the files' own hashes, in order."""
         return self._inspected[0]
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Samples at 16 kHz."""
+        """Samples of each clip at 16 kHz."""
         return self._inspected[1]
 
     @cached_property
@@ -193,7 +193,7 @@ class Recordings(Clips):
         return total.hexdigest(), lengths
 
     def read(self, clip: int) -> Samples:
-        """One recording, resampled by scipy's polyphase filter."""
+        """Return one recording, resampled by scipy's polyphase filter."""
         import soundfile
         from scipy.signal import resample_poly
 
@@ -203,7 +203,7 @@ class Recordings(Clips):
         except (OSError, soundfile.LibsndfileError) as error:
             raise _unreadable(path, error) from None
         if -(-len(samples) * SAMPLE_RATE // rate) != self.lengths[clip]:
-            raise _unreadable(path, "it changed while it was used")
+            raise _unreadable(path, "it has changed during the run")
         common = math.gcd(SAMPLE_RATE, rate)
         mono = samples.astype(np.float64).mean(axis=1)
         out = resample_poly(mono, SAMPLE_RATE // common, rate // common)

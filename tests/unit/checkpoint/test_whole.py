@@ -214,4 +214,4 @@ def test_a_manifest_that_is_no_manifest_is_damage(tmp_path: Path, content: str) 
     (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
     warnings: list[str] = []
     assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": Value(torch.zeros(100))}) is None
-    assert "beginning again" in warnings[0]
+    assert "training starts at step 0" in warnings[0]

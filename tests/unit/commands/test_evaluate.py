@@ -99,9 +99,9 @@ def test_json_is_valid_where_a_figure_is_not_finite() -> None:
         (["device.threads"], ConfigError, "not KEY=VALUE"),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),
-        (["--set", "a=x", "--set", "a=y"], ConfigError, "named twice"),
+        (["--set", "a=x", "--set", "a=y"], ConfigError, "given twice"),
         (["--set", "dev=nowhere.jsonl"], DataError, "nowhere.jsonl does not exist"),
-        (["--checkpoint", "step-00000009"], RunError, "there are best, last, step-00000002"),
+        (["--checkpoint", "step-00000009"], RunError, "choose best, last, step-00000002"),
         (["--out", "nowhere/x.jsonl"], MachineError, "--out nowhere/x.jsonl"),
     ],
 )
@@ -115,7 +115,7 @@ def test_errors_are_told_in_one_line(
 
 
 def test_no_run_no_checkpoint_and_a_damaged_one(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"nothing holds no config\.yaml"):
+    with pytest.raises(RunError, match=r"nothing has no config\.yaml"):
         evaluate.run([str(tmp_path / "nothing")])
     started = tmp_path / "started"
     started.mkdir()

@@ -146,9 +146,9 @@ def test_a_failure_leaves_the_old_manifest() -> None:
     before = Path("out.jsonl").read_bytes()
     cut = lines(Path("out.jsonl"))[0]
     Path("twice.jsonl").write_text(f"{json.dumps(cut)}\n{json.dumps(cut)}\n")
-    with pytest.raises(DataError, match=r"twice\.jsonl:2: cut id .* is there already"):
+    with pytest.raises(DataError, match=r"twice\.jsonl:2: cut id .* is repeated"):
         prepare.run(["manifest", "twice.jsonl", "--out", "out.jsonl"])
-    with pytest.raises(DataError, match="no usable recording"):
+    with pytest.raises(DataError, match="no recording is usable"):
         prepare.run(["manifest", "a.jsonl", "--out", "out.jsonl", "--drop-bad"])
     assert Path("out.jsonl").read_bytes() == before
     assert not list(Path().glob(".out*"))
@@ -157,7 +157,7 @@ def test_a_failure_leaves_the_old_manifest() -> None:
 def test_an_output_that_cannot_be_written_is_one_line() -> None:
     nemo(Path("a.jsonl"), ("a.wav", 1.0, "one"))
     Path("file").touch()
-    with pytest.raises(MachineError, match="name another --out"):
+    with pytest.raises(MachineError, match="use another --out"):
         prepare.run(["manifest", "a.jsonl", "--out", "file/out.jsonl"])
 
 
@@ -217,18 +217,18 @@ def test_bad_recordings_are_in_no_tsv_and_move_no_other(capsys: pytest.CaptureFi
     told = capsys.readouterr().out
     reasons = ["unreadable", "empty_file", "no_samples", "missing", "unreadable"]
     assert [line.split("\t")[1] for line in told.splitlines() if line.startswith("bad: ")] == reasons
-    assert "bad: '07\\t.wav'\tunreadable\tits name cannot stand in a TSV" in told
-    assert "5 of 20 recordings are bad, and in neither file" in told
+    assert "bad: '07\\t.wav'\tunreadable\ta TSV cannot contain its name" in told
+    assert "5 of 20 recordings are bad and are in neither file" in told
 
 
 @pytest.mark.parametrize(
     ("argv", "error", "words"),
     [
         (["nowhere"], DataError, "nowhere: No such file"),
-        (["data", "--ext", "mp3"], DataError, r"no \*\.mp3 below it; --ext"),
-        (["data", "--ext", "wav"], DataError, "no usable recording"),
-        (["data", "--valid-percent", "5"], ConfigError, "--valid-percent 5.0: it is a share"),
-        (["data", "--out", "file/m"], MachineError, "name another --out"),
+        (["data", "--ext", "mp3"], DataError, r"contains no \*\.mp3 file; .* --ext"),
+        (["data", "--ext", "wav"], DataError, "no recording is usable"),
+        (["data", "--valid-percent", "5"], ConfigError, "--valid-percent 5.0: it must be a share"),
+        (["data", "--out", "file/m"], MachineError, "use another --out"),
     ],
 )
 def test_a_tsv_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:

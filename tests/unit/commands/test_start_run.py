@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.commands._continue_run import continued
+from speechtrain.commands._find_run import find_run
 from speechtrain.commands._hydra_app import compose
 from speechtrain.commands._start_run import launch
 from speechtrain.config.resolved import dump, load
@@ -40,7 +41,7 @@ def test_another_world_keeps_the_global_batch(tmp_path: Path) -> None:
     assert batches(tmp_path) == (2, 4, 2)  # what is not typed stays
     assert batches(tmp_path, "world_size=1") == (1, 4, 4)
     assert batches(tmp_path, "world_size=1") == (1, 4, 4)  # the same command again
-    with pytest.raises(ConfigError, match="4 micro-batches an update, which world_size=3 does not divide"):
+    with pytest.raises(ConfigError, match="4 micro-batches per update, which world_size=3 does not divide"):
         batches(tmp_path, "world_size=3")
     assert load(tmp_path / "config.yaml").world_size == 1
 
@@ -49,9 +50,9 @@ def test_accumulation_that_was_asked_for_is_compared(tmp_path: Path) -> None:
     begun(tmp_path, "trainer.accumulate=2")
     # as many, dealt out in another way
     assert batches(tmp_path, "trainer.accumulate=1", "world_size=2") == (2, 2, 1)
-    with pytest.raises(RunError, match=r"trainer\.accumulate: 1 there, 3 now"):
+    with pytest.raises(RunError, match=r"trainer\.accumulate: 1 in the run, 3 now"):
         batches(tmp_path, "trainer.accumulate=3")
-    with pytest.raises(RunError, match=r"trainer\.simulate_world: 2 there, 8 now"):
+    with pytest.raises(RunError, match=r"trainer\.simulate_world: 2 in the run, 8 now"):
         batches(tmp_path, "trainer.simulate_world=8")
 
 
@@ -70,8 +71,20 @@ def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None
     mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
     assert continued(run_dir, DRY, str(folder)).trainer.max_steps == 7
     mine.write_text(before.replace("warmup_steps: 3", "warmup_steps: 4"))
-    with pytest.raises(RunError, match=r"schedule\.warmup_steps: 60 there, 4 now"):
+    with pytest.raises(RunError, match=r"schedule\.warmup_steps: 60 in the run, 4 now"):
         continued(run_dir, DRY, str(folder))
+
+
+def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    run_dir = tmp_path / "any name"
+    run_dir.mkdir()
+    begun(run_dir)
+    (run_dir / "run.json").write_text(json.dumps({"argv": [], "overrides": ["seed=2", "trainer.keep=9"]}))
+    assert find_run(["trainer.max_steps=5", "seed=2"], None) == run_dir
+    assert find_run(["seed=3"], None) is None
+    (run_dir / "run.json").write_text("{")  # damaged: it says nothing of what was typed
+    assert find_run([], None) is None
 
 
 def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -> None:

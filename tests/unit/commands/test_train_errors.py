@@ -118,7 +118,7 @@ WRONG = [
     (["optimizer._target_=torch.optim.optimizer.torch.os.system"], CONFIG, ["optimizer._target_"]),
     (["optimizer._target_=torch.optim.optimizer.torch.nn.Linear"], CONFIG, ["torch.nn", "not allowed"]),
     (["model._target_=speechtrain.errors.nearest"], CONFIG, ["is not a class"]),
-    (["model._target_=speechtrain.devices.cpu.CPU"], CONFIG, ["CPU is no Task"]),
+    (["model._target_=speechtrain.devices.cpu.CPU"], CONFIG, ["CPU does not implement Task"]),
     (["model._target_=speechtrain.task.Task"], CONFIG, ["abstract"]),
     (["model._target_=speechtrain.models.rnnt.RNNTT"], CONFIG, ["did you mean 'RNNT'"]),
     (["data.train={_target_: os.system}"], CONFIG, ["data.train"]),
@@ -210,8 +210,8 @@ def test_a_run_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (run / "config.yaml").write_text(capsys.readouterr().out)
     code, error = _error(capsys, f"run_dir={run}", "optimizer.lr=0.5", "seed=7", DRY)
     assert code == RUN
-    assert "optimizer.lr: 0.004 there, 0.5 now" in error
-    assert "seed: 1 there, 7 now" in error
+    assert "optimizer.lr: 0.004 in the run, 0.5 now" in error
+    assert "seed: 1 in the run, 7 now" in error
     # what may change
     assert _run(f"run_dir={run}", "trainer.max_steps=9", "device.threads=1", "tracking=none", DRY) == 0
 

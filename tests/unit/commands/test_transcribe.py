@@ -47,8 +47,8 @@ def test_a_file_that_cannot_be_used_stops_no_other(
     told = capsys.readouterr()
     assert told.out.count("\n") == 1
     assert told.out.startswith(f"{files[1]}\t")
-    assert "empty.wav: the file has no bytes" in told.err
-    assert "none.wav: there is no such file" in told.err
+    assert "empty.wav: the file is empty" in told.err
+    assert "none.wav: the file does not exist" in told.err
     assert told.err.count("\n") == 2
 
 

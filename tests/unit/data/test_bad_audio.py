@@ -261,9 +261,7 @@ def test_more_bad_recordings_than_the_budget_end_the_run(cache: Path, tmp_path: 
     gone = {f"gone-{i}": BAD_AUDIO["missing"] for i in range(4)}
     path = manifest(tmp_path / "d", {**gone, "plain": FINE["plain"]})
     data = make_data(path, max_bad=3, run_dir=str(tmp_path / "run"))
-    with pytest.raises(
-        DataError, match=r"4 of 5 training recordings cannot be used.*skipped\.jsonl"
-    ) as caught:
+    with pytest.raises(DataError, match=r"4 of 5 training recordings are unusable.*skipped\.jsonl") as caught:
         list(islice(data.train(), 4))
     assert "\n" not in str(caught.value)
     assert len((tmp_path / "run/skipped.jsonl").read_text().splitlines()) == 4
@@ -327,7 +325,7 @@ def test_skips_survive_a_checkpoint(cache: Path, tmp_path: Path) -> None:
 def test_recordings_that_are_not_there_are_named_before_training(cache: Path, recordings: Any) -> None:
     records = [{"audio_filepath": f"wrong/{i}.wav", "duration": 1.0, "text": "a"} for i in range(30)]
     path = recordings.nemo("m.jsonl", records)
-    message = r"wrong/0\.wav does not exist: 30 of 30 recordings of data\."
+    message = r"wrong/0\.wav does not exist: 30 of 30 checked recordings of data\."
     with pytest.raises(DataError, match=message + "train") as caught:
         make_data(path, max_bad=10).check()
     assert "\n" not in str(caught.value)
@@ -360,7 +358,7 @@ def test_a_large_set_is_sampled(cache: Path, recordings: Any) -> None:
 
 def test_a_tokenizer_that_cannot_spell_the_transcripts_is_refused(cache: Path, recordings: Any) -> None:
     path = recordings.corpus("m", 12, text="Straße 5")
-    message = r"cannot spell 12 of 12 transcripts.*'m:1:000' first: unknown symbols '5' 'ß'"
+    message = r"cannot encode 12 of 12 transcripts.*such as 'm:1:000': unknown symbols '5' 'ß'"
     with pytest.raises(DataError, match=message) as caught:
         make_data(path, max_bad=10).check()
     assert "\n" not in str(caught.value)

@@ -196,7 +196,7 @@ def test_whole_files_as_a_batch(recordings: Any) -> None:
     assert batch.ids == tuple(files)
     assert batch.audio_lengths.tolist() == [16_000, 8_000, 1_600]  # a front end needs a frame
     assert batch.weight.tolist() == [1.0] * 3
-    with pytest.raises(DataError, match=r"nowhere\.wav: there is no such file"):
+    with pytest.raises(DataError, match=r"nowhere\.wav: the file does not exist"):
         audio_batch([str(recordings.folder / "nowhere.wav")], RATE)
 
 

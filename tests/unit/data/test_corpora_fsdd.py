@@ -179,7 +179,7 @@ def test_the_fingerprint_follows_content_and_arguments(corpus: Path, tmp_path: P
     [
         ({"split": "valid"}, ConfigError, "split='valid'.*train, test"),
         ({"split": "train", "utterances": -1}, ConfigError, "utterances=-1"),
-        ({"split": "train", "max_words": 2}, ConfigError, "min_words=3 and max_words=2"),
+        ({"split": "train", "max_words": 2}, ConfigError, "min_words=3, max_words=2"),
         ({"split": "train", "exclude_speakers": ["anne"]}, DataError, "'anne'.*mean 'ann'.*bo_b"),
         ({"split": "train", "only_speakers": ["ann"], "exclude_speakers": ["ann"]}, DataError, "no train"),
     ],

@@ -57,7 +57,7 @@ def test_without_text_nothing_is_misspelt_missing_or_labelled(manifest: str, tmp
         assert (batch.weight == 1).all()
         assert set(batch.texts) == {""}
         assert batch.skipped == ()
-    with pytest.raises(DataError, match="cannot spell 14 of 14"):
+    with pytest.raises(DataError, match="cannot encode 14 of 14"):
         SpeechData(manifest, {}, Characters(), workers=0).check()
 
 

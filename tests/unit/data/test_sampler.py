@@ -191,7 +191,7 @@ def test_packing_refuses_limits_that_hold_nothing(arguments: dict[str, Any], wor
 
 @pytest.mark.parametrize("speed", [(1.1, 0.9), (0.1, 1.0), (1.0, 3.0), (1.0,)])
 def test_speeds_that_are_no_range_are_refused(speed: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="lowest and highest"):
+    with pytest.raises(ValueError, match="the lowest and the highest"):
         speed_grid(speed)
 
 

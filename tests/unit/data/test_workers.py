@@ -157,7 +157,7 @@ def test_errors_come_back_where_they_belong(workers: Processes, decoders: Any) -
 
 def test_a_decoder_that_does_not_travel_is_an_error(workers: Processes, decoder: BatchLoader) -> None:
     ready(workers)
-    with pytest.raises(MachineError, match=r"cannot load what it was sent.*data\.workers=0"):
+    with pytest.raises(MachineError, match=r"cannot load its decoder.*data\.workers=0"):
         next(workers.map(unknown, planned(1)))
     assert next(workers.map(decoder, planned(1))).index == 0
 
@@ -208,7 +208,7 @@ def test_workers_that_cannot_be_started_are_done_without(
     workers.wait_until_ready()
     assert workers.pids == []
     assert [batch.index for batch in workers.map(decoder, planned(3))] == [0, 1, 2]
-    assert any("cannot be started" in record.message for record in caplog.records)
+    assert any("cannot start" in record.message for record in caplog.records)
 
 
 def test_closing_ends_the_workers(decoder: BatchLoader, workers: Processes) -> None:

@@ -42,7 +42,7 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_says_which_torch_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "1.13.0+cpu")
-    assert f"needs torch 1.13, here is {torch.__version__}" in refusal()
+    assert f"needs torch 1.13, not {torch.__version__}" in refusal()
 
 
 def test_it_says_why_it_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

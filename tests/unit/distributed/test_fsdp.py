@@ -27,7 +27,7 @@ from speechtrain.optim.ema import EMA, Average
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 from speechtrain.precision import FP16, FP32, Precision
-from speechtrain.training.optimizer_step import StepOutcome, HostCheckedUpdate
+from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
 
 RANKS = 2
 STEPS = 20
@@ -128,9 +128,8 @@ class Run:
             weight, _, _, _ = group.all_reduce_status(
                 torch.stack(losses).sum(), stop=False, late=False, skip=torch.tensor(False)
             )
-            norm = self.update(
-                self.net, self.optimizer, self.average, 0.01, torch.tensor(1 / 16), torch.tensor(True)
-            )
+            trained = Trained(self.net, self.optimizer, self.average)
+            norm = self.update(trained, 0.01, torch.tensor(1 / 16), torch.tensor(True))
             told.append([float(weight), float(norm)])
             if step % 4 == 0:
                 self.net.eval()
@@ -408,7 +407,7 @@ def test_models_that_cannot_be_spread(told: list[dict[str, Any]], rank: int) -> 
     scalar, stranger = told[rank]["refused"]
     assert "trainer.shard=none" in scalar
     assert "scalar" in scalar
-    assert "no parameter of the model" in stranger
+    assert "not a parameter of the model" in stranger
     assert "\n" not in scalar + stranger
 
 
@@ -438,5 +437,5 @@ def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:
 
     run_dir = f"run_dir={tmp_path}"
     assert check(compose([run_dir, "trainer.shard=parameters"]))["trainer"]["shard"] == "parameters"
-    with pytest.raises(ConfigError, match=r"trainer\.shard=layers: it is none or parameters"):
+    with pytest.raises(ConfigError, match=r"trainer\.shard=layers: choose none or parameters"):
         check(compose([run_dir, "trainer.shard=layers"]))

@@ -162,7 +162,7 @@ def test_of_several_the_one_furthest_behind_is_named() -> None:
 def test_a_rank_without_an_answer_is_named() -> None:
     verdict = diagnose([waiting(0, "agree", 14), waiting(1, "agree", 14)], 3, 5.0)
     assert (verdict.rank, verdict.silent) == (2, frozenset({2}))
-    assert "rank 2 gives no sign of life" in verdict.message
+    assert "rank 2 does not answer" in verdict.message
 
 
 def test_ranks_that_wait_for_different_things() -> None:
@@ -177,4 +177,4 @@ def test_ranks_that_wait_for_different_things() -> None:
     odd_one_out = [waiting(0, "agree", 14), waiting(1, "log", 16), waiting(2, "log", 16)]
     assert diagnose(odd_one_out, 3, 5.0).rank == 0
     together = diagnose([waiting(0, "agree", 14), waiting(1, "agree", 14)], 2, 5.0)
-    assert "as all ranks do in the same collective" in together.message
+    assert "in the same collective as all ranks" in together.message

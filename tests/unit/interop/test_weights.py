@@ -236,7 +236,7 @@ def test_a_config_that_only_transformers_refuses(small: Pretrained, tmp_path: Pa
     folder = hf_folder(small, tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": "many"}))
-    with pytest.raises(DataError, match="transformers does not load it") as caught:
+    with pytest.raises(DataError, match="transformers cannot load it") as caught:
         read_weights(str(folder))
     one_line(caught.value, folder)
 
@@ -346,7 +346,7 @@ def test_without_transformers_fairseq_works_and_says_that_nothing_was_checked(
     file = tmp_path / "c.pt"
     fairseq.write(small, fairseq.checkpoint_of(small), file)
     assert_equal(read_weights(str(file)), small.weights)
-    assert "was not checked in Hugging Face's model" in caplog.text
+    assert "was not checked against Hugging Face's model" in caplog.text
     assert export.run([str(file), "--from", "fairseq", "--out", str(tmp_path / "out")]) == 0
     assert "NOT checked" in capsys.readouterr().out
     assert_equal(read_weights(str(tmp_path / "out")), small.weights)

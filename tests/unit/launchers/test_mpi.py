@@ -41,13 +41,13 @@ def test_an_mpirun_is_what_it_says(engine: str, place: Path) -> None:
     program(place, "mpirun", SAID[engine])
     assert Mpi().engine == engine
     other = next(name for name in SAID if name != engine)
-    with pytest.raises(MachineError, match=f"is {engine}, not {other}"):
+    with pytest.raises(MachineError, match=f"is {engine}, not engine={other}"):
         Mpi(other, program="mpirun").check(job(place))
 
 
 def test_what_is_no_mpi_is_refused(place: Path) -> None:
     program(place, "mpirun", "something else")
-    with pytest.raises(MachineError, match="is no MPI that is known"):
+    with pytest.raises(MachineError, match="is an unknown MPI"):
         Mpi().check(job(place))
     with pytest.raises(MachineError, match="there is no nowhere on this machine"):
         Mpi(program="nowhere").check(job(place))

@@ -24,13 +24,13 @@ def job(folder: Path, world_size: int = 2, **environment: str) -> Job:
 @pytest.mark.parametrize(
     ("text", "nodes", "world_size", "complaint"),
     [
-        ("", None, 1, "names 0 hosts, launcher.nodes=1 needs as many"),
+        ("", None, 1, "names 0 hosts, but launcher.nodes=1 needs more"),
         ("# a\n\n", None, 1, "names 0 hosts"),
-        ("a\nb\n", 3, 3, "names 2 hosts, launcher.nodes=3"),
+        ("a\nb\n", 3, 3, "names 2 hosts, but launcher.nodes=3"),
         ("a\na\n", None, 2, "names a host twice"),
-        ("a slots=2\n", None, 1, "'a slots=2' is no address"),
-        ("-oProxyCommand=touch\n", None, 1, "is no address"),
-        ("a\nb\n", None, 3, "world_size=3: launcher=ssh shares the ranks evenly by 2 hosts"),
+        ("a slots=2\n", None, 1, "'a slots=2' is not an address"),
+        ("-oProxyCommand=touch\n", None, 1, "is not an address"),
+        ("a\nb\n", None, 3, "world_size=3 must be a multiple of 2, the number of hosts"),
         ("a\nb\n", None, 1, "world_size=1"),
     ],
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.losses import transducer as module
-from speechtrain.losses.transducer import joint_dropout_mask, transducer_loss, transducer_loss_bytes
+from speechtrain.losses.transducer import joint_dropout_mask, transducer_loss
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
 NAMES = ("encoder", "prediction", "weight", "bias")
@@ -528,16 +528,6 @@ def test_the_lattice_is_never_held(static: bool) -> None:
     with _Largest() as largest:
         problem.run(torch.float32, static=static, chunk=40, keep=40 * 50 * 4, dropout=0.2)
     assert largest.elements <= 40 * 50 == (2 * 20 * 10 * 50) / 10
-
-
-def test_predicted_bytes_grow_with_every_size() -> None:
-    sizes = {"batch": 8, "frames": 200, "positions": 61, "hidden": 512, "vocabulary": 1024}
-    predicted = transducer_loss_bytes(**sizes)
-    assert (
-        50 * 2**20 < predicted < 67 * 2**20
-    )  # about 60 MiB were measured: docs/benchmarks/transducer-loss.md
-    for name in sizes:
-        assert transducer_loss_bytes(**(sizes | {name: 2 * sizes[name]})) > predicted
 
 
 @settings(max_examples=60, deadline=None)

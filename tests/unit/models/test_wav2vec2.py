@@ -167,7 +167,7 @@ def test_it_learns() -> None:
     ("override", "message"),
     [
         ("encoder=lstm_small", "cannot pretrain LSTMEncoder; use encoder=wav2vec2"),
-        ("encoder.mask=null", "needs encoder.mask"),
+        ("encoder.mask=null", "encoder.mask is null"),
         ("model.temperature=[0.5,2,1]", "start >= floor"),
         ("model.negatives=0", "model.negatives must be at least 1"),
         ("model.target_dropout=1", "model.target_dropout is 1"),
@@ -190,10 +190,10 @@ HEALTHY = {
 @pytest.mark.parametrize(
     ("sign", "words"),
     [
-        ({"code_perplexity_1": 3.0}, "3.0 of 320 codes in use in codebook 1"),
-        ({"shared_negatives": 0.5}, "50 % of the negatives carry"),
+        ({"code_perplexity_1": 3.0}, "3.0 of 320 codes are in use in codebook 1"),
+        ({"shared_negatives": 0.5}, "50 % of the negatives have"),
         ({"distinct_codes": 0.02}, "2 % of an utterance's codes"),
-        ({"accuracy": 0.999}, "99.9 % is too good to be true"),
+        ({"accuracy": 0.999}, "99.9 %, too high to be real"),
     ],
 )
 def test_a_collapse_is_named_once_and_in_time(sign: dict[str, float], words: str) -> None:
@@ -214,7 +214,7 @@ def test_a_run_that_stays_at_chance_is_named() -> None:
     alarms = {at: watch(at, still, "do this") for at in range(10, 900, 10)}
     ((at, alarm),) = [(at, alarm) for at, alarm in alarms.items() if alarm is not None]
     assert (at, alarm.onset) == (410, 10)
-    assert "stands at chance, 6.658 bits; do this" in alarm.message
+    assert "is at chance, 6.658 bits; do this" in alarm.message
     learns = {**HEALTHY, "loss_contrastive": 6.6}
     watch = CollapseWatch(codebooks=2, codes=320, chance=math.log2(101), chance_updates=400)
     assert not [at for at in range(10, 3000, 10) if watch(at, learns if at % 300 == 0 else still, "")]

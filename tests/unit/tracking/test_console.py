@@ -115,7 +115,7 @@ def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:
 
 
 def test_an_unknown_mode_names_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"tracking\.console\.mode: 'lively' is none of auto, live, plain"):
+    with pytest.raises(ConfigError, match=r"tracking\.trackers\.console\.mode is 'lively'; it must be"):
         Console(mode="lively")
 
 

@@ -73,7 +73,7 @@ def test_a_full_disk_is_reported_once_and_tried_again(capsys: pytest.CaptureFixt
     assert out == ""
     assert err.splitlines() == [
         "speechtrain: warning: tracker sick failed (OSError: [Errno 28] No space left on device); "
-        "training goes on, it tries again at each event",
+        "training continues, the tracker tries again at each event",
         "speechtrain: warning: tracker sick missed 2 events",
     ]
 
@@ -85,7 +85,7 @@ def test_a_defect_leaves_the_member_out(capsys: pytest.CaptureFixture[str]) -> N
     assert sick.closed == 1
     assert capsys.readouterr().err.splitlines() == [
         "speechtrain: warning: tracker sick failed (ZeroDivisionError: two lines); "
-        "training goes on, it is left out from here on",
+        "training continues, the tracker is off from now on",
         "speechtrain: warning: tracker sick missed 3 events",
     ]
 
@@ -94,7 +94,7 @@ def test_a_failing_close_is_reported_and_the_others_are_closed(capsys: pytest.Ca
     sick, well = Recorder({-1: OSError("gone")}), Recorder()
     _run(Trackers({"sick": sick, "well": well}))
     assert well.closed == 1
-    assert "tracker sick failed (OSError: gone); training goes on, its last" in capsys.readouterr().err
+    assert "tracker sick failed (OSError: gone); training continues, its last" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_not_a_failure_of_a_tracker() -> None:

@@ -11,7 +11,13 @@ from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
 from speechtrain.precision import FP32
 from speechtrain.training.graph_warmup import padding_batch, without_side_effects
-from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, StepOutcome, Update
+from speechtrain.training.optimizer_step import (
+    BranchFreeUpdate,
+    HostCheckedUpdate,
+    StepOutcome,
+    Trained,
+    Update,
+)
 
 OPTIMIZERS = {"adamw": lambda p: AdamW(p, fused=False, foreach=False), "lamb": LAMB}
 
@@ -32,7 +38,7 @@ class Run:
         if poison:
             next(self.module.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
         scale, fine = torch.tensor(0.125), torch.tensor(float(healthy))
-        return float(self.update(self.module, self.optimizer, self.average, 0.01, scale, fine))
+        return float(self.update(Trained(self.module, self.optimizer, self.average), 0.01, scale, fine))
 
     def state(self) -> list[Tensor]:
         kept = [
@@ -80,7 +86,7 @@ def test_what_is_not_finite_is_undone(optimizer: str, cause: dict[str, bool], fi
 def test_a_warm_up_leaves_a_run_as_it_was(optimizer: str) -> None:
     warm, plain = Run(BranchFreeUpdate, optimizer), Run(BranchFreeUpdate, optimizer)
     for begun in range(2):  # a new run, and one that goes on
-        with without_side_effects(warm.module, warm.optimizer, warm.average):
+        with without_side_effects(Trained(warm.module, warm.optimizer, warm.average)):
             for seed in range(7, 10):
                 warm.step(seed, healthy=False)
         for seed in range(2):

@@ -25,8 +25,9 @@ from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.task import Alarm, Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import TrainerConfig
-from speechtrain.training.trainer import Progress, Trainer, planned_steps
+from speechtrain.trainer_config import TrainerConfig, planned_steps
+from speechtrain.training.run_state import Progress
+from speechtrain.training.trainer import Trainer
 
 MICRO_BATCHES = 7  # of an epoch; a number that no accumulation divides
 
@@ -367,7 +368,7 @@ def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:
 def test_must_needs_a_sound_checkpoint(tmp_path: Path) -> None:
     Rig(tmp_path, max_steps=2)
     (tmp_path / "checkpoints" / "step-00000002" / "state.pt").write_bytes(b"torn")
-    with pytest.raises(RunError, match="holds no sound checkpoint"):
+    with pytest.raises(RunError, match="holds no usable checkpoint"):
         Rig(tmp_path, max_steps=2, resume="must")
 
 

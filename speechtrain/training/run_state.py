@@ -1,0 +1,90 @@
+"""What a run trains with, where it is, and what happened since the last log line."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from speechtrain.batch import Batch
+from speechtrain.checkpoint.whole import Stateful
+from speechtrain.data.base import DataModule
+from speechtrain.metrics import MetricSums
+from speechtrain.optim.ema import Average
+from speechtrain.optim.schedules import Schedule
+from speechtrain.precision import Precision
+from speechtrain.task import Loss, Task
+from speechtrain.training.optimizer_step import Trained
+
+_RENAMED = {"nominal": "backward_divisor"}
+"""Fields of ``Progress`` under the names that 0.1.0 saved them by."""
+
+
+@dataclass
+class Progress:
+    """Where a run is; part of every checkpoint."""
+
+    step: int = 0
+    wall_s: float = 0.0
+    backward_divisor: float = 0.0  # the constant that backward's loss is divided by, a power of two
+    bad_updates: int = 0  # non-finite ones in a row
+    skipped_updates: int = 0  # non-finite ones in all
+    scale_skips: int = 0  # updates skipped to lower fp16's loss scale
+    validated: int = 0  # step of the latest complete validation
+    metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
+    rate_factor: float = 1.0  # on the schedule's learning rate; runs of 0.1.0 may hold another one
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        names = {name: _RENAMED.get(name, name) for name in state}
+        vars(self).update({now: state[name] for name, now in names.items() if hasattr(self, now)})
+
+
+@dataclass
+class Parts:
+    """What one call of ``Trainer.fit`` trains with."""
+
+    task: Task
+    data: DataModule
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    average: Average
+    precision: Precision
+    progress: Progress
+    wrapped: nn.Module | None = None  # the task as the group synchronises it, once weights are restored
+    latest: Batch | None = None  # the batch that was started last, in training or evaluation, on the host
+    micro_batches: list[Batch] = field(default_factory=list)  # of the current step
+
+    @property
+    def trained(self) -> Trained:
+        """What an update changes."""
+        return Trained(self.task, self.optimizer, self.average)
+
+    @property
+    def states(self) -> dict[str, Stateful]:
+        """What a checkpoint holds, by name."""
+        names = ("task", "optimizer", "average", "schedule", "data", "precision", "progress")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class Interval:
+    """What happened since the last log line; sums stay on the device until a line is due."""
+
+    sums: MetricSums = field(default_factory=MetricSums)
+    utterances: int = 0
+    audio_s: float = 0.0
+    waited_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+
+    def add(self, batch: Batch, loss: Loss) -> None:
+        """Count a micro-batch and its loss."""
+        self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
+        self.utterances += batch.utterances
+        self.audio_s += batch.seconds

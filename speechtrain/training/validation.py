@@ -1,0 +1,94 @@
+"""Validation in training: when it is due, on the averaged weights, and what it decides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from speechtrain.batch import Batch
+from speechtrain.devices.base import Device
+from speechtrain.distributed.group import Group
+from speechtrain.precision import Precision
+from speechtrain.tracking.base import Tracker
+from speechtrain.training.evaluation import Interrupted, Outcome, evaluate
+from speechtrain.training.run_state import Parts
+
+
+class Validation:
+    """Evaluates the averaged weights on every named set and keeps the metrics in the progress."""
+
+    def __init__(
+        self,
+        device: Device,
+        precision: Precision,
+        group: Group,
+        tracker: Tracker,
+        target: float | None,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._device = device
+        self._precision = precision
+        self._group = group
+        self._tracker = tracker
+        self._target = target
+        self._stop_requested = stop_requested
+
+    def is_due(self, parts: Parts, status: str, every: int) -> bool:
+        """True where the weights must be evaluated before anything else.
+
+        A stop does not wait for it: a preempted run is saved, and evaluated when it continues.
+        """
+        step = parts.progress.step
+        is_due = bool(status) or step % every == 0
+        return is_due and status != "preempted" and step > parts.progress.validated
+
+    def run(self, parts: Parts) -> str:
+        """Evaluate; ``target`` where the target is reached, ``preempted`` where a stop request came first."""
+        group, progress = self._group, parts.progress
+
+        def stop() -> bool:  # before every batch
+            group.rank_status.at(progress.step, "validation")
+            return group.any(self._stop_requested())
+
+        sets = parts.data.valid(group.world.rank, group.world.size)
+        try:
+            outcomes = self.evaluate(
+                parts, {name: _noting(batches, parts) for name, batches in sets.items()}, stop
+            )
+        except Interrupted:
+            return "preempted"
+        self._report(outcomes, progress.step)
+        metrics = {f"{name}/{key}": value for name, o in outcomes.items() for key, value in o.metrics.items()}
+        first = next((o.metrics for o in outcomes.values()), {})  # it selects checkpoints; a sweep reads it
+        progress.metrics = {**first, **metrics}
+        progress.validated = progress.step
+        return "target" if self.reached(parts) else ""
+
+    def reached(self, parts: Parts) -> bool:
+        """True where the latest validation reached ``trainer.target``."""
+        metric = parts.progress.metrics.get(parts.task.metric)
+        return self._target is not None and metric is not None and metric <= self._target
+
+    def evaluate(
+        self, parts: Parts, sets: dict[str, Iterable[Batch]], stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, Outcome]:
+        """Evaluate with the averaged weights, in graphs of their own: an update's stays as it was."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._device.mark_step)
+            stack.enter_context(parts.average.swapped(parts.task))
+            self._device.mark_step()
+            return evaluate(parts.task, sets, self._device, self._precision, self._group, stop_requested=stop)
+
+    def _report(self, outcomes: dict[str, Outcome], step: int) -> None:
+        for name, outcome in outcomes.items():
+            values = {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics}
+            self._tracker.log("valid", values)
+            rows = [vars(example) for example in outcome.examples]
+            self._tracker.log("examples", {"step": step, "set": name, "rows": rows})
+
+
+def _noting(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:
+    """``batches``, each kept as the latest."""
+    for batch in batches:
+        parts.latest = batch
+        yield batch
