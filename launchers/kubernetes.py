@@ -83,10 +83,8 @@ class Kubernetes(Launcher):
         poll_seconds: float = 5.0,
         options: list[str] | None = None,
     ) -> None:
-        least = {"nodes": (nodes, 1), "restarts": (restarts, 0), "grace_seconds": (grace_seconds, 1)}
-        for key, (value, lowest) in {**least, "shutdown_seconds": (shutdown_seconds, 1)}.items():
-            if value < lowest:
-                raise ValueError(f"{key}={value}: it must be at least {lowest}")
+        self.check_minimum(1, nodes=nodes, grace_seconds=grace_seconds, shutdown_seconds=shutdown_seconds)
+        self.check_minimum(0, restarts=restarts)
         if poll_seconds <= 0:
             raise ValueError(f"poll_seconds={poll_seconds}: it must be above 0")
         if kind not in _KINDS:
@@ -119,7 +117,7 @@ class Kubernetes(Launcher):
         self.kubectl = _Kubectl(["kubectl", *(options or []), *in_namespace])
 
     def check(self, job: Job) -> None:
-        self._ranks_per_node(job)
+        job.ranks_per_node(self.nodes)
         if self._is_mounted(job.run_dir):
             return
         mounted = ", ".join(self.volumes.values()) or "nothing"
@@ -151,9 +149,8 @@ class Kubernetes(Launcher):
 
     def manifest(self, job: Job) -> str:
         """The documents to submit, as YAML."""
-        documents = self.kind.documents(self, job)
         form = {"sort_keys": False, "width": sys.maxsize, "explicit_start": True}
-        return str(yaml.dump_all(documents, Dumper=_Dumper, **form))
+        return str(yaml.dump_all(self.kind.documents(self, job), Dumper=_Dumper, **form))
 
     def job(self, job: Job) -> list[dict[str, Any]]:
         """An Indexed Job, and the Service that gives its pods names; the ranks meet in pod 0.
@@ -162,34 +159,28 @@ class Kubernetes(Launcher):
         of a signal or a drained node do not count as failures; an error of the user ends the Job.
         """
         name, labels = self._name(job), {_INSTANCE: self._name(job)}
-        container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", self._port(job))
+        port = rendezvous_port(job.run_dir)
+        container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", port)
         index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
         container["env"].insert(0, {"name": "JOB_COMPLETION_INDEX", "valueFrom": index})
-        spec = {"restartPolicy": "Never", "subdomain": name, **self._pod([container])}
+        pod = {"restartPolicy": "Never", "subdomain": name, **self._pod([container])}
         final = sorted({ConfigError.exit_code, DataError.exit_code, Diverged.exit_code})
         rules = [
             {"action": "FailJob", "onExitCodes": _exited(final)},
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             {"action": "Ignore", "onExitCodes": _exited([EXIT_PREEMPTED])},
         ]
-        port = {"name": "rendezvous", "port": self._port(job)}
-        service = {"clusterIP": "None", "selector": labels, "ports": [port], "publishNotReadyAddresses": True}
-        return [
-            _document("v1", "Service", name, service),
-            _document(
-                "batch/v1",
-                "Job",
-                name,
-                {
-                    "completionMode": "Indexed",
-                    "completions": self.nodes,
-                    "parallelism": self.nodes,
-                    "backoffLimit": self.restarts * self.nodes,  # Kubernetes counts pods
-                    "podFailurePolicy": {"rules": rules},
-                    "template": {"metadata": {"labels": labels}, "spec": spec},
-                },
-            ),
-        ]
+        ports = [{"name": "rendezvous", "port": port}]
+        service = {"clusterIP": "None", "selector": labels, "ports": ports, "publishNotReadyAddresses": True}
+        spec = {
+            "completionMode": "Indexed",
+            "completions": self.nodes,
+            "parallelism": self.nodes,
+            "backoffLimit": self.restarts * self.nodes,  # Kubernetes counts pods
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        }
+        return [_document("v1", "Service", name, service), _document("batch/v1", "Job", name, spec)]
 
     def pytorchjob(self, job: Job) -> list[dict[str, Any]]:
         """A PyTorchJob with one Master and Workers, without an elastic policy.
@@ -204,7 +195,7 @@ class Kubernetes(Launcher):
             if not count:
                 continue
             container = self._container(job, "$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)", _RETRY_FROM)
-            container["ports"] = [{"name": _PORT, "containerPort": self._port(job)}]
+            container["ports"] = [{"name": _PORT, "containerPort": rendezvous_port(job.run_dir)}]
             labels = {_INSTANCE: self._name(job), _COMPONENT: part.lower()}
             template = {"metadata": {"labels": labels}, "spec": self._pod([container])}
             replicas[part] = {"replicas": count, "restartPolicy": "ExitCode", "template": template}
@@ -247,7 +238,7 @@ class Kubernetes(Launcher):
             *(python, "-m", MODULE, "run", "--address=$(POD_IP)", f"--node={node}"),
             *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--"),
             *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
-            *(f"--nproc-per-node={self._ranks_per_node(job)}", f"--master-addr={address}"),
+            *(f"--nproc-per-node={job.ranks_per_node(self.nodes)}", f"--master-addr={address}"),
             *(f"--master-port={port}", f"--rdzv-conf=timeout={_WAIT_SECONDS}"),
             *("--no-python", python, *(_literal(word) for word in escape_for_torchrun(job.command[1:]))),
         ]
@@ -269,22 +260,12 @@ class Kubernetes(Launcher):
             **self.pod,
         }
 
-    def _ranks_per_node(self, job: Job) -> int:
-        ranks, left = divmod(job.world_size, self.nodes)
-        if left or not ranks:
-            cause = f"world_size={job.world_size} must be a multiple of launcher.nodes={self.nodes}"
-            raise ConfigError(f"{cause}; change one of them")
-        return ranks
-
     def _is_mounted(self, path: Path) -> bool:
         return any(path.is_relative_to(mount) for mount in self.volumes.values())
 
     def _name(self, job: Job) -> str:
         """The objects' name, the same for each command on a run, so that two do not train it at once."""
         return self.name or f"speechtrain-{zlib.crc32(str(job.run_dir).encode()):08x}"
-
-    def _port(self, job: Job) -> int:
-        return rendezvous_port(job.run_dir)
 
     def _clear(self, name: str) -> None:
         """Remove the objects of an earlier command. Raises RunError if they are still at work."""
@@ -419,10 +400,7 @@ class _Followed:
         return 1
 
     def _stop(self) -> bool:
-        """Delete the object after its pods, which get SIGTERM and their grace period.
-
-        Returns whether the cluster has accepted that.
-        """
+        """Delete the object after its pods (SIGTERM, grace period). Returns whether the cluster accepts."""
         calls = [[*self._kind.objects(self._name), "--cascade=foreground"]]
         if self._received > 1:
             calls.append(["pods", f"--selector={_INSTANCE}={self._name}", "--now"])
@@ -498,8 +476,7 @@ class _Log:
 
     def _end(self) -> None:
         if self._client is not None:
-            if self._client.poll() is None:
-                self._client.kill()
+            self._client.kill()  # does nothing if the client has ended
             self._client.wait()
 
 

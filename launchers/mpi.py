@@ -20,11 +20,7 @@ from speechtrain.supervision.supervise import supervise
 _SAYS = {"openmpi": r"Open ?MPI|OpenRTE|open-mpi", "intel": r"Intel\(R\) MPI", "mpich": r"HYDRA|MPICH"}
 # a rank uses several cores, so mpirun must not bind it to one: the device binds it. Intel MPI binds before
 # it starts its command, `env` included, so a variable that `env` sets would come too late
-_OPTIONS = {
-    "openmpi": ["--bind-to", "none"],
-    "intel": ["-genv", "I_MPI_PIN", "0"],
-    "mpich": ["-bind-to", "none"],
-}
+_OPTIONS = {"openmpi": "--bind-to none", "intel": "-genv I_MPI_PIN 0", "mpich": "-bind-to none"}
 _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mpich"}
 _HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
 
@@ -59,9 +55,8 @@ class Mpi(Launcher):
     @cached_property
     def program(self) -> str:
         """The mpirun to call. Raises MachineError if there is none."""
-        names = (
-            [self.named_program] if self.named_program else [_PROGRAMS.get(self.named, "mpirun"), "mpirun"]
-        )
+        usual = [_PROGRAMS.get(self.named, "mpirun"), "mpirun"]
+        names = [self.named_program] if self.named_program else usual
         for name in names:
             if shutil.which(name):
                 return name
@@ -88,10 +83,8 @@ class Mpi(Launcher):
         if job.world_size < 1:
             raise ConfigError(f"world_size={job.world_size}: launcher=mpi needs at least 1 process")
         self._first_host()
-        is_refused = (
-            self.engine == "openmpi" and not os.geteuid() and "--allow-run-as-root" not in self.options
-        )
-        if is_refused and "OMPI_ALLOW_RUN_AS_ROOT" not in os.environ:
+        is_allowed = "--allow-run-as-root" in self.options or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
+        if self.engine == "openmpi" and not os.geteuid() and not is_allowed:
             raise MachineError(
                 "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container set "
                 "launcher.options=[--allow-run-as-root]"
@@ -99,9 +92,7 @@ class Mpi(Launcher):
 
     def launch(self, job: Job) -> Result:
         self.check(job)
-        return Result(
-            supervise(self._command(job), job.environ(), agent_log=job.run_dir / AGENT, is_deep=True)
-        )
+        return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, is_deep=True))
 
     def render(self, job: Job) -> str:
         return shlex.join(self._command(job))
@@ -118,7 +109,7 @@ class Mpi(Launcher):
         # with `env`: the engines' own options cut values at commas, line breaks or equals signs
         assignments = [f"{name}={value}" for name, value in environment.items()]
         return [
-            *(self.program, "-n", str(job.world_size), *hosts, *_OPTIONS[self.engine], *self.options),
+            *(self.program, "-n", str(job.world_size), *hosts, *_OPTIONS[self.engine].split(), *self.options),
             *("env", *alone, *assignments, *job.command),
         ]
 

@@ -57,9 +57,7 @@ class Slurm(Launcher):
         poll_seconds: float = 5.0,
         options: list[str] | None = None,
     ) -> None:
-        for key, value in {"nodes": nodes, "segments": segments, "warn_seconds": warn_seconds}.items():
-            if value < 1:
-                raise ValueError(f"{key}={value}: it must be at least 1")
+        self.check_minimum(1, nodes=nodes, segments=segments, warn_seconds=warn_seconds)
         if poll_seconds <= 0:
             raise ValueError(f"poll_seconds={poll_seconds}: it must be above 0")
         self.nodes = nodes
@@ -84,7 +82,7 @@ class Slurm(Launcher):
                 raise ValueError(f"{key}={setting!r}: it must not be empty or have spaces or line breaks")
 
     def check(self, job: Job) -> None:
-        self._ranks_per_node(job)
+        job.ranks_per_node(self.nodes)
         missing = [name for name in ("sbatch", "squeue", "scancel", "scontrol") if shutil.which(name) is None]
         if missing:
             raise MachineError(
@@ -121,7 +119,7 @@ class Slurm(Launcher):
         """The batch script."""
         directives = {
             **self.settings,
-            "ntasks-per-node": self._ranks_per_node(job),
+            "ntasks-per-node": job.ranks_per_node(self.nodes),
             "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
             "requeue" if self.requeue else "no-requeue": "",
             "open-mode": "append",
@@ -142,13 +140,6 @@ class Slurm(Launcher):
             command=shlex.join(job.command),
             outcome=shlex.join([sys.executable, "-m", MODULE, "outcome", str(job.run_dir)]),
         )
-
-    def _ranks_per_node(self, job: Job) -> int:
-        ranks, left = divmod(job.world_size, self.nodes)
-        if left or not ranks:
-            cause = f"world_size={job.world_size} must be a multiple of launcher.nodes={self.nodes}"
-            raise ConfigError(f"{cause}; change one of them")
-        return ranks
 
     def _submission(self, job: Job) -> list[str]:
         log = str(job.run_dir / LOG).replace("%", "%%")  # sbatch replaces patterns such as %j

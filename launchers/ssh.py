@@ -59,14 +59,9 @@ class Ssh(Launcher):
         max_restarts: int = 0,
         rejoin_seconds: int = 600,
     ) -> None:
-        seconds = {"login": login_seconds, "shutdown": shutdown_seconds, "rejoin": rejoin_seconds}
-        for name, value in seconds.items():
-            if value < 1:
-                raise ValueError(f"{name}_seconds={value}: it must be at least 1")
-        if max_restarts < 0:
-            raise ValueError(f"max_restarts={max_restarts}: it must be at least 0")
-        if nodes is not None and nodes < 1:
-            raise ValueError(f"nodes={nodes}: it must be at least 1")
+        self.check_minimum(1, login_seconds=login_seconds, shutdown_seconds=shutdown_seconds)
+        self.check_minimum(1, rejoin_seconds=rejoin_seconds, nodes=1 if nodes is None else nodes)
+        self.check_minimum(0, max_restarts=max_restarts)
         self.hostfile = Path(hostfile)
         self.nodes = nodes
         self.port = port
@@ -83,9 +78,7 @@ class Ssh(Launcher):
 
     def launch(self, job: Job) -> Result:
         hosts = self._hosts()
-        clients = [
-            _Client(host, command) for host, command in zip(hosts, self._commands(job, hosts), strict=True)
-        ]
+        clients = list(map(_Client, hosts, self._commands(job, hosts)))
         self._check_hosts(job, hosts)
 
         def lacks(host: str) -> str:
@@ -155,13 +148,7 @@ class Ssh(Launcher):
                 *(f"--nproc-per-node={ranks}", *self._meeting(job, hosts, index)),
                 *("--no-python", self.python, *escape_for_torchrun(job.command[1:])),
             ]
-            node = [
-                self.python,
-                "-m",
-                MODULE,
-                "run",
-                f"--attached={self.shutdown_seconds}",
-            ]
+            node = [self.python, "-m", MODULE, "run", f"--attached={self.shutdown_seconds}"]
             node += [f"--address={host}", str(log), "--", *agent]
             line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *assignments, *node])}"
             commands.append(self._remote(host, line))
@@ -210,8 +197,7 @@ class Ssh(Launcher):
 
     def _lacks(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
         """What ``host`` lacks, with the fix; empty if nothing is missing. Port 0 is always free."""
-        look = ["look", str(path), str(port), host if port else ""]
-        probe = [self.python, "-m", MODULE, *look]
+        probe = [self.python, "-m", MODULE, "look", str(path), str(port), host if port else ""]
         # among them PYTHONPATH, if it is forwarded
         kept = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
@@ -240,11 +226,8 @@ class Ssh(Launcher):
             return f"{cause}; install it there, or set launcher.python"
         if seen["token"] != token:
             return f"does not see {job.run_dir}; set run_dir to a folder that all hosts share"
-        differ = [
-            f"{n} {seen['versions'].get(n)} there, {v} here"
-            for n, v in versions().items()
-            if seen["versions"].get(n) != v
-        ]
+        there = seen["versions"]
+        differ = [f"{n} {there.get(n)} there, {v} here" for n, v in versions().items() if there.get(n) != v]
         if differ:
             return f"has other versions: {'; '.join(differ)}; install the same versions on all hosts"
         if seen["taken"]:

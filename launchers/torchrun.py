@@ -20,9 +20,7 @@ class Torchrun(Launcher):
     """
 
     def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 10) -> None:
-        for name, value in {"max_restarts": max_restarts, "shutdown_seconds": shutdown_seconds}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value}: it must be at least 0")
+        self.check_minimum(0, max_restarts=max_restarts, shutdown_seconds=shutdown_seconds)
         self.max_restarts = max_restarts
         self.shutdown_seconds = shutdown_seconds
 
@@ -37,8 +35,7 @@ class Torchrun(Launcher):
         self.check(job)
         job = self._prepared(job)
         grace = float(self.shutdown_seconds)
-        ended = supervise(self._command(job), job.environ(), agent_log=job.run_dir / AGENT, grace=grace)
-        return Result(ended)
+        return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))
 
     def render(self, job: Job) -> str:
         job = self._prepared(job)

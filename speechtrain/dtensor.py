@@ -98,10 +98,7 @@ def save_shares(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:  # a BaseException, which no caller would catch
-        causes = {
-            f"rank {rank}: {' '.join(str(cause).split())[:200]}"
-            for rank, (cause, _) in error.failures.items()
-        }
+        causes = {f"rank {rank}: {one_line(str(cause), 200)}" for rank, (cause, _) in error.failures.items()}
         raise OSError("; ".join(sorted(causes))) from error
 
 

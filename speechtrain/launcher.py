@@ -12,17 +12,16 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from speechtrain.errors import MachineError
+from speechtrain.errors import ConfigError, MachineError
 
 WORKER = "speechtrain.train_rank"
 AGENT = "agent.log"
 """File in the run directory: the stderr of an agent that starts the ranks."""
 
-_SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
-
-
 PARENT = "SPEECHTRAIN_PARENT"
 """Environment variable: the pid of the command on this host; a rank stops when that process has ended."""
+
+_SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,14 @@ class Job:
         """This process's environment plus the job's; what the user has set wins."""
         return {**self.environment, **os.environ}
 
+    def ranks_per_node(self, nodes: int) -> int:
+        """The number of ranks on each of ``nodes`` nodes. Raises ConfigError if they cannot be equal."""
+        ranks, left = divmod(self.world_size, nodes)
+        if left or not ranks:
+            cause = f"world_size={self.world_size} must be a multiple of launcher.nodes={nodes}"
+            raise ConfigError(f"{cause}; change one of them")
+        return ranks
+
 
 @dataclass(frozen=True)
 class Result:
@@ -57,6 +64,13 @@ class Result:
 
 class Launcher(ABC):
     """A way to start a job's processes."""
+
+    @staticmethod
+    def check_minimum(lowest: int, **settings: int) -> None:
+        """Raise ValueError if one of ``settings`` is below ``lowest``."""
+        for name, value in settings.items():
+            if value < lowest:
+                raise ValueError(f"{name}={value}: it must be at least {lowest}")
 
     @abstractmethod
     def check(self, job: Job) -> None:
@@ -147,9 +161,8 @@ _STARTERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_TASKS_OF_NODES = re.compile(
-    r"(\d+)(\(x\d+\))?(,|$)"
-)  # Slurm's "2(x3),1": two on three nodes, one on another
+# Slurm's "2(x3),1": two on three nodes, one on another
+_TASKS_OF_NODES = re.compile(r"(\d+)(\(x\d+\))?(,|$)")
 
 
 def _number(environ: Mapping[str, str], name: str, fallback: str | None) -> int:

@@ -39,7 +39,7 @@ from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainE
 from speechtrain.files import write_json
 from speechtrain.launcher import PARENT, World
 from speechtrain.optim.ema import EMA, Average, NoEMA
-from speechtrain.precision import FP32, NAMES, Precision
+from speechtrain.precision import FP32, Precision
 from speechtrain.run_directory import DEVICE, ERROR, RESULT, STUCK, RunLock, rank_folder, read_device
 from speechtrain.supervision.process_tree import ancestors_of, is_running, siblings_of
 from speechtrain.task import Task
@@ -52,12 +52,12 @@ from speechtrain.training.trainer import Trainer
 
 _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
 _INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
-_FIRST_WORD_SECONDS = 1.0  # in which rank 0, which prints, ends before those that its end would tear down
-_MOST_EARLY = 1000  # warnings from before the trackers are there
+_RANK0_HEAD_START_SECONDS = 1.0  # other ranks wait so long: rank 0 prints before torchrun kills all
+_MOST_EARLY = 1000  # warnings kept until the trackers exist
 
 
 class _Warnings(logging.Handler):
-    """What the parts log (a skipped recording, a lost worker) becomes a warning of the run."""
+    """Sends what the parts log (a skipped recording, a lost worker) to the trackers as warnings."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__(logging.WARNING)
@@ -68,10 +68,10 @@ class _Warnings(logging.Handler):
 
 
 class StopRequest:
-    """Becomes true at the first SIGTERM or SIGINT; the loop acts on it at the next step boundary.
+    """True after the first SIGTERM or SIGINT; the loop acts on it at the next step boundary.
 
-    The launcher started this process with both blocked; they are let through from here on. The end of
-    ``command``, a process of this host, counts as one.
+    The launcher started this process with both signals blocked; the constructor unblocks them. The end of
+    ``command``, a process of this host, counts as a signal.
     """
 
     def __init__(self) -> None:
@@ -92,17 +92,13 @@ class StopRequest:
 
 
 def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
-    """The device, claimed, and the precision: fp32 where the chip has no instructions for another.
+    """Claim the device; return it with the precision, fp32 if the chip lacks instructions for the other.
 
-    Raises MachineError where they do not go together.
+    Raises MachineError if device and precision do not fit.
     """
     device: Device = build(config, "device")
     precision: Precision = build(config, "precision")
-    if not device.supports(precision.dtype):
-        others = " or ".join(f"precision={name}" for dtype, name in NAMES.items() if device.supports(dtype))
-        raise MachineError(
-            f"precision={precision.name}: device={device.name} does not train in it; use {others}"
-        )
+    device.check_precision(precision)
     device.open(local_rank)
     if reason := device.precision_fallback_reason(precision.dtype):
         _LOG.warning(f"precision={precision.name}: {reason}")
@@ -111,7 +107,7 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
 
 
 def autotune(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
-    """What the device chooses by measurement: rank 0's choice for all, for the whole life of the run."""
+    """Have rank 0's device measure and choose; every rank uses its choice for the life of the run."""
     with group.main_process_first():
         before = read_device(run_dir)
         chosen = device.autotune(before)
@@ -153,13 +149,13 @@ def seed_everything(seed: int) -> None:
 
 
 def average_of(task: Task, decay: float) -> Average:
-    """The weight average that ``trainer.ema`` asks for."""
+    """The weight average for a decay of ``trainer.ema``; 0 means none."""
     return EMA(task, decay) if decay > 0 else NoEMA()
 
 
 @dataclass
 class Attempt:
-    """One process's part of a run: how far it came is known even where it failed."""
+    """One process's part of a run. It holds the progress even if the process fails."""
 
     status: str = "failed"
     progress: Progress = field(default_factory=Progress)
@@ -169,7 +165,7 @@ class Attempt:
     watch: Watch | None = None
 
     def result(self) -> dict[str, Any]:
-        """What ``result.json`` says."""
+        """The content of ``result.json``."""
         return {
             "status": self.status,
             "metric": self.progress.metrics.get(self.metric),
@@ -181,23 +177,23 @@ class Attempt:
         }
 
     def unwatch(self) -> None:
-        """Stop watching, or let the watch end the process where it is about to."""
+        """Stop the watchdog; if it is about to end the process, this does not return."""
         if self.watch is not None:
             self.watch.close()
 
     def end(self, result: dict[str, Any]) -> None:
-        """Tell the trackers, and close them."""
+        """Report the result to the trackers and close them."""
         if self.tracker is not None:
             self.tracker.log("end", result)
             self.tracker.close()
 
 
 def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
-    """The trainer's settings in this world. Raises ConfigError or MachineError where they do not fit it."""
+    """The trainer's settings on so many ranks. Raises ConfigError or MachineError if they do not fit."""
     if world.size != config.world_size:
         raise MachineError(
             f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}; "
-            "unset RANK and WORLD_SIZE, or start as many processes"
+            "unset RANK and WORLD_SIZE, or start that many processes"
         )
     settings = TrainerConfig(**{str(k): v for k, v in config.trainer.items()})
     if settings.simulate_world is not None:
@@ -211,47 +207,48 @@ def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
 
 
 def backends_of(device: Device) -> str:
-    """The collectives of the host's tensors and of the device's, as ``open_group`` takes them."""
+    """Collective backends for tensors on the host and on the device, in the form of ``open_group``."""
     backends = {"cpu": "gloo", device.name: device.collectives}
     return ",".join(f"{name}:{backend}" for name, backend in backends.items())
 
 
 def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
-    """The watch over this rank, from here to its end; all ranks must call it.
+    """Start this rank's watchdog; all ranks must call it.
 
-    The folder for what it has to say bears the time of rank 0's start, which tells attempts apart.
+    Its reports go to a folder named after the time of rank 0's start, which differs between attempts.
     """
     group, world = attempt.group, attempt.group.world
     own = 0.0 if world.rank else float(int(time.time()))
     begun = float(group.sum(torch.tensor([own], dtype=torch.float64))[0])
     folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun))
 
-    def leave(verdict: HangDiagnosis, note: HangReport) -> None:
-        _leave_stuck(attempt, rank_folder(run_dir, world.rank), verdict, note)
+    def stop(diagnosis: HangDiagnosis, report: HangReport) -> None:
+        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report)
 
-    return Watch(group.rank_status, world.rank, world.size, folder, seconds, leave).start()
+    return Watch(group.rank_status, world.rank, world.size, folder, seconds, stop).start()
 
 
-def _leave_stuck(attempt: Attempt, folder: Path, verdict: HangDiagnosis, note: HangReport) -> NoReturn:
-    """End this rank, whatever its main thread hangs in; the outcome names the rank that is to blame."""
-    speaker = verdict.rank  # for one that cannot, the first of the others
-    while speaker in verdict.silent:
-        speaker += 1
-    is_cause = note.rank == speaker % attempt.group.world.size
-    message = verdict.message if is_cause else f"{note}: rank {verdict.rank} is stuck"
-    place = {"rank": note.rank, "failed_at": time.time(), "is_cause": is_cause}
-    result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **place}
+def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
+    """End this rank, whatever its main thread hangs in; its result names the stuck rank."""
+    reporter = diagnosis.rank  # the stuck rank reports; if it does not answer, the next one that does
+    while reporter in diagnosis.silent:
+        reporter += 1
+    is_cause = report.rank == reporter % attempt.group.world.size
+    message = diagnosis.message if is_cause else f"{report}: rank {diagnosis.rank} is stuck"
+    failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_cause}
+    result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **failure}
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ERROR).write_text(f"{verdict.message}\n\n{note.others}{note.stack}")
+        (folder / ERROR).write_text(f"{diagnosis.message}\n\n{report.others}{report.stack}")
         write_json(folder / RESULT, result)
     with contextlib.suppress(OSError, ValueError):
-        print(f"speechtrain: the stack of rank {verdict.rank}:\n{verdict.stack}", file=sys.stderr, flush=True)
-    if note.rank:
-        time.sleep(_FIRST_WORD_SECONDS)
+        stack = f"speechtrain: the stack of rank {diagnosis.rank}:\n{diagnosis.stack}"
+        print(stack, file=sys.stderr, flush=True)
+    if report.rank:
+        time.sleep(_RANK0_HEAD_START_SECONDS)
     for pid, environment in siblings_of(os.getpid()).items():
         with contextlib.suppress(MachineError, ProcessLookupError, PermissionError):
-            if World.from_environment(environment).rank in verdict.silent:
+            if World.from_environment(environment).rank in diagnosis.silent:
                 os.kill(pid, signal.SIGKILL)
     os._exit(Stuck.exit_code)
 
@@ -259,9 +256,9 @@ def _leave_stuck(attempt: Attempt, folder: Path, verdict: HangDiagnosis, note: H
 def open_ranks(
     settings: TrainerConfig, world: World, device: Device, run_dir: Path
 ) -> tuple[Group, Checkpointer]:
-    """The group of this run's ranks, and what saves their state: whole, or where they share it in shards.
+    """The group of this run's ranks and its checkpointer, both sharded if ``trainer.shard`` says so.
 
-    Raises ConfigError where ``trainer.shard`` and the device do not go together.
+    Raises ConfigError if the device cannot shard.
     """
     backends, timeout = backends_of(device), settings.timeout_seconds + MARGIN_SECONDS
     if settings.shard == "none" or world.size == 1:
@@ -281,11 +278,11 @@ def open_ranks(
 def train(
     config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
 ) -> None:
-    """Build everything and train; ``attempt`` says how it went. Raises what stopped it."""
+    """Build everything and train; ``attempt`` holds the outcome. Raises what stopped the training."""
     run_dir = Path(config.run_dir)
     settings = trainer_config_for(config, world)
     seed_everything(config.seed)
-    early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there is somebody to tell
+    early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there are trackers
     logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
     group, checkpointer = open_ranks(settings, world, device, run_dir)
@@ -295,7 +292,7 @@ def train(
     task, tokenizer = build_task(config)
     apply_policy(task, device.policy(precision.dtype))
     data = build_data(config, task, tokenizer)
-    with group.main_process_first():  # what it reads of a large set, the others find in the cache
+    with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
     device.validate_shapes(data.shapes())
     begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
@@ -339,12 +336,11 @@ def train(
         data.close()
 
 
-def _leave_with_parent(stop: StopRequest) -> None:
-    """Stop as on a SIGTERM when the command that started this process here is gone (Linux).
+def _stop_with_parent(stop: StopRequest) -> None:
+    """Stop as on a SIGTERM when the command that started this process on this host has ended (Linux).
 
-    The kernel tells of the end of this process's own parent. Between it and the command there may be
-    agents, not all of which end with the command (Intel's mpirun is a script around one), so that is
-    looked at in every step.
+    The kernel signals the end of this process's own parent. Agents between it and the command may outlive
+    the command (Intel's mpirun is a script around one), so ``stop`` checks the command in every step.
     """
     command = os.environ.pop(PARENT, "")
     if not command:
@@ -353,21 +349,17 @@ def _leave_with_parent(stop: StopRequest) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
-    if not (
-        command.isdigit() and int(command) in ancestors_of(os.getpid())
-    ):  # gone before the kernel was asked
-        stop.received = True
-    else:
+    if command.isdigit() and int(command) in ancestors_of(os.getpid()):
         stop.command = int(command)
+    else:  # it ended before the kernel was asked
+        stop.received = True
 
 
 def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
-    """Run one rank; its outcome, good or bad, is in ``result.json``. Returns the exit code.
+    """Run one rank, write its outcome to ``result.json`` and return the exit code.
 
-    A rank that is watched does not return when it hangs: the process ends.
-
-    Rank 0 holds the run's lock and speaks for the run; the others keep their outcome, and whatever
-    they print, in folders of their own.
+    With ``is_watched``, a rank that hangs does not return: the process ends. Rank 0 holds the run's lock;
+    the other ranks write their outcome and what they print to folders of their own.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1:
@@ -375,20 +367,20 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
         return 2
     path = Path(arguments[0])
     stop = StopRequest()
-    _leave_with_parent(stop)
+    _stop_with_parent(stop)
     run_dir = path.parent
-    with contextlib.suppress(MachineError):  # one that cannot be read is complained of below
+    with contextlib.suppress(MachineError):  # a malformed variable is reported below
         world = World.from_environment(os.environ)
         if world.size > 1:
             os.environ.update(world.variables())
     rank = os.environ.get("RANK", "0")
-    if rank.isdigit() and int(rank):  # one that is no number is complained of where the world is read
+    if rank.isdigit() and int(rank):  # a malformed RANK is reported by World.from_environment
         _print_to(rank_folder(run_dir, int(rank)) / "output.log")
         return _attempt(path, stop, int(rank), is_watched=is_watched)
     lock = RunLock(run_dir)
     try:
         lock.acquire()
-    except (RunError, OSError) as error:  # the run is another's: so is its result
+    except (RunError, OSError) as error:  # another process runs it, and owns its result
         print(f"speechtrain: error: {error}", file=sys.stderr)
         return RunError.exit_code
     try:
@@ -398,7 +390,7 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
 
 
 def _print_to(path: Path) -> None:
-    """Send what this process and its children print to the end of a file."""
+    """Append what this process and its children print to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as log:
         for stream in (sys.stdout, sys.stderr):
@@ -407,7 +399,7 @@ def _print_to(path: Path) -> None:
 
 
 def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = False) -> int:
-    """Train by the config at ``path``, leave the outcome in the rank's folder and return the exit code."""
+    """Train by the config at ``path``, write the outcome to the rank's folder and return the exit code."""
     folder = rank_folder(path.parent, rank)
     attempt, code, trace = Attempt(), 0, folder / ERROR
     for before in (trace, folder / RESULT):
@@ -418,15 +410,15 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         attempt.group.rank_status.at(attempt.progress.step, "end")
         attempt.group.close()
         attempt.unwatch()
-    except Exception as raised:  # the boundary of the process: whatever it is, the parent must be told
-        attempt.unwatch()  # an error that comes of a peer's end must not hide what the watch has said
+    except Exception as raised:  # the boundary of the process: the parent reads the result
+        attempt.unwatch()  # first: if the watchdog reports a hang, its diagnosis wins over this error
         error = attempt.group.explained(raised)
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
         message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
         attempt.status = "failed"
-        # of several failures the first is the cause
-        place = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
-        result = {**attempt.result(), "error": message.strip(), "exit_code": code, **place}
+        # of several failures, the first is the cause
+        failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
+        result = {**attempt.result(), "error": message.strip(), "exit_code": code, **failure}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             trace.write_text(traceback.format_exc())
     attempt.end(result)
@@ -438,8 +430,8 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     return code
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process; a rank that has failed at once, since its collectives may never end."""
+def _exit(code: int) -> NoReturn:
+    """End the process; a failed rank ends at once, since its collectives may never end."""
     if code and "RANK" in os.environ:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -449,5 +441,5 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a backend that aborts leaves its stack
-    _leave(main(is_watched=True))
+    faulthandler.enable()  # prints the stack if a backend aborts
+    _exit(main(is_watched=True))

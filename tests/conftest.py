@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import tempfile
@@ -28,13 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # a folder for temporary files of each process's own: what another test leaves there is not this one's
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="speechtrain-tests-")
+    # at exit, after multiprocessing's own clean-up of its folder in it, which is registered later
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
     os.environ["SPEECHTRAIN_CACHE"] = os.path.join(os.environ["TMPDIR"], "cache")
     for name in USERS:
         os.environ.pop(name, None)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 SLOW = (

@@ -82,9 +82,7 @@ def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor
             parameters |= {f"{name}/state/{index}": p.detach() for index, p in enumerate(trained)}
 
     def find(path: str, value: Tensor) -> Tensor | None:
-        model = models.get(path)
-        if model is None:
-            model = parameters.get(path.rpartition("/")[0])
+        model = models.get(path, parameters.get(path.rpartition("/")[0]))
         return model if model is not None and is_sharded(model) and model.shape == value.shape else None
 
     return find
@@ -165,10 +163,8 @@ class Checkpointer:
     @staticmethod
     def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         torch.save(held, temporary / "state.pt")
-        save_file(
-            {k: v.detach().cpu().contiguous() for k, v in weights.items()},
-            temporary / "model.safetensors",
-        )
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(on_cpu, temporary / "model.safetensors")
 
     def _end(self, folder: Path, temporary: Path, form: int, step: int, metric: float | None) -> None:
         """Flush and hash the written files, and rename their folder to ``folder``."""
@@ -176,10 +172,8 @@ class Checkpointer:
         for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
             flush(path)
             files[path.relative_to(temporary).as_posix()] = sha256(path)
-        write_json(
-            temporary / "checkpoint.json",
-            {"format": form, "step": step, "metric": metric, "files": files},
-        )
+        manifest = {"format": form, "step": step, "metric": metric, "files": files}
+        write_json(temporary / "checkpoint.json", manifest)
         for written in (p for p in temporary.iterdir() if p.is_dir()):
             flush(written)
         flush(temporary)
@@ -198,7 +192,10 @@ class Checkpointer:
                 write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
             except OSError as error:
                 raise OSError(f"{folder} is written, but not {self.root / 'best.json'}: {error}") from error
-        self._retire()
+        best = self.best()[0]
+        for other in self.folders()[: -self.keep]:
+            if other != best:
+                shutil.rmtree(other, ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
         """The best checkpoint's folder and metric; (None, inf) while there is none."""
@@ -256,11 +253,8 @@ class Checkpointer:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
                 before = folders.index(folder)
-                then = (
-                    f"trying {folders[before - 1].name}"
-                    if before
-                    else "no other checkpoint is left, training starts at step 0"
-                )
+                end = "no other checkpoint is left, training starts at step 0"
+                then = f"trying {folders[before - 1].name}" if before else end
                 self.warn(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
                 continue
             saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
@@ -280,17 +274,9 @@ class Checkpointer:
         folders = self.folders()
         if not folders:
             raise RunError(f"{self.root} holds no checkpoint; train first")
-        folder: Path | None = folders[-1]
         if which == "best":
-            folder = self.best()[0] or folder
-        elif which != "last":
-            folder = self.root / which
-        assert folder is not None
+            folder = self.best()[0] or folders[-1]
+        else:
+            folder = folders[-1] if which == "last" else self.root / which
         self.verify(folder)
         return folder, load_file(folder / "model.safetensors")
-
-    def _retire(self) -> None:
-        best = self.best()[0]
-        for folder in self.folders()[: -self.keep]:
-            if folder != best:
-                shutil.rmtree(folder, ignore_errors=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ class ExternalLaunch(Launcher):
             raise
         finally:
             if not self.told and run_dir.is_dir():
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self.tell(run_dir, {"code": code})
 
 

@@ -72,15 +72,6 @@ class _Folders:
                 path.rmdir()
 
 
-def _run_dir(*, _root_: DictConfig) -> str:
-    given = _root_.run_dir
-    return str(given) if given else str(base_folder() / _run_name(_root_=_root_))
-
-
-def _sweep_dir(*, _root_: DictConfig) -> str:
-    return str(_root_.run_dir or base_folder())
-
-
 class _Stop(BaseException):
     """Exits Hydra silently: Hydra prints lines of its own for any Exception of a job."""
 
@@ -136,15 +127,14 @@ def run_composed(argv: list[str], job: RunJob) -> None:
     check_flags(argv)
     folders, jobs = _Folders(), _Jobs(job)
     resolvers: dict[str, Callable[..., str]] = {
-        "run_dir": lambda *, _root_: folders.expect(_run_dir(_root_=_root_)),
+        "run_dir": lambda *, _root_: folders.expect(
+            str(_root_.run_dir or base_folder() / _run_name(_root_=_root_))
+        ),
         "run_name": _run_name,
-        "sweep_dir": lambda *, _root_: folders.expect(_sweep_dir(_root_=_root_)),
+        "sweep_dir": lambda *, _root_: folders.expect(str(_root_.run_dir or base_folder())),
     }
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
-
-    def task(config: DictConfig) -> float | None:
-        return jobs(config)
 
     previous = sys.argv
     flags, overrides = options(argv)
@@ -152,7 +142,8 @@ def run_composed(argv: list[str], job: RunJob) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
     try:
         _refuse_callbacks(argv)
-        hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")(task)()
+        start = hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")
+        start(lambda config: jobs(config))()
     except _Stop:
         pass
     except SpeechtrainError:
@@ -269,12 +260,12 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
         return ConfigError(f"{(wrong or ['the command line'])[0]}: a group takes a name, as in model=rnnt")
     cause = error.__cause__ or error
     if isinstance(cause, OmegaConfBaseException):
-        key = cause.full_key or _key_of(message)
+        found = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
+        key = cause.full_key or (found.group(1) if found else "")
         return ConfigError(f"{key + ': ' if key else ''}{first_line(cause)}")
     line = one_line(message)[:300] or type(error).__name__  # for unreadable YAML, its position
-    return ConfigError(
-        line if isinstance(error, HydraException) else f"the command line or a config file: {line}"
-    )
+    where = "" if isinstance(error, HydraException) else "the command line or a config file: "
+    return ConfigError(where + line)
 
 
 def _explain_syntax(error: OverrideParseException) -> ConfigError:
@@ -301,15 +292,9 @@ def _explain_key(key: str, message: str, argv: list[str]) -> ConfigError:
     return ConfigError(f"{key}: there is no such key{_near_key(key, known)}")
 
 
-def _key_of(message: str) -> str:
-    found = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
-    return found.group(1) if found else ""
-
-
 def _near_key(key: str, known: set[str]) -> str:
     """The nearest full key; else the nearest among the keys of the same parent."""
-    full = nearest(key, known)
-    if full:
+    if full := nearest(key, known):
         return full
     parent, _, leaf = key.rpartition(".")
     siblings = {k[len(parent) + 1 :].split(".")[0] for k in known if parent and k.startswith(parent + ".")}
@@ -326,8 +311,7 @@ def _composed_keys(choices: tuple[str, ...], folder: str | None) -> set[str]:
 
 def _known_keys(argv: list[str]) -> set[str]:
     """Every key of the config that the command line's group choices compose."""
-    choices = []
-    folder = config_dir(argv)
+    choices, folder = [], config_dir(argv)
     for argument in argv:
         key, equals, value = argument.partition("=")
         if equals and "." not in key and value and not key.startswith(("-", "+", "~")) and "," not in value:

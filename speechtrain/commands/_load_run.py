@@ -23,9 +23,10 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.check import mismatch
 from speechtrain.config.resolved import load
+from speechtrain.config.resume_fields import flat
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, RunError, first_line, nearest
+from speechtrain.errors import ConfigError, RunError, first_line, nearest, one_line
 from speechtrain.precision import Precision
 from speechtrain.run_directory import CONFIG, read_device
 from speechtrain.task import Task
@@ -96,8 +97,7 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
     try:
         task.load_state_dict(weights)
     except RuntimeError as error:
-        problem = " ".join(str(error).split())[:200]
-        raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {problem}") from None
+        raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {one_line(str(error), 200)}") from None
     task.to(device.tensor(torch.zeros(())).device)
     return OpenedRun(config, folder, device, precision, task.eval(), tokenizer)
 
@@ -188,18 +188,10 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
 
 
 def _near(config: DictConfig, key: str) -> str:
-    keys: list[str] = []
-
-    def walk(prefix: str, node: Any) -> None:
-        if isinstance(node, dict):
-            for name, inner in node.items():
-                if name != "_target_":
-                    walk(f"{prefix}.{name}" if prefix else str(name), inner)
-        else:
-            keys.append(prefix)
-
-    walk("", OmegaConf.to_container(config, resolve=False))
-    return nearest(key, keys)
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    values = flat(typing.cast("dict[str, Any]", plain)).items()
+    return nearest(key, [k for k, v in values if k.rpartition(".")[2] != "_target_" and v != {}])
 
 
 def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
@@ -212,6 +204,5 @@ def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
     except (NameError, TypeError):  # names imported for type checkers only
         return
     value = OmegaConf.to_container(parent, resolve=True)[leaf]  # type: ignore[call-overload,index]
-    problem = mismatch(value, hints.get(leaf, Any))
-    if problem:
+    if problem := mismatch(value, hints.get(leaf, Any)):
         raise ConfigError(f"{key}: {problem}")

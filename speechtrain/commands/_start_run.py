@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, write_json
 from speechtrain.launcher import AGENT, Job, Launcher, Result
-from speechtrain.precision import Precision
 from speechtrain.run_directory import (
     ABOUT,
     CONFIG,
@@ -40,14 +38,14 @@ from speechtrain.run_directory import (
 
 _USERS = (ConfigError, DataError, MachineError)
 _ENDED = ("finished", "target", "time")
-_MIN_FREE = 256 * 2**20  # bytes below which no run is begun
+_MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
 def launch(config: DictConfig, run_dir: Path, argv: list[str], began: Mapping[str, Any]) -> dict[str, Any]:
     """Start the run in ``run_dir``, or continue it, and return its result.
 
-    ``began`` is kept with a new run: the overrides and YAML files that it began with. A finished run
-    returns its result at once. Raises the SpeechtrainError that stopped it, be it found here or in a rank.
+    ``began`` (overrides and the user's YAML files) is kept with a new run. A finished run returns its
+    result at once. Raises the SpeechtrainError that stopped the run, here or in a rank.
     """
     run_dir = run_dir.resolve()
     config.run_dir = str(run_dir)
@@ -83,7 +81,7 @@ def _launched(
     is_new = not (run_dir / CONFIG).exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(run_dir).acquire()
-    # first: a run whose config is there, but not what it began with, would refuse its own command
+    # before the config: a run that has only a config would refuse its own command
     _write_about(run_dir, is_new, {**about(argv), "seed": config.seed, "device": device.name}, began)
     with atomic(run_dir / CONFIG) as temporary:
         temporary.write_text(dump(config))
@@ -96,7 +94,7 @@ def _launched(
         print(f"trainer.simulate_world={simulated}: {share}", flush=True)
     try:
         ended = launcher.launch(job)
-    except SpeechtrainError:  # nothing has been started
+    except SpeechtrainError:  # no process was started
         if is_new:
             _discard(run_dir)
         raise
@@ -113,14 +111,14 @@ def _launched(
 
 
 def _outcome(ended: Result, run_dir: Path, is_new: bool) -> dict[str, Any]:
-    """The result of a run whose processes have ended. Raises what stopped it; a run that never began goes."""
+    """The result of a run whose processes have ended. Raises the error that stopped it."""
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)
     if ended.cause and (result is None or result["status"] == "failed"):
         raise MachineError(ended.cause)
     if result is None:
-        raise RunError(f"the ranks ended with code {ended.returncode} and left no {run_dir / RESULT}")
+        raise RunError(f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}")
     if result["status"] == "failed":
         error = _error_of(result, run_dir)
         if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
@@ -131,14 +129,7 @@ def _outcome(ended: Result, run_dir: Path, is_new: bool) -> dict[str, Any]:
 
 def _parts(config: DictConfig) -> tuple[Device, Launcher]:
     device: Device = build(config, "device")
-    with warnings.catch_warnings():  # the fp16 scaler warns where there is no GPU; the line below says it
-        warnings.simplefilter("ignore")
-        precision: Precision = build(config, "precision")
-    if not device.supports(precision.dtype):
-        raise MachineError(
-            f"precision={precision.name}: device={device.name} does not train in it; "
-            "use precision=bf16 or precision=fp32"
-        )
+    device.check_precision(build(config, "precision"))
     return device, build(config, "launcher")
 
 
@@ -161,18 +152,18 @@ def _check_disk(run_dir: Path) -> None:
 
 
 def _ranks_before(run_dir: Path) -> int:
-    """One more than the highest rank that has left a folder in this run."""
+    """One more than the highest rank that has a folder in this run."""
     return 1 + max((int(p.name) for p in (run_dir / RANKS).glob("*") if p.name.isdigit()), default=0)
 
 
 def _write_about(run_dir: Path, is_new: bool, start: dict[str, Any], began: Mapping[str, Any]) -> None:
-    """Keep what the first start was; the latest one stands beside it."""
+    """Write ``run.json``: the first start, and the latest one as ``latest``."""
     first = {**start, **began} if is_new else {**read_about(run_dir), "latest": start}
     write_json(run_dir / ABOUT, first)
 
 
 def _discard(run_dir: Path) -> None:
-    """Remove the files of a run that a user's error ended before it began; one with anything else stays."""
+    """Remove the files of a run that a user's error ended before its first step, if there are no others."""
     begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, RENDEZVOUS}
     if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
@@ -189,7 +180,7 @@ def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
     found = by_code.get(result["exit_code"], SpeechtrainError)
     folder = rank_folder(run_dir, int(result.get("rank", 0)))
     trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""
-    if not result.get("is_cause", True):  # killed, or its host is gone: it had no time to say so
+    if not result.get("is_cause", True):  # killed, or its host was lost: it wrote no error
         trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
     return found(result["error"] + trace)
 

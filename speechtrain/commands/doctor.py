@@ -105,7 +105,7 @@ def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Fi
     """The findings of all checks, the cheapest check first."""
     yield from machine()
     yield from packages()
-    yield from tried("audio", decode_sample)
+    yield from tried("audio", _libsndfile)
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
         yield from tried("recipe", lambda: composed(config, overrides, config_dir, folder))
@@ -245,20 +245,10 @@ def _device_choices() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
-def decode_sample() -> str:
-    """Write one second of audio in each supported format and read it back. Raises ValueError."""
-    import numpy as np
+def _libsndfile() -> str:
     import soundfile
 
-    with tempfile.TemporaryDirectory() as folder:
-        tone = 0.1 * np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
-        for suffix in ("wav", "flac"):
-            path = Path(folder) / f"tone.{suffix}"
-            soundfile.write(path, tone, 16000)
-            read, rate = soundfile.read(path)
-            if rate != 16000 or abs(read - tone).max() > 1e-3:
-                raise ValueError(f"the {suffix} file that was written is read back with other samples")
-    return f"WAV and FLAC are read (libsndfile {soundfile.__libsndfile_version__})"
+    return f"libsndfile {soundfile.__libsndfile_version__}"
 
 
 def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:

@@ -79,9 +79,8 @@ def run(argv: list[str]) -> int:
         _write_examples(arguments.out, outcomes)
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     if arguments.json:
-        print(
-            json.dumps({"checkpoint": str(opened.checkpoint), "metrics": finite(metrics)}, ensure_ascii=False)
-        )
+        found = {"checkpoint": str(opened.checkpoint), "metrics": finite(metrics)}
+        print(json.dumps(found, ensure_ascii=False))
         return 0
     print(f"checkpoint {opened.checkpoint}")
     for name, values in metrics.items():

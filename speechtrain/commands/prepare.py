@@ -128,8 +128,7 @@ def run(argv: list[str]) -> int:
     for name in ("jobs", "train", "valid", "size"):
         if getattr(arguments, name, 1) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: it must be at least 1")
-    act = cast("Callable[[argparse.Namespace], int]", arguments.act)
-    return act(arguments)
+    return cast("int", arguments.act(arguments))
 
 
 # --- tokenizer ----------------------------------------------------------------------------------
@@ -139,14 +138,13 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
     from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 
-    if not 0 < arguments.character_coverage <= 1:
-        raise ConfigError(f"--character-coverage {arguments.character_coverage}: must be above 0, at most 1")
+    coverage = arguments.character_coverage
+    if not 0 < coverage <= 1:
+        raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
     with _out(arguments.out):
-        train_sentencepiece(
-            texts, arguments.out, arguments.kind, arguments.size, arguments.character_coverage
-        )
+        train_sentencepiece(texts, arguments.out, arguments.kind, arguments.size, coverage)
     made = SentencePiece(str(arguments.out), arguments.normaliser)
     unspelt = sum(bool(made.unknown(text)) for text in texts)
     spoken = [text for text in texts if text]

@@ -12,8 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.config.targets import target_class
 from speechtrain.errors import ConfigError, first_line
 
-# --- building -----------------------------------------------------------------------------------
-
 
 def build(config: DictConfig, group: str, **offers: Any) -> Any:
     """Construct the part of ``group``; those of ``offers`` that its constructor takes replace config values.

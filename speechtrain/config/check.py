@@ -24,8 +24,6 @@ from speechtrain.config.targets import import_class, target_class
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
-# --- checking -----------------------------------------------------------------------------------
-
 
 def check(config: DictConfig) -> dict[str, Any]:
     """Check every part against its constructor; return the resolved config as plain containers.
@@ -80,23 +78,18 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
     if not 0 <= plain["seed"] < 2**63:
         raise ConfigError(f"seed={plain['seed']}: it must be at least 0 and below 2**63")
     profile_steps(limits["profile"])
-    if limits["on_save_error"] not in ("continue", "stop"):
-        raise ConfigError(f"trainer.on_save_error={limits['on_save_error']}: choose continue or stop")
-    if limits["on_collapse"] not in ("stop", "warn"):
-        raise ConfigError(f"trainer.on_collapse={limits['on_collapse']}: choose stop or warn")
-    if limits["shard"] not in ("none", "parameters"):
-        raise ConfigError(f"trainer.shard={limits['shard']}: choose none or parameters")
-    if plain["world_size"] < 1:
-        raise ConfigError(f"world_size={plain['world_size']}: it must be at least 1")
+    choices = {"on_save_error": ("continue", "stop"), "on_collapse": ("stop", "warn")}
+    for key, known in (choices | {"shard": ("none", "parameters")}).items():
+        if limits[key] not in known:
+            raise ConfigError(f"trainer.{key}={limits[key]}: choose {' or '.join(known)}")
+    ranks, simulated = plain["world_size"], limits["simulate_world"]
+    if ranks < 1:
+        raise ConfigError(f"world_size={ranks}: it must be at least 1")
     if all(limits[key] is None for key in ("max_steps", "max_epochs", "max_hours", "target")):
         raise ConfigError("nothing ends this run; set trainer.max_steps, max_epochs, max_hours or target")
-    world = plain["world_size"] * limits["accumulate"]
-    simulated = limits["simulate_world"]
-    if simulated is not None and simulated % plain["world_size"]:
-        raise ConfigError(
-            f"trainer.simulate_world={simulated} is not a multiple of world_size={plain['world_size']}"
-        )
-    if simulated is not None and limits["accumulate"] != 1 and world != simulated:
+    if simulated is not None and simulated % ranks:
+        raise ConfigError(f"trainer.simulate_world={simulated} is not a multiple of world_size={ranks}")
+    if simulated is not None and limits["accumulate"] != 1 and ranks * limits["accumulate"] != simulated:
         raise ConfigError(
             f"trainer.simulate_world={simulated} and trainer.accumulate={limits['accumulate']} disagree; "
             "remove trainer.accumulate"
@@ -106,10 +99,8 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
 def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
     """Check one ``_target_`` node and the nodes nested in it; return its class."""
     found = target_class(str(node["_target_"]), path)
-    signature = inspect.signature(found)
-    parameters = {
-        n: p for n, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    every = inspect.signature(found).parameters.items()
+    parameters = {n: p for n, p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     known = [name for name in parameters if name not in offered]
     try:
         hints = typing.get_type_hints(found.__init__)  # type: ignore[misc]
@@ -121,8 +112,7 @@ def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
         if key not in known:
             takes = nearest(str(key), known) or f"; it takes {', '.join(known) or 'nothing'}"
             raise ConfigError(f"{path}.{key}: {found.__name__} takes no {str(key)!r}{takes}")
-        problem = mismatch(value, hints.get(str(key), Any))
-        if problem:
+        if problem := mismatch(value, hints.get(str(key), Any)):
             raise ConfigError(f"{path}.{key}: {problem}")
         for inner, child in _nested(f"{path}.{key}", value):
             _check_node(inner, child, set())
@@ -170,8 +160,7 @@ def mismatch(value: Any, annotation: Any) -> str:
         fits = isinstance(value, list)
         items = [a for a in typing.get_args(annotation) if a is not Ellipsis]
         for index, inner in enumerate(value if fits and items else []):
-            problem = mismatch(inner, items[min(index, len(items) - 1)])
-            if problem:
+            if problem := mismatch(inner, items[min(index, len(items) - 1)]):
                 return f"item {index + 1}: {problem}"
     elif dict in (origin, annotation):
         fits = isinstance(value, dict)

@@ -21,9 +21,8 @@ def load(path: Path) -> DictConfig:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         if not isinstance(plain, dict):
             raise ConfigError(f"{path} is not a mapping of keys")
-        merged = OmegaConf.merge(
-            OmegaConf.structured(Config), migrate(typing.cast("dict[str, Any]", plain), str(path))
-        )
+        migrated = migrate(typing.cast("dict[str, Any]", plain), str(path))
+        merged = OmegaConf.merge(OmegaConf.structured(Config), migrated)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
     except (OmegaConfBaseException, OSError, ValueError, YAMLError) as error:

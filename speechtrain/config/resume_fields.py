@@ -45,8 +45,7 @@ def key_of(override: str) -> str:
 
 def typed_fields(overrides: Sequence[str]) -> list[str]:
     """The overrides that identify a run, sorted by key; overrides of one key keep their order."""
-    kept = [override for override in overrides if not is_volatile(key_of(override))]
-    return sorted(kept, key=key_of)
+    return sorted((o for o in overrides if not is_volatile(key_of(o))), key=key_of)
 
 
 def fingerprint(overrides: Sequence[str], written: Mapping[str, str]) -> str:

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import key_of, uniform_at
-from speechtrain.data.audio import (
-    Samples,
-    Unusable,
-    change_speed,
-    files_of,
-    read_cut,
-    read_file,
-    standardise,
-)
+from speechtrain.data.audio import Samples, Unusable, change_speed, files_of, read_cut, read_file, standardise
 from speechtrain.data.index import Index
 from speechtrain.data.manifests import Record, seconds_of, text_of
 from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
@@ -99,19 +91,24 @@ class BatchLoader:
                 rows.append(self._row(cut, int(percent), planned.shape))
             except Unusable as problem:
                 if self.is_evaluation:
-                    raise DataError(self._refusal(cut, problem)) from None
+                    raise DataError(
+                        f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation "
+                        "set, which is never filtered); repair it or remove it from the manifest"
+                    ) from None
                 skipped.append(Skip(cut["id"], problem.reason, problem.detail))
                 rows.append(_Row(samples=np.zeros(int(length), np.float32)))
         if self.crop_seconds is not None:
             self._crop(rows, planned)
-        shape = planned.shape
-        return collate(rows, self.sample_rate, shape, planned.epoch, planned.index, tuple(skipped))
+        return collate(rows, self.sample_rate, planned.shape, planned.epoch, planned.index, tuple(skipped))
 
     def _row(self, cut: Record, percent: int, shape: Shape | None) -> _Row:
         text = self.tokenizer.normalise(text_of(cut))
         if self.is_evaluation:
             samples = read_cut(cut, self.sample_rate)
-            labels, weight = self._labels_or_none(text)
+            try:
+                labels, weight = self.tokenizer.encode(text), 1.0
+            except (KeyError, ValueError):
+                labels, weight = [], 0.0
         else:
             labels, weight = self._labels(cut, text, shape), 1.0  # before the audio, which costs more
             samples = read_cut(cut, self.sample_rate)
@@ -130,8 +127,7 @@ class BatchLoader:
             most = min(most, *(len(row.samples) for row in rows))
         draws = uniform_at(self.seed, _CROPS, planned.epoch, self.index.keys[planned.rows])
         for row, draw in zip(rows, draws.tolist(), strict=True):
-            spare = max(0, len(row.samples) - most)
-            start = int(draw * (spare + 1))
+            start = int(draw * (max(0, len(row.samples) - most) + 1))
             row.samples = row.samples[start : start + most]
             row.seconds = min(row.seconds, most / self.sample_rate)
 
@@ -146,22 +142,9 @@ class BatchLoader:
         if shape is not None:
             most = min(most, shape.labels)
         if len(labels) > most:
-            raise Unusable(
-                "long_transcript", f"{len(labels)} labels for {seconds_of(cut):.2f} s; {most:.0f} at most"
-            )
+            detail = f"{len(labels)} labels for {seconds_of(cut):.2f} s; {most:.0f} at most"
+            raise Unusable("long_transcript", detail)
         return labels
-
-    def _labels_or_none(self, text: str) -> tuple[list[int], float]:
-        try:
-            return self.tokenizer.encode(text), 1.0
-        except (KeyError, ValueError):
-            return [], 0.0
-
-    def _refusal(self, cut: Record, problem: Unusable) -> str:
-        return (
-            f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation set, "
-            "which is never filtered); repair it or remove it from the manifest"
-        )
 
 
 def collate(

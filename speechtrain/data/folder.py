@@ -44,7 +44,8 @@ class Folder(Manifest):
 
     def entries(self) -> Iterator[Entry]:
         names = {name for name, _, _ in self._files}
-        recordings = {_stem(n): n for n in sorted(names, reverse=True) if not n.lower().endswith(".txt")}
+        audio = [name for name in sorted(names, reverse=True) if not name.lower().endswith(".txt")]
+        recordings = {os.path.splitext(name)[0]: name for name in audio}
         if not recordings:
             raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
         listed = self._listed(names)
@@ -92,10 +93,6 @@ def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) ->
         chosen = (n for n in names if n.lower().endswith(suffixes) and (hidden or not n.startswith(".")))
         found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
     return sorted(found)
-
-
-def _stem(name: str) -> str:
-    return os.path.splitext(name)[0]
 
 
 def _measure(path: str) -> tuple[float, int]:

@@ -131,8 +131,7 @@ def open_index(source: Source, cache: str = "") -> Index:
                     flush(path)
                 _replace(temporary, folder, source)
         finally:
-            leftovers = root.glob(f".{folder.name}.*") if alone else [temporary]
-            for leftover in leftovers:
+            for leftover in root.glob(f".{folder.name}.*") if alone else [temporary]:
                 shutil.rmtree(leftover, ignore_errors=True)
     return Index(folder)
 

@@ -167,11 +167,9 @@ class LhotseCuts(JsonLines):
         if not isinstance(sources, list) or not sources or not all(isinstance(s, dict) for s in sources):
             raise self.bad(line, "'recording' has no 'sources'")
         for source in sources:
-            if source.get("type") not in _READABLE:
-                raise self.bad(
-                    line,
-                    f"the audio has the type {source.get('type')!r}; save it as files (lhotse: save_audios)",
-                )
+            if (storage := source.get("type")) not in _READABLE:
+                problem = f"the audio has the type {storage!r}; save it as files (lhotse: save_audios)"
+                raise self.bad(line, problem)
         supervisions = cut.get("supervisions") or []
         if not isinstance(supervisions, list) or not all(isinstance(s, dict) for s in supervisions):
             raise self.bad(line, "'supervisions' is not a list of objects")
@@ -205,13 +203,11 @@ class LhotsePair(Manifest):
             name, wanted = self.text(supervision, "id", line), self.text(supervision, "recording_id", line)
             if wanted not in recordings:
                 raise self.bad(line, f"recording {wanted!r} is not in {self.recordings}")
-            start = self.number(supervision, "start", line)
-            duration = self.number(supervision, "duration", line)
             channel = supervision.get("channel", 0)
             cut = {
                 "id": name,
-                "start": start,
-                "duration": duration,
+                "start": self.number(supervision, "start", line),
+                "duration": self.number(supervision, "duration", line),
                 "channel": channel,
                 "supervisions": [{**supervision, "start": 0.0}],
                 "recording": recordings[wanted],
@@ -240,18 +236,10 @@ class Nemo(JsonLines):
         duration = self.number(record, "duration", line)
         whole = record.get("offset") is None
         start = 0.0 if whole else self.number(record, "offset", line)
-        rate = self.rate(record, "orig_sample_rate", line)
-        return simple_cut(
-            f"{self.name}:{line}:{_stem(audio)}",
-            self.beside(audio),
-            start,
-            duration,
-            self._transcript(record, line),
-            rate=rate,
-            speaker=record.get("speaker"),
-            language=record.get("lang"),
-            segment=not whole,
-        )
+        more: Record = {"rate": self.rate(record, "orig_sample_rate", line), "segment": not whole}
+        more |= {"speaker": record.get("speaker"), "language": record.get("lang")}
+        cut_id, text = f"{self.name}:{line}:{_stem(audio)}", self._transcript(record, line)
+        return simple_cut(cut_id, self.beside(audio), start, duration, text, **more)
 
     def _transcript(self, record: Record, line: int) -> str:
         for name in ("text", "normalized_text"):
@@ -313,7 +301,6 @@ def simple_cut(
     supervision |= {"channel": 0, "text": text}
     supervision |= {k: str(v) for k, v in (("speaker", speaker), ("language", language)) if v is not None}
     end = start + duration
-    samples = round(end * rate) if math.isfinite(end) else 0
     cut: Record = {
         "id": name,
         "start": start,
@@ -324,7 +311,7 @@ def simple_cut(
             "id": name,
             "sources": [{"type": "file", "channels": [0], "source": path}],
             "sampling_rate": rate,
-            "num_samples": samples,
+            "num_samples": round(end * rate) if math.isfinite(end) else 0,
             "duration": end,
             "channel_ids": [0],
         },

@@ -206,11 +206,10 @@ class SpeechData(DataModule):
         path = Path(self.run_dir) / "filtered.jsonl"
         if not filtered or not self.run_dir or path.exists():
             return
-        outside = np.ones(len(self.index), bool)
-        outside[self._kept] = False
+        outside = np.setdiff1d(np.arange(len(self.index)), self._kept, assume_unique=True)
         try:
             with atomic(path) as temporary, temporary.open("w") as file:
-                for row in np.flatnonzero(outside).tolist():
+                for row in outside.tolist():
                     seconds = float(self.index.seconds[row])
                     reason = "too_short" if seconds < self.limits[0] else "too_long"
                     entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": f"{seconds:.2f} s"}
@@ -221,9 +220,8 @@ class SpeechData(DataModule):
     # --- evaluation -----------------------------------------------------------------------------
 
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        return {
-            name: EvaluationBatches(self._set(name), self.workers, rank, world_size) for name in self._valid
-        }
+        sets = ((name, self._set(name)) for name in self._valid)
+        return {name: EvaluationBatches(chosen, self.workers, rank, world_size) for name, chosen in sets}
 
     def _set(self, name: str) -> EvaluationSet:
         if name not in self._sets:
@@ -259,15 +257,13 @@ class SpeechData(DataModule):
             self._check_transcripts()
         for name in self._valid:
             index = self._set(name).index
-            self._check_files(
-                f"valid.{name}", index, np.arange(len(index), dtype=np.int32), is_evaluation=True
-            )
+            rows = np.arange(len(index), dtype=np.int32)
+            self._check_files(f"valid.{name}", index, rows, is_evaluation=True)
 
     def _check_files(self, key: str, index: Index, rows: NDArray[np.int32], is_evaluation: bool) -> None:
         looked = self._sample(rows, _SAMPLED_RECORDINGS)
-        missing = []
-        for row in looked.tolist():
-            missing += [path for path in files_of(index.cut(row))[:1] if not os.path.exists(path)]
+        firsts = (path for row in looked.tolist() for path in files_of(index.cut(row))[:1])
+        missing = [path for path in firsts if not os.path.exists(path)]
         if missing and (is_evaluation or self._is_too_many(len(missing), len(looked))):
             raise DataError(
                 f"{missing[0]} does not exist: {len(missing)} of {len(looked)} checked recordings of "
@@ -288,9 +284,7 @@ class SpeechData(DataModule):
                 symbols |= self.tokenizer.unknown(text)
                 first = first or cut["id"]
         if self._is_too_many(bad, len(looked)):
-            shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10]) + (
-                " …" if len(symbols) > 10 else ""
-            )
+            shown = " ".join(map(repr, sorted(symbols)[:10])) + (" …" if len(symbols) > 10 else "")
             raise DataError(
                 f"the tokenizer cannot encode {bad} of {len(looked)} transcripts of data.train, such as "
                 f"{first!r}: unknown symbols {shown}; change tokenizer.normaliser or the vocabulary"
@@ -331,12 +325,10 @@ class SpeechData(DataModule):
     def report(self) -> dict[str, float]:
         """Return skipped recordings by reason, the share of padding (fixed shapes) and of cropped audio."""
         low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
-        filtered = {
-            "too_long": int((self.index.seconds > high).sum()),
-            "too_short": int((self.index.seconds < low).sum()),
-        }
+        seconds = self.index.seconds
+        filtered = {"too_long": (seconds > high).sum(), "too_short": (seconds < low).sum()}
         self.skips.refresh()
-        counts = {**{reason: count for reason, count in filtered.items() if count}, **self.skips.counts}
+        counts = {**{reason: int(count) for reason, count in filtered.items() if count}, **self.skips.counts}
         shares: dict[str, float] = {}
         if self.static_shapes or self.crop_seconds is not None:
             padding, cropped = self.sampler.waste(0)

@@ -68,9 +68,8 @@ class BatchLimits:
             if self.seconds is not None:
                 limits.append(self.seconds / seconds)
             if self.memory_gib is not None:
-                limits.append(
-                    self.memory_gib * 2**30 / max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
-                )
+                row_bytes = max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
+                limits.append(self.memory_gib * 2**30 / row_bytes)
         # 16 rows of 1.1 s are 17.6 s in spite of rounding
         return self.even(max(1, int(min(min(limits), 2.0**31) * (1 + 1e-6))))
 
@@ -151,21 +150,11 @@ class Sampler:
         self.footprint = check_footprint(packing, footprint)
         self.sample_rate = sample_rate
         self.crop_seconds = math.inf if crop_seconds is None else crop_seconds
-        self.shapes = (
-            shape_table(
-                self.seconds,
-                None if labels is None else self.labels,
-                packing,
-                self.footprint,
-                shapes,
-                sample_rate,
-                self.slowest,
-                self.fastest,
-                self.crop_seconds,
-            )
-            if shapes
-            else []
-        )
+        self.shapes: list[Shape] = []
+        if shapes:
+            given = None if labels is None else self.labels
+            arguments = (shapes, sample_rate, self.slowest, self.fastest, self.crop_seconds)
+            self.shapes = shape_table(self.seconds, given, packing, self.footprint, *arguments)
         self._plans: dict[int, Plan] = {}
 
     def plan(self, epoch: int) -> Plan:
@@ -254,14 +243,8 @@ class Sampler:
         turn = np.argsort(addressed(self.seed, _BATCHES, epoch, np.arange(len(bounds) - 1)), kind="stable")
         shuffled, bounds = _reorder(bounds, turn)
         order, percents = order[again][shuffled], percents[again][shuffled]
-        return Plan(
-            epoch,
-            self.rows[order],
-            percents,
-            bounds,
-            bucket_of[turn] if self.shapes else bucket_of,
-            self.shapes,
-        )
+        buckets = bucket_of[turn] if self.shapes else bucket_of
+        return Plan(epoch, self.rows[order], percents, bounds, buckets, self.shapes)
 
 
 def evaluation_plan(

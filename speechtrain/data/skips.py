@@ -85,10 +85,9 @@ class SkipLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+") as file:
-                size = file.seek(0, 2)
                 torn = b""
-                if size:
-                    file.seek(size - 1)
+                if file.seek(0, 2):
+                    file.seek(-1, 2)
                     torn = b"\n" if file.read(1) != b"\n" else b""
                 # one write at the end of the file keeps lines of several ranks apart
                 file.write(torn + json.dumps(vars(skip), ensure_ascii=False).encode() + b"\n")

@@ -91,13 +91,7 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
-_FORMATS: dict[str, type[Manifest]] = {
-    "folder": Folder,
-    "lhotse": LhotseCuts,
-    "nemo": Nemo,
-    "mlperf": Mlperf,
-    "fairseq": Fairseq,
-}
+_FORMATS: dict[str, type[Manifest]] = {f.kind: f for f in (Folder, LhotseCuts, Nemo, Mlperf, Fairseq)}
 
 
 def names_in(spec: str) -> list[str]:

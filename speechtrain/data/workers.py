@@ -183,11 +183,7 @@ class Processes(Workers):
         except (EOFError, ConnectionError, BrokenPipeError, FileNotFoundError) as error:
             worker.process.join(5)
             code = worker.process.exitcode
-            how = (
-                f"was killed by signal {-code}"
-                if code is not None and code < 0
-                else f"ended with code {code}"
-            )
+            how = f"was killed by signal {-code}" if (code or 0) < 0 else f"ended with code {code}"
             raise MachineError(
                 f"data worker {worker.process.pid} {how} ({_place(item)}); if memory or /dev/shm is full, "
                 "lower data.workers (0 decodes in this process) or data.batch"

@@ -109,10 +109,9 @@ def on_node(cores: Sequence[Core], processes: int, rank: int) -> list[Core]:
     If there are more nodes than ranks, a rank has several.
     """
     nodes = sorted({core.node for core in cores})
-    if len(nodes) >= processes:
-        first, last = rank * len(nodes) // processes, (rank + 1) * len(nodes) // processes
-        return [core for core in cores if core.node in nodes[first:last]]
-    return [core for core in cores if core.node == nodes[rank * len(nodes) // processes]]
+    first = rank * len(nodes) // processes
+    last = max(first + 1, (rank + 1) * len(nodes) // processes)
+    return [core for core in cores if core.node in nodes[first:last]]
 
 
 def mask(cores: Iterable[Core]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
+from speechtrain.precision import NAMES, Precision
 
 # messages of allocators that raise RuntimeError: torch's on the CPU, and those of vendors' bridges
 _NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|cannot allocate memory", re.I)
@@ -61,6 +62,13 @@ class Device(ABC):
     @abstractmethod
     def open(self, local_rank: int) -> None:
         """Claim the chip for this process. Raises MachineError if that fails."""
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise MachineError if this device cannot train in ``precision``."""
+        if not self.supports(precision.dtype):
+            others = " or ".join(f"precision={name}" for dtype, name in NAMES.items() if self.supports(dtype))
+            fault = f"precision={precision.name}: device={self.name} does not train in it"
+            raise MachineError(f"{fault}; use {others}")
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:

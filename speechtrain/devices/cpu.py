@@ -31,10 +31,7 @@ _CHOICES = {
     "openmp": ("auto", "intel", "default"),
     "pin": ("auto", "cores", "numa", "none"),
 }
-_ALLOCATORS = {
-    "jemalloc": ("libjemalloc.so",),
-    "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so"),
-}
+_ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
 _INTEL_OPENMP = ("libiomp5.so",)
 # Intel's settings for training: memory is never returned to the system
 _MALLOC_CONF = (
@@ -208,10 +205,8 @@ class CPU(Device):
             is_useful = processes > 1 and len(nodes) > 1 and not is_bound
             if not is_useful or len(cores) // processes <= self.comm_cores:
                 return set()
-            # including the hyperthreads, which the data workers use
-            return {
-                cpu for core in affinity.share(cores, processes, rank, self.comm_cores) for cpu in core.cpus
-            }
+            own = affinity.share(cores, processes, rank, self.comm_cores)
+            return {cpu for core in own for cpu in core.cpus}  # the data workers use the hyperthreads
         if self.pin == "cores":
             return {core.first for core in affinity.share(cores, processes, rank, self.comm_cores)}
         if self.pin == "numa":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,5 +114,4 @@ class CUDA(Device):
             return 0
         from torch._dynamo.utils import counters
 
-        stats: dict[str, Any] = counters["stats"]
-        return int(stats.get("unique_graphs", 0))
+        return int(counters["stats"].get("unique_graphs", 0))

@@ -86,9 +86,8 @@ class HPU(Device):
             variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
             variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
         if self.recipe_cache is not None:  # path, cleared at the start, MiB, on NFS
-            variables["PT_HPU_RECIPE_CACHE_CONFIG"] = (
-                f"{self.recipe_cache},false,{self.recipe_cache_mib},false"
-            )
+            cache = f"{self.recipe_cache},false,{self.recipe_cache_mib},false"
+            variables["PT_HPU_RECIPE_CACHE_CONFIG"] = cache
         return variables
 
     def check(self, processes: int) -> None:

@@ -72,10 +72,8 @@ def _import() -> Any:
             warnings.simplefilter("ignore")
             return importlib.import_module(_PACKAGE)
     except Exception as error:  # missing libraries, an unknown processor, or any other cause
-        problem = one_line(str(error), 200)
-        raise MachineError(
-            f"device=ipex: {_PACKAGE} {version} does not load ({problem}); {_ADVICE}"
-        ) from None
+        problem = f"{_PACKAGE} {version} does not load ({one_line(str(error), 200)})"
+        raise MachineError(f"device=ipex: {problem}; {_ADVICE}") from None
 
 
 def _release(version: str) -> str:

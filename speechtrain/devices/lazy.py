@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.base import Device
-from speechtrain.errors import MachineError
+from speechtrain.errors import MachineError, first_line
 
 ALLOWED = {
     "aten::copy": "a tensor copied to another (an average swapped in for an evaluation): not within a step",
@@ -41,10 +41,8 @@ class Lazy(Device):
 
             torch._lazy.ts_backend.init()  # type: ignore[no-untyped-call]
         except (ImportError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise MachineError(
-                f"device=lazy: this torch has no lazy tensors ({reason}); use device=cpu"
-            ) from None
+            reason = f"this torch has no lazy tensors ({first_line(error)})"
+            raise MachineError(f"device=lazy: {reason}; use device=cpu") from None
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
@@ -92,5 +90,4 @@ class Lazy(Device):
         from torch._lazy import metrics
 
         names: list[str] = metrics.counter_names()  # type: ignore[no-untyped-call]
-        found: dict[str, Any] = {name: metrics.counter_value(name) for name in names}
-        return {name: int(count or 0) for name, count in found.items()}
+        return {name: int(metrics.counter_value(name) or 0) for name in names}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from speechtrain.distributed.watchdog import RankStatus, collective
-from speechtrain.errors import MachineError, one_line
+from speechtrain.errors import MachineError, first_line, one_line
 from speechtrain.launcher import World
 
 _BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
@@ -128,15 +128,11 @@ class TorchGroup(Group):
         self._statistics: list[Tensor] = []
         try:
             dist.init_process_group(
-                backends,
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timedelta(seconds=timeout_seconds),
+                backends, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_seconds)
             )
         except (RuntimeError, ValueError) as error:  # refused connections, an unknown backend, no MASTER_ADDR
-            cause = str(error).strip().partition("\n")[0]
             raise MachineError(
-                f"rank {world.rank} of {world.size} did not find its peers ({backends}): {cause}"
+                f"rank {world.rank} of {world.size} did not find its peers ({backends}): {first_line(error)}"
             ) from error
 
     @collective
@@ -198,9 +194,8 @@ class TorchGroup(Group):
 
     def explained(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
-            cause = one_line(str(error), 200)
             lost = f"rank {self.world.rank} ({self.rank_status}) has lost a peer, or got no answer from it"
-            return PeerLost(f"{lost}: {cause}")
+            return PeerLost(f"{lost}: {one_line(str(error), 200)}")
         return error
 
     def close(self) -> None:

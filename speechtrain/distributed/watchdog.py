@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import json
 import linecache
 import platform
 import sys
@@ -23,14 +22,11 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from speechtrain.errors import MachineError
-from speechtrain.files import write_json
+from speechtrain.files import read_json, write_json
 
 ALARM = "alarm"
 START_SECONDS = 1800.0  # lowest limit for a peer before its first step: it reads data, compiles
-ANSWER_SECONDS = (
-    2.0,
-    30.0,
-)  # lowest and highest limit for an answer to an alarm; a network file system is slow
+ANSWER_SECONDS = (2.0, 30.0)  # lowest, highest limit for an answer to an alarm; network file systems are slow
 MARGIN_SECONDS = 60.0  # by which a collective's timeout is longer, so that the watchdog reports first
 _LAST_SECONDS = 6.0  # from the limit for answers to a forced exit, even if this thread hangs
 _LEAST_TICK, _MOST_TICK = 0.1, 2.0
@@ -149,8 +145,7 @@ def diagnose(notes: Iterable[HangReport], size: int, seconds: float) -> HangDiag
     if outside:
         cause = min(outside, key=lambda note: (note.moved, -note.still, note.rank))
         others = [note for note in known.values() if note is not cause]
-        told = f"; {_listed(others)}" if others else ""
-        message = f"stands still for {cause.still:.1f} s{told}"
+        message = f"stands still for {cause.still:.1f} s" + (f"; {_listed(others)}" if others else "")
     else:
         cause, message = _out_of_step(list(known.values()))
     where = f"rank {cause.rank} on {cause.host}: step {cause.step}, phase {cause.phase}"
@@ -158,10 +153,8 @@ def diagnose(notes: Iterable[HangReport], size: int, seconds: float) -> HangDiag
 
 
 def _listed(notes: list[HangReport]) -> str:
-    shown = [
-        f"{note} {'waits' if note.is_waiting else 'stands still'}"
-        for note in sorted(notes, key=lambda n: n.rank)
-    ]
+    notes = sorted(notes, key=lambda note: note.rank)
+    shown = [f"{note} {'waits' if note.is_waiting else 'stands still'}" for note in notes]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
@@ -174,8 +167,7 @@ def _out_of_step(notes: list[HangReport]) -> tuple[HangReport, str]:
     )
     cause = min(groups[0], key=lambda note: note.rank)
     if len(groups) == 1:
-        message = f"waits in the same collective as all ranks for {cause.still:.1f} s: check the network"
-        return cause, message
+        return cause, f"waits in the same collective as all ranks for {cause.still:.1f} s: check the network"
     other = groups[-1][0]
     return cause, f"waits in another collective than {other} for {cause.still:.1f} s: one left it out"
 
@@ -295,8 +287,8 @@ class Watch:
 def read_report(path: Path) -> HangReport | None:
     """A rank's report; None if there is none yet."""
     try:
-        return HangReport(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return HangReport(**read_json(path))
+    except TypeError:  # keys are missing
         return None
 
 

@@ -73,10 +73,9 @@ class Wav2Vec2Encoder(Encoder):
         shares |= {"activation_dropout": activation_dropout, "input_dropout": input_dropout}
         if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
             raise ConfigError(f"encoder.{wrong[0]}; it must be at least 0 and below 1")
-        published = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
-        self.extractor = ConvExtractor(
-            published if conv_layers is None else conv_layers, conv_bias, conv_norm, gradient_scale, conv_form
-        )
+        if conv_layers is None:
+            conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
+        self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale, conv_form)
         channels = self.extractor.channels
         self.norm = LayerNorm(channels)
         self.projection = nn.Linear(channels, width) if channels != width else nn.Identity()
@@ -184,9 +183,8 @@ class Wav2Vec2Encoder(Encoder):
         # attention dropout, 9 bytes per head and key, here for rows of 15 s. Within a factor of 2 of the
         # count for the sizes in conf/encoder
         rate, values = float(self.sample_rate), 0.0
-        for layer, channels, (_, stride) in zip(
-            self.extractor.layers, self.extractor.widths, self.extractor.spans, strict=True
-        ):
+        blocks = zip(self.extractor.layers, self.extractor.widths, self.extractor.spans, strict=True)
+        for layer, channels, (_, stride) in blocks:
             assert isinstance(layer, ConvBlock)
             rate /= stride
             values += rate * channels * (2 if isinstance(layer.norm, nn.Identity) else 3)

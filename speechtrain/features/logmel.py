@@ -363,15 +363,10 @@ class LogMel(nn.Module, PolicyAware):
             if not fits:
                 raise ConfigError(f"LogMel.{line}")
 
-        demand(self.form in ("dali", "torch"), f"form is {self.form!r}; it must be 'dali' or 'torch'")
-        demand(
-            self.padding in ("reflect", "constant"),
-            f"padding is {self.padding!r}; it must be 'reflect' or 'constant'",
-        )
-        demand(
-            self.fourier in ("fft", "matmul", "conv"),
-            f"fourier is {self.fourier!r}; it must be 'fft', 'matmul' or 'conv'",
-        )
+        choices = {"form": ("dali", "torch"), "padding": ("reflect", "constant")}
+        for name, known in {**choices, "fourier": ("fft", "matmul", "conv")}.items():
+            value, (*others, last) = getattr(self, name), map(repr, known)
+            demand(value in known, f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
         demand(self.hop > 0, "hop_seconds is shorter than one sample; raise it")
         demand(
             0 < self.width <= self.n_fft,

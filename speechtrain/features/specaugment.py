@@ -38,22 +38,14 @@ class SpecAugment(nn.Module):
         time_width_min: int = 0,
     ) -> None:
         super().__init__()
-        settings = {
-            "freq_masks": freq_masks,
-            "freq_width": freq_width,
-            "freq_width_min": freq_width_min,
-            "time_masks": time_masks,
-            "time_width": time_width,
-            "time_width_min": time_width_min,
-        }
-        for name, value in settings.items():
+        of_freq = {"freq_masks": freq_masks, "freq_width": freq_width, "freq_width_min": freq_width_min}
+        of_time = {"time_masks": time_masks, "time_width": time_width, "time_width_min": time_width_min}
+        for name, value in (of_freq | of_time).items():
             if value < 0:
                 raise ConfigError(f"SpecAugment.{name} is {value}; it must be 0 or more")
-        for name in ("time_masks", "time_width"):
-            if settings[name] > 1 and settings[name] != int(settings[name]):
-                raise ConfigError(
-                    f"SpecAugment.{name} is {settings[name]}; it must be a whole number or below 1"
-                )
+        for name, value in (("time_masks", time_masks), ("time_width", time_width)):
+            if value > 1 and value != int(value):
+                raise ConfigError(f"SpecAugment.{name} is {value}; it must be a whole number or below 1")
         if freq_width_min > freq_width or (time_width >= 1 and time_width_min > time_width):
             raise ConfigError("SpecAugment: a minimum width exceeds its maximum; lower freq_width_min or "
                               "time_width_min")  # fmt: skip

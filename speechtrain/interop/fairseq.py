@@ -19,57 +19,43 @@ from torch import Tensor
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import atomic
 from speechtrain.interop.pickles import plain, read_pickle, tensor_of
-from speechtrain.interop.wav2vec2 import STRIDES, Pretrained, Rule, inward, outward, renamed
+from speechtrain.interop.wav2vec2 import CONV, LAYER, STRIDES, Pretrained, Rule, inward, outward, renamed
 
 _COMMON: list[Rule] = [
     (r"encoder\.mask_embedding", r"mask_emb"),
-    (r"encoder\.extractor\.layers\.(\d+)\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
+    (rf"{CONV}\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
     (r"encoder\.norm\.(\w+)", r"layer_norm.\1"),
     (r"encoder\.projection\.(\w+)", r"post_extract_proj.\1"),
     (r"encoder\.transformer\.position\.(\w+)", r"encoder.pos_conv.0.\1"),
     (r"encoder\.transformer\.norm\.(\w+)", r"encoder.layer_norm.\1"),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.attention\.(query|key|value|output)\.(\w+)",
-        r"encoder.layers.\1.self_attn.\2.\3",
-    ),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.attention_norm\.(\w+)",
-        r"encoder.layers.\1.self_attn_layer_norm.\2",
-    ),
-    (r"encoder\.transformer\.layers\.(\d+)\.feed_forward_in\.(\w+)", r"encoder.layers.\1.fc1.\2"),
-    (r"encoder\.transformer\.layers\.(\d+)\.feed_forward_out\.(\w+)", r"encoder.layers.\1.fc2.\2"),
-    (r"encoder\.transformer\.layers\.(\d+)\.norm\.(\w+)", r"encoder.layers.\1.final_layer_norm.\2"),
+    (rf"{LAYER}\.attention\.(query|key|value|output)\.(\w+)", r"encoder.layers.\1.self_attn.\2.\3"),
+    (rf"{LAYER}\.attention_norm\.(\w+)", r"encoder.layers.\1.self_attn_layer_norm.\2"),
+    (rf"{LAYER}\.feed_forward_in\.(\w+)", r"encoder.layers.\1.fc1.\2"),
+    (rf"{LAYER}\.feed_forward_out\.(\w+)", r"encoder.layers.\1.fc2.\2"),
+    (rf"{LAYER}\.norm\.(\w+)", r"encoder.layers.\1.final_layer_norm.\2"),
     (r"quantizer\.codebook", r"quantizer.vars"),
     (r"quantizer\.projection\.(\w+)", r"quantizer.weight_proj.\1"),
     (r"(project_q|final_proj)\.(\w+)", r"\1.\2"),
 ]
 _NORMS: dict[str, Rule] = {
-    "group": (r"encoder\.extractor\.layers\.(\d+)\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.\2"),
-    "layer": (r"encoder\.extractor\.layers\.(\d+)\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.1.\2"),
+    "group": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.\2"),
+    "layer": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.1.\2"),
 }
 _ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 
 # fairseq's names in Hugging Face's model, not through our names: it checks both other tables
+_THEIR_CONV = r"wav2vec2.feature_extractor.conv_layers.\1"
 _HUGGINGFACE: list[Rule] = [
     (r"mask_emb", r"wav2vec2.masked_spec_embed"),
-    (
-        r"feature_extractor\.conv_layers\.(\d+)\.0\.(\w+)",
-        r"wav2vec2.feature_extractor.conv_layers.\1.conv.\2",
-    ),
-    (
-        r"feature_extractor\.conv_layers\.(\d+)\.2\.(?:1\.)?(\w+)",
-        r"wav2vec2.feature_extractor.conv_layers.\1.layer_norm.\2",
-    ),
+    (r"feature_extractor\.conv_layers\.(\d+)\.0\.(\w+)", rf"{_THEIR_CONV}.conv.\2"),
+    (r"feature_extractor\.conv_layers\.(\d+)\.2\.(?:1\.)?(\w+)", rf"{_THEIR_CONV}.layer_norm.\2"),
     (r"layer_norm\.(\w+)", r"wav2vec2.feature_projection.layer_norm.\1"),
     (r"post_extract_proj\.(\w+)", r"wav2vec2.feature_projection.projection.\1"),
     (r"encoder\.pos_conv\.0\.(\w+)", r"wav2vec2.encoder.pos_conv_embed.conv.\1"),
     (r"encoder\.layer_norm\.(\w+)", r"wav2vec2.encoder.layer_norm.\1"),
     (r"encoder\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)", r"wav2vec2.encoder.layers.\1.attention.\2.\3"),
     (r"encoder\.layers\.(\d+)\.self_attn_layer_norm\.(\w+)", r"wav2vec2.encoder.layers.\1.layer_norm.\2"),
-    (
-        r"encoder\.layers\.(\d+)\.fc1\.(\w+)",
-        r"wav2vec2.encoder.layers.\1.feed_forward.intermediate_dense.\2",
-    ),
+    (r"encoder\.layers\.(\d+)\.fc1\.(\w+)", r"wav2vec2.encoder.layers.\1.feed_forward.intermediate_dense.\2"),
     (r"encoder\.layers\.(\d+)\.fc2\.(\w+)", r"wav2vec2.encoder.layers.\1.feed_forward.output_dense.\2"),
     (r"encoder\.layers\.(\d+)\.final_layer_norm\.(\w+)", r"wav2vec2.encoder.layers.\1.final_layer_norm.\2"),
     (r"quantizer\.vars", r"quantizer.codevectors"),
@@ -127,8 +113,7 @@ def read(path: str | Path) -> Pretrained:
         shapes = Pretrained(encoder, model, {}).shapes()
     except (ConfigError, TypeError, ValueError, SyntaxError) as error:
         raise DataError(f"{path}: the settings do not describe a wav2vec 2.0 model: {error}") from None
-    kind = encoder["conv_norm"]
-    weights = inward(tensors, shapes, lambda name: fairseq_name(name, kind), str(path))
+    weights = inward(tensors, shapes, lambda name: fairseq_name(name, encoder["conv_norm"]), str(path))
     return Pretrained(encoder, model, weights)
 
 
@@ -166,10 +151,9 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
         other = f"encoder.pos_conv.0.parametrizations.weight.{pair}"
         if other in tensors:
             tensors[f"encoder.pos_conv.0.{name}"] = tensors.pop(other)
-    for name in [
-        name for name in tensors if name.startswith("feature_extractor.") and tensors[name].dim() == 4
-    ]:
-        tensors[name] = tensors[name].squeeze(2)
+    for name, tensor in tensors.items():
+        if name.startswith("feature_extractor.") and tensor.dim() == 4:
+            tensors[name] = tensor.squeeze(2)
     for name in [name for name in tensors if name.endswith(("in_proj_weight", "in_proj_bias"))]:
         base, _, kind = name.rpartition("in_proj_")
         parts = tensors.pop(name).chunk(3)
@@ -230,14 +214,13 @@ def _model_arguments(
     settings: Mapping[str, Any], criterion: Mapping[str, Any], encoder: Mapping[str, Any]
 ) -> dict[str, Any]:
     final = int(settings.get("final_dim") or 0) or encoder["width"]
-    temperature = _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995]
     weights = _numbers(criterion.get("loss_weights")) or [0.0, 0.0]
     return {
         "final_width": final,
         "codebooks": int(settings.get("latent_groups", 2)),
         "codes": int(settings.get("latent_vars", 320)),
         "code_width": int(settings.get("latent_dim") or 0) or final,
-        "temperature": temperature,
+        "temperature": _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995],
         "negatives": int(settings.get("num_negatives", 100)),
         "contrast_temperature": float(settings.get("logit_temp", 0.1)),
         "diversity_weight": weights[0],
@@ -255,11 +238,8 @@ def _numbers(value: Any) -> list[float]:
 def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[list[int]]:
     """[channels, kernel, stride] of each convolution; the expression is parsed, not run as code."""
     if text is None:
-        weights = [
-            tensors[name]
-            for i in range(32)
-            if (name := f"feature_extractor.conv_layers.{i}.0.weight") in tensors
-        ]
+        names = (f"feature_extractor.conv_layers.{i}.0.weight" for i in range(32))
+        weights = [tensors[name] for name in names if name in tensors]
         strides = STRIDES.get(tuple(weight.shape[2] for weight in weights))
         if strides is None:
             raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
@@ -301,19 +281,13 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
             "fairseq's wav2vec 2.0 needs a quantiser and projections, and this is an encoder; export the "
             "pretraining run, or use --to huggingface"
         )
+    names = {"criterion_name": "Wav2vecCriterion", "optimizer_name": "FairseqAdam"}
     return {
         "args": None,
         "cfg": _config(pretrained),
         "model": state_of(pretrained),
         "criterion": None,
-        "optimizer_history": [
-            {
-                "criterion_name": "Wav2vecCriterion",
-                "optimizer_name": "FairseqAdam",
-                "lr_scheduler_state": {"best": None},
-                "num_updates": updates,
-            }
-        ],
+        "optimizer_history": [{**names, "lr_scheduler_state": {"best": None}, "num_updates": updates}],
         "task_state": {},
         "extra_state": {
             "metrics": {},
@@ -369,16 +343,12 @@ def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dic
 def _config(pretrained: Pretrained) -> dict[str, Any]:
     encoder, model = pretrained.encoder, pretrained.model
     empty = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
+    audio = {"sample_rate": encoder["sample_rate"], "normalize": encoder["normalise_audio"]}
     return {
         "_name": None,
         **{name: {} for name in empty},
         "model": _model_settings(encoder, model),
-        "task": {
-            "_name": "audio_pretraining",
-            "data": "",
-            "sample_rate": encoder["sample_rate"],
-            "normalize": encoder["normalise_audio"],
-        },
+        "task": {"_name": "audio_pretraining", "data": "", **audio},
         "criterion": {
             "_name": "wav2vec",
             "infonce": True,

@@ -23,46 +23,26 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
+from speechtrain.files import read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensor_of
-from speechtrain.interop.wav2vec2 import PUBLISHED, Pretrained, Rule, inward, outward, renamed
+from speechtrain.interop.wav2vec2 import CONV, LAYER, PUBLISHED, Pretrained, Rule, inward, outward, renamed
 
 LIMIT = 1e-4
 """Largest difference allowed between the two models' outputs, which are of order 1."""
 
 _RULES: list[Rule] = [
     (r"encoder\.mask_embedding", r"wav2vec2.masked_spec_embed"),
-    (
-        r"encoder\.extractor\.layers\.(\d+)\.conv\.(\w+)",
-        r"wav2vec2.feature_extractor.conv_layers.\1.conv.\2",
-    ),
-    (
-        r"encoder\.extractor\.layers\.(\d+)\.norm\.(\w+)",
-        r"wav2vec2.feature_extractor.conv_layers.\1.layer_norm.\2",
-    ),
+    (rf"{CONV}\.conv\.(\w+)", r"wav2vec2.feature_extractor.conv_layers.\1.conv.\2"),
+    (rf"{CONV}\.norm\.(\w+)", r"wav2vec2.feature_extractor.conv_layers.\1.layer_norm.\2"),
     (r"encoder\.norm\.(\w+)", r"wav2vec2.feature_projection.layer_norm.\1"),
     (r"encoder\.projection\.(\w+)", r"wav2vec2.feature_projection.projection.\1"),
     (r"encoder\.transformer\.position\.(\w+)", r"wav2vec2.encoder.pos_conv_embed.conv.\1"),
     (r"encoder\.transformer\.norm\.(\w+)", r"wav2vec2.encoder.layer_norm.\1"),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.attention\.(query|key|value|output)\.(\w+)",
-        r"wav2vec2.encoder.layers.\1.attention.\2.\3",
-    ),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.attention_norm\.(\w+)",
-        r"wav2vec2.encoder.layers.\1.layer_norm.\2",
-    ),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.feed_forward_in\.(\w+)",
-        r"wav2vec2.encoder.layers.\1.feed_forward.intermediate_dense.\2",
-    ),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.feed_forward_out\.(\w+)",
-        r"wav2vec2.encoder.layers.\1.feed_forward.output_dense.\2",
-    ),
-    (
-        r"encoder\.transformer\.layers\.(\d+)\.norm\.(\w+)",
-        r"wav2vec2.encoder.layers.\1.final_layer_norm.\2",
-    ),
+    (rf"{LAYER}\.attention\.(query|key|value|output)\.(\w+)", r"wav2vec2.encoder.layers.\1.attention.\2.\3"),
+    (rf"{LAYER}\.attention_norm\.(\w+)", r"wav2vec2.encoder.layers.\1.layer_norm.\2"),
+    (rf"{LAYER}\.feed_forward_in\.(\w+)", r"wav2vec2.encoder.layers.\1.feed_forward.intermediate_dense.\2"),
+    (rf"{LAYER}\.feed_forward_out\.(\w+)", r"wav2vec2.encoder.layers.\1.feed_forward.output_dense.\2"),
+    (rf"{LAYER}\.norm\.(\w+)", r"wav2vec2.encoder.layers.\1.final_layer_norm.\2"),
     (r"quantizer\.codebook", r"quantizer.codevectors"),
     (r"quantizer\.projection\.(\w+)", r"quantizer.weight_proj.\1"),
     (r"project_q\.(\w+)", r"project_q.\1"),
@@ -284,15 +264,11 @@ def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
     get = config.get
-    convolutions = zip(
-        get("conv_dim", [512] * 7),
-        get("conv_kernel", [10, 3, 3, 3, 3, 2, 2]),
-        get("conv_stride", [5, 2, 2, 2, 2, 2, 2]),
-        strict=False,
-    )
+    widths, kernels = get("conv_dim", [512] * 7), get("conv_kernel", [10, 3, 3, 3, 3, 2, 2])
+    convolutions = zip(widths, kernels, get("conv_stride", [5, 2, 2, 2, 2, 2, 2]), strict=False)
     norm = str(get("feat_extract_norm", "group"))
     published = PUBLISHED.get(norm, PUBLISHED["group"])
-    audio = _preprocessor(folder)
+    audio = read_json(folder / "preprocessor_config.json")
     encoder = {
         "conv_layers": [[int(number) for number in layer] for layer in convolutions],
         "conv_bias": bool(get("conv_bias", False)),
@@ -327,14 +303,6 @@ def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pre
         **published["model"],
     }
     return Pretrained(encoder, {} if is_encoder else model, {})
-
-
-def _preprocessor(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "preprocessor_config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _mask(config: Mapping[str, Any], kind: str, probability: float, least: int) -> dict[str, Any]:
@@ -416,7 +384,7 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
             "return_attention_mask": pretrained.encoder["conv_norm"] == "layer",
             "sampling_rate": pretrained.encoder["sample_rate"],
         }
-        (temporary / "preprocessor_config.json").write_text(json.dumps(reader, indent=2) + "\n")
+        write_json(temporary / "preprocessor_config.json", reader, durable=False)
         again = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
         difference = proved(_difference(pretrained, again), str(folder))
         put(temporary, folder)

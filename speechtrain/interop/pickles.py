@@ -84,8 +84,7 @@ def _names_in_zip(path: Path) -> set[str]:
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
-        damaged = archive.testzip()  # torch.load verifies no checksums
-        if damaged is not None:
+        if (damaged := archive.testzip()) is not None:  # torch.load verifies no checksums
             raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
         main = next((name for name in archive.namelist() if name.endswith("data.pkl")), "data.pkl")
         with archive.open(main) as file:

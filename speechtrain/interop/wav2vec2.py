@@ -23,6 +23,8 @@ from speechtrain.nn.transformer import TransformerLayer
 Shapes = dict[str, tuple[int, ...]]
 Rule = tuple[str, str]
 """A pattern for whole names, and its replacement, in the syntax of ``re``."""
+CONV, LAYER = r"encoder\.extractor\.layers\.(\d+)", r"encoder\.transformer\.layers\.(\d+)"
+"""Patterns of our names of a convolution and of a transformer layer; each captures the layer's number."""
 
 # values published for group-norm and layer-norm models, for what a format does not store
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
@@ -112,13 +114,10 @@ def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
     assert isinstance(first, ConvBlock)
     assert isinstance(last, ConvBlock)
     assert isinstance(layer, TransformerLayer)
-    is_group = isinstance(first.norm, nn.GroupNorm)
     return {
-        "conv_layers": [
-            [width, *span] for width, span in zip(extractor.widths, extractor.spans, strict=True)
-        ],
+        "conv_layers": [[w, *span] for w, span in zip(extractor.widths, extractor.spans, strict=True)],
         "conv_bias": first.conv.bias is not None,
-        "conv_norm": "group" if is_group else "layer",
+        "conv_norm": "group" if isinstance(first.norm, nn.GroupNorm) else "layer",
         "gradient_scale": extractor.gradient_scale,
         "width": encoder.width,
         "layers": len(transformer.layers),
@@ -172,8 +171,7 @@ def renamed(name: str, rules: Sequence[Rule]) -> str:
     'layer_norm.bias'
     """
     for pattern, replacement in rules:
-        match = re.fullmatch(pattern, name)
-        if match:
+        if match := re.fullmatch(pattern, name):
             return match.expand(replacement)
     raise KeyError(name)
 

@@ -414,7 +414,10 @@ class _RaggedWalk:
         gradient[:, self.joint.blank] = of_blank.to(dtype)
         gradient *= weight[:, None].to(dtype)
         self.sums.bias.add_(gradient.sum(0, dtype=self.joint.wide))
-        _add_product(self.sums.weight, gradient.t(), hidden)
+        if self.joint.wide == dtype:
+            self.sums.weight.addmm_(gradient.t(), hidden)
+        else:
+            self.sums.weight.add_(torch.mm(gradient.t(), hidden))
         of_hidden = torch.mm(gradient, self.weight, out=self.units[:n])
         of_hidden *= hidden.gt_(0)  # units that passed the ReLU and were not dropped
         of_hidden = of_hidden.to(self.joint.wide)
@@ -432,13 +435,6 @@ class _RaggedWalk:
 
 def _log_binomial(n: Tensor, k: Tensor) -> Tensor:
     return torch.lgamma(n + 1.0) - torch.lgamma(k + 1.0) - torch.lgamma(n - k + 1.0)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right)
 
 
 class _Cells(NamedTuple):
@@ -507,8 +503,7 @@ class _StaticWalk:
             gradient = softmax * is_other + of_blank * is_blank + of_label * is_label
             gradient = (gradient * of_cell[:, span, :, None]).to(self.joint.dtype)
             bias = bias + gradient.sum((0, 1, 2), dtype=self.joint.wide)
-            product = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
-            weight = weight + product.to(self.joint.wide)
+            weight = weight + (gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)).to(self.joint.wide)
             of_hidden = (gradient @ self.weight).to(self.joint.wide) * (hidden > 0)
             encoder.append(of_hidden.sum(2))
             prediction = prediction + of_hidden.sum(1)

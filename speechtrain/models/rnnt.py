@@ -200,8 +200,7 @@ class RNNT(Task, PolicyAware):
         return Evaluation(metrics, examples)
 
     def transcribe(self, batch: Batch) -> list[str]:
-        encoded, lengths = self.encoder.encode(batch)
-        return self._decode(encoded, lengths)
+        return self._decode(*self.encoder.encode(batch))
 
     def _decode(self, encoded: Tensor, lengths: Tensor) -> list[str]:
         prediction, joint_pred, joint_net = self.prediction, self.joint_pred, self.joint_net

@@ -5,6 +5,7 @@ Legend: B rows, S samples, T frames, C channels, k kernel taps, s stride.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -298,7 +299,4 @@ class ConvExtractor(nn.Module, PolicyAware):
     @property
     def stride(self) -> int:
         """The number of samples from one frame to the next."""
-        product = 1
-        for _, stride in self.spans:
-            product *= stride
-        return product
+        return math.prod(stride for _, stride in self.spans)

@@ -33,14 +33,7 @@ class AdamW(torch.optim.AdamW):
         foreach: bool | None = None,
     ) -> None:
         super().__init__(
-            params,
-            lr=lr,
-            betas=(betas[0], betas[1]),
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            fused=fused,
-            foreach=foreach,
+            params, lr, (betas[0], betas[1]), eps, weight_decay, amsgrad, fused=fused, foreach=foreach
         )
 
     @torch.no_grad()

@@ -38,8 +38,8 @@ def _warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 
 
-class _Plan:
-    """The number of updates of a decay: fixed at the first start, kept by every resume."""
+class _Planned(Schedule):
+    """A decay over a number of updates, which is fixed at the first start and kept by every resume."""
 
     def __init__(self, steps: int | None, planned_steps: int | None) -> None:
         total = planned_steps if steps is None else steps
@@ -124,7 +124,7 @@ class WarmupHoldExponential(Schedule):
         self.steps_per_epoch = int(state["steps_per_epoch"])
 
 
-class Polynomial(Schedule):
+class Polynomial(_Planned):
     """fairseq's polynomial decay, the schedule of wav2vec 2.0.
 
     With n = step − 1 updates done: ``peak · n / warmup_steps`` while n ≤ warmup_steps, then from
@@ -147,23 +147,17 @@ class Polynomial(Schedule):
         self.warmup_steps = warmup_steps
         self.power = power
         self.end = end
-        self._plan = _Plan(steps, planned_steps)
+        super().__init__(steps, planned_steps)
 
     def rate(self, step: int) -> float:
         done = step - 1
         if done < self.warmup_steps:
             return self.peak * _warmup(max(1, done), self.warmup_steps)
-        left = 1.0 - self._plan.progress(done, self.warmup_steps)
+        left = 1.0 - self.progress(done, self.warmup_steps)
         return self.end + (self.peak - self.end) * (left**self.power if left else 0.0)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._plan.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._plan.load_state_dict(state)
-
-
-class Cosine(Schedule):
+class Cosine(_Planned):
     """Linear warm-up, then half a cosine from ``peak`` to ``end`` (Loshchilov and Hutter, 2017; NeMo).
 
     With n = step − 1 updates done: ``peak · step / warmup_steps`` up to update ``warmup_steps``,
@@ -184,22 +178,16 @@ class Cosine(Schedule):
         self.peak = peak
         self.warmup_steps = warmup_steps
         self.end = end
-        self._plan = _Plan(steps, planned_steps)
+        super().__init__(steps, planned_steps)
 
     def rate(self, step: int) -> float:
         if step <= self.warmup_steps:
             return self.peak * _warmup(step, self.warmup_steps)
-        progress = self._plan.progress(step - 1, self.warmup_steps)
+        progress = self.progress(step - 1, self.warmup_steps)
         return self.end + (self.peak - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._plan.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._plan.load_state_dict(state)
-
-
-class IntelQuadratic(Schedule):
+class IntelQuadratic(_Planned):
     """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
 
     With n = step − 1 updates done of N: ``min(1, n / warmup_steps) · max(peak · ((N − n) / N)²,
@@ -219,14 +207,8 @@ class IntelQuadratic(Schedule):
         self.peak = peak
         self.warmup_steps = warmup_steps
         self.min_lr = min_lr
-        self._plan = _Plan(steps, planned_steps)
+        super().__init__(steps, planned_steps)
 
     def rate(self, step: int) -> float:
-        left = 1.0 - self._plan.progress(step - 1, 0)
+        left = 1.0 - self.progress(step - 1, 0)
         return _warmup(step - 1, self.warmup_steps) * max(self.peak * left**2, self.min_lr)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._plan.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._plan.load_state_dict(state)

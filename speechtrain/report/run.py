@@ -135,10 +135,8 @@ class Run:
     @property
     def device(self) -> str:
         """Device, precision and number of processes in words, as far as they are known."""
-        device, precision = (
-            str(self.config.get(f"{part}._target_", "")).rpartition(".")[2].lower()
-            for part in ("device", "precision")
-        )
+        targets = (str(self.config.get(f"{part}._target_", "")) for part in ("device", "precision"))
+        device, precision = (target.rpartition(".")[2].lower() for target in targets)
         processes = self.config.get("world_size")
         several = f"× {processes}" if isinstance(processes, int) and processes > 1 else ""
         return " ".join(filter(None, (str(self.about.get("device") or device), precision, several)))
@@ -260,6 +258,5 @@ def _read_skipped(path: Path) -> dict[str, list[dict[str, Any]]]:
             continue
         if row:
             found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
-    return dict(
-        sorted(((reason, [*rows.values()]) for reason, rows in found.items()), key=lambda i: -len(i[1]))
-    )
+    by_count = sorted(found.items(), key=lambda item: -len(item[1]))
+    return {reason: list(rows.values()) for reason, rows in by_count}

@@ -96,13 +96,12 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
 
     Its end, or silence, is a request to stop; ``attached`` seconds later, what still runs is killed.
     """
-    if attached is not None:
-        _end_leftovers(log)
     environment = dict(os.environ)
     if address and (interface := interface_of(address)):
         for name in INTERFACES:  # a host's own name may resolve to its loopback
             environment.setdefault(name, interface)
     if attached is not None:
+        _end_leftovers(log)
         threading.Thread(target=_obey, args=(attached,), daemon=True).start()
     try:
         return supervise(command, environment, agent_log=log, grace=CLOSING_SECONDS)

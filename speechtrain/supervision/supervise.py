@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from speechtrain.launcher import PARENT, WORKER
@@ -102,7 +101,7 @@ class _Supervised:
             self.pass_on()
             return
         descendants = children_of(self.pid, all_generations=True)  # before any of them is orphaned
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for pid in descendants:
             _kill(pid, signal.SIGKILL)
@@ -122,21 +121,19 @@ class _Supervised:
 
 
 def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def _start(command: list[str], environment: Mapping[str, str], is_agent: bool) -> subprocess.Popen[str]:
-    if not is_agent:
-        return subprocess.Popen(command, env=dict(environment), start_new_session=True, text=True)
     return subprocess.Popen(
         command,
         env=dict(environment),
         start_new_session=True,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.PIPE if is_agent else None,
         text=True,
         errors="backslashreplace",
-        preexec_fn=_dying_with_parent(),
+        preexec_fn=_dying_with_parent() if is_agent else None,
     )
 
 
@@ -148,11 +145,7 @@ def _dying_with_parent() -> Callable[[], None] | None:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):
         return None
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return ask
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(process: subprocess.Popen[str], seconds: float | None) -> int | None:
@@ -179,7 +172,7 @@ def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -
         is_trace = is_agents = False
         with process.stderr:
             for line in process.stderr:
-                with contextlib.suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
+                with suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
                     file.write(line)
                 if grace is not None and (closing := _CLOSING.search(line)) and _AGENTS_LINE.match(line):
                     timer = threading.Timer(grace, _kill_child, (process.pid, int(closing[1])))

@@ -61,7 +61,7 @@ class Console(Tracker):
                 self._say(f"         ref  {row['reference']}")
                 self._say(f"         hyp  {row['hypothesis']}")
         elif event == "warning":
-            self._warn(f"warning  {values['message']}")
+            self._say(f"warning  {values['message']}", is_warning=True)
         elif event == "end":
             self.close()
             self._say(end_line(values))
@@ -79,17 +79,12 @@ class Console(Tracker):
             return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         return self.mode == "live"
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, is_warning: bool = False) -> None:
         if self._display is not None:
-            self._display.print(text)
+            self._display.print(text, "bold yellow" if is_warning else "")
         else:
-            print(_printable(text, sys.stdout.encoding), flush=True)
-
-    def _warn(self, text: str) -> None:
-        if self._display is not None:
-            self._display.print(text, "bold yellow")
-        else:
-            print(_printable(text, sys.stderr.encoding), file=sys.stderr, flush=True)
+            stream = sys.stderr if is_warning else sys.stdout
+            print(_printable(text, stream.encoding), file=stream, flush=True)
 
 
 class _Display:

@@ -75,7 +75,7 @@ class _Guarded:
     def _failed(self, error: Exception, consequence: str) -> None:
         self.failures += 1
         if self.failures == 1:
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            cause = one_line(f"{type(error).__name__}: {error}")
             _report(f"warning: tracker {self.name} failed ({cause}); training continues, {consequence}")
 
 

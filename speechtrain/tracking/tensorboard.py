@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -84,20 +84,12 @@ class TensorBoard(Tracker):
             self._write_scalars(writer, f"valid/{values['set']}", metrics_of(values), step)
             writer.flush()
         elif event == "examples":
-            rows = [
-                f"| {_cell(row['reference'])} | {_cell(row['hypothesis'])} |"
-                for row in values["rows"][: self.examples]
-            ]
-            writer.add_text(
-                f"examples/{values['set']}",
-                "\n".join(["| reference | hypothesis |", "|---|---|", *rows]),
-                step,
-            )
+            rows = [(row["reference"], row["hypothesis"]) for row in values["rows"][: self.examples]]
+            writer.add_text(f"examples/{values['set']}", _table("| reference | hypothesis |", rows), step)
         elif event == "warning":
             writer.add_text("warnings", _cell(values["message"]), step)
         elif event in ("start", "end"):
-            facts = [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
-            writer.add_text(event, "\n".join(["| | |", "|---|---|", *facts]), step)
+            writer.add_text(event, _table("| | |", values.items()), step)
             writer.flush()
 
     @staticmethod
@@ -111,6 +103,10 @@ class TensorBoard(Tracker):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+
+
+def _table(head: str, rows: Iterable[tuple[Any, Any]]) -> str:
+    return "\n".join([head, "|---|---|", *(f"| {_cell(left)} | {_cell(right)} |" for left, right in rows)])
 
 
 def _cell(value: Any) -> str:

@@ -108,8 +108,11 @@ class WarmedUpGraphs(Graphs):
             with self._counted(segments, "evaluation"):
                 evaluate([padding_batch(*shape) for shape in parts.data.evaluation_shapes()])
             with self._counted(segments, "checkpoint"):
-                states = [part.state_dict() for part in parts.states.values()]
-                on_host([parts.average.averaged_state_dict(parts.task), *states])
+                # nothing is kept: a tensor that is alive at mark_step is an output of its graph
+                states = parts.states.values()
+                on_host(
+                    [parts.average.averaged_state_dict(parts.task), *(part.state_dict() for part in states)]
+                )
         self._known = self._device.graphs()
         counts = {"shapes": len(parts.data.shapes()), "graphs": self._known}
         counts |= {f"graphs_{name}": count for name, count in segments.items()}

@@ -72,8 +72,8 @@ def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Path) -> None:
     code = (
-        "from speechtrain.train_rank import StopRequest, _leave_with_parent\n"
-        "stop = StopRequest(); _leave_with_parent(stop); print(stop())"
+        "from speechtrain.train_rank import StopRequest, _stop_with_parent\n"
+        "stop = StopRequest(); _stop_with_parent(stop); print(stop())"
     )
     gone = "999999999"
     for parent, expected in (

@@ -121,10 +121,8 @@ class Connected(Source):
         return joined_cuts(f"{self.corpus}-{self.split}-{self.fingerprint()}", self.clips, self.plan())
 
     def fingerprint(self) -> str:
-        words, gaps = (self.min_words, self.max_words), self.gap_seconds
-        return digest(
-            FORMAT, self.corpus, self.split, self.utterances, *words, gaps, self.seed, *self.content()
-        )
+        drawn = (self.utterances, self.min_words, self.max_words, self.gap_seconds, self.seed)
+        return digest(FORMAT, self.corpus, self.split, *drawn, *self.content())
 
 
 def gap_samples(draws: NDArray[np.float64], gap_seconds: Sequence[float]) -> NDArray[np.int64]:
@@ -171,9 +169,11 @@ def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -
     folder = cache_folder() / "connected"
     path = folder / f"{name}.wav"
     try:
-        if not _is_whole(path, samples):
+        if not path.is_file() or path.stat().st_size != 44 + 2 * samples:
             with atomic(path) as temporary:
-                _check_room(folder, 2 * samples)
+                free = shutil.disk_usage(folder).free
+                if free < 2 * samples:
+                    raise OSError(None, f"{free / 1e6:.0f} MB free")
                 _write_wav(temporary, clips, plan, samples)
     except OSError as error:
         raise MachineError(
@@ -181,16 +181,6 @@ def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -
             "free some space or set SPEECHTRAIN_CACHE to another folder"
         ) from error
     return path
-
-
-def _is_whole(path: Path, samples: int) -> bool:
-    return path.is_file() and path.stat().st_size == 44 + 2 * samples
-
-
-def _check_room(folder: Path, need: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise OSError(None, f"{free / 1e6:.0f} MB free")
 
 
 def _write_wav(path: Path, clips: Clips, plan: Sequence[Joined], samples: int) -> None:

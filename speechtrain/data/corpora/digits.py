@@ -120,11 +120,8 @@ class WordClips(Clips):
                 f"{path}: damaged ({type(error).__name__}: {error}); make the folder again with "
                 "tools/make_digits.py"
             ) from None
-        if (
-            not self._lengths
-            or len(self._lengths) != len(self.words) * len(self.voices)
-            or rate != SAMPLE_RATE
-        ):
+        expected = len(self.words) * len(self.voices)
+        if not self._lengths or len(self._lengths) != expected or rate != SAMPLE_RATE:
             raise DataError(f"{path}: damaged (its counts differ); make the folder again")
         self._ends = np.cumsum(self._lengths)
         self.digest = digest(FORMAT, self.words, part)

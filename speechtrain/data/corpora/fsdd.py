@@ -81,11 +81,8 @@ class Fsdd(Connected):
         takes = find_takes(root)
         self.all_speakers = sorted({take.speaker for take in takes})
         self.speakers = self._choose(only_speakers or self.all_speakers, exclude_speakers or [])
-        self.takes = sorted(
-            take
-            for take in takes
-            if take.speaker in self.speakers and (take.index in TEST_INDICES) == (split == "test")
-        )
+        own = [take for take in takes if (take.index in TEST_INDICES) == (split == "test")]
+        self.takes = sorted(take for take in own if take.speaker in self.speakers)
         if not self.takes:
             raise DataError(
                 f"{root} has no {split} recordings of {', '.join(self.speakers) or 'any speaker'}; "
