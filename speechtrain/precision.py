@@ -76,7 +76,7 @@ class FP16(Precision):
     dtype = torch.float16
 
     def __init__(
-        self, initial_scale: float = 65536.0, growth_interval: int = 2000, floor: float = 2.0**-14
+        self, initial_scale: float = 65536.0, growth_interval: int = 2000, floor: float = 1.0e-4
     ) -> None:
         if not 0 < floor <= initial_scale or growth_interval < 1:
             raise ValueError(

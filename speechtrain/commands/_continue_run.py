@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,12 @@ def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[
 
 def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Keep the micro-batches per update on another world size; returns the typed keys that contradict."""
-    trainer, world = config.trainer, int(changes.get("world_size", config.world_size))
+    typed_config = copy.deepcopy(config)
+    for key, value in changes.items():
+        set_key(typed_config, key, value)  # raises ConfigError for a value of another type
+    trainer, world = config.trainer, typed_config.world_size
+    if world < 1:
+        raise ConfigError(f"world_size={world}: it must be at least 1")
     total = int(trainer.simulate_world or config.world_size * trainer.accumulate)
     typed = {key: value for key, value in changes.items() if key != "world_size"}
     wanted = typed.get("trainer.simulate_world") or world * typed.get("trainer.accumulate", 0)

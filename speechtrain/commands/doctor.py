@@ -195,7 +195,7 @@ def packages() -> Iterator[Finding]:
         GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
     )
     if not has_bf16():
-        yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=fp32 is faster")
+        yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=bf16 trains in fp32")
 
 
 def _libraries() -> Finding:

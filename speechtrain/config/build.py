@@ -58,11 +58,16 @@ def dry_build(config: DictConfig) -> None:
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     build(config, "optimizer", params=[{"params": [weight]}])
     build(config, "schedule", steps_per_epoch=1, planned_steps=1)
-    build(config, "data", tokenizer=tokenizer)
+    data = build(config, "data", tokenizer=tokenizer)
     try:
         with torch.device("meta"):
             encoder = build(config, "encoder", augment=build(config, "augment"))
             build(config, "model", tokenizer=tokenizer, encoder=encoder)
+        given, wanted = getattr(data, "sample_rate", None), getattr(encoder, "sample_rate", None)
+        if given and wanted and given != wanted:
+            raise ConfigError(
+                f"data.sample_rate={given}: the encoder expects {wanted} Hz; set both to one rate"
+            )
     except NotImplementedError:
         return
     except RuntimeError as error:

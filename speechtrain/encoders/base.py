@@ -14,6 +14,7 @@ class Encoder(nn.Module, ABC):
     """A front end and a network: (B, S) audio to (B, T, ``width``) frames."""
 
     width: int
+    sample_rate: int  # Hz of the audio that it expects; the data module converts recordings to it
     frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
     normalise_audio: bool = False  # the data layer gives recordings zero mean and unit variance
 

@@ -38,6 +38,7 @@ class LSTMEncoder(Encoder):
     ) -> None:
         super().__init__()
         self.features = features
+        self.sample_rate = features.sample_rate
         self.augment = augment
         width = features.features
         self.feature_norm = MaskedBatchNorm(width) if feature_norm else None

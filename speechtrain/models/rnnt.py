@@ -242,4 +242,4 @@ class RNNT(Task, PolicyAware):
         return Footprint(self.encoder.activation_bytes(), 200 * self._frames_per_second())
 
     def _frames_per_second(self) -> float:
-        return self.encoder.frames(100 * 16000) / 100
+        return self.encoder.frames(100 * self.encoder.sample_rate) / 100

@@ -43,6 +43,9 @@ def test_another_world_keeps_the_global_batch(tmp_path: Path) -> None:
     assert batches(tmp_path, "world_size=1") == (1, 4, 4)  # the same command again
     with pytest.raises(ConfigError, match="4 micro-batches per update, which world_size=3 does not divide"):
         batches(tmp_path, "world_size=3")
+    for wrong in ("world_size=0", "world_size=two", "trainer.accumulate=two"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            batches(tmp_path, wrong)
     assert load(tmp_path / "config.yaml").world_size == 1
 
 

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands._hydra_app import compose
-from speechtrain.config.build import build
+from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check, mismatch
 from speechtrain.config.resolved import dump, load, resolved
 from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
@@ -257,3 +257,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         if text:
             with pytest.raises(ConfigError, match=r"config\.yaml"):
                 load(tmp_path / "config.yaml")
+
+
+def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
+    dry_build(config)
+    config.data.sample_rate = 8000
+    with pytest.raises(ConfigError, match=r"data\.sample_rate=8000: the encoder expects 16000"):
+        dry_build(config)
