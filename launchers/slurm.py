@@ -77,9 +77,12 @@ class Slurm(Launcher):
             "cpus-per-task": cpus_per_rank,
             "gpus-per-node": gpus_per_node,
         }
-        for key, setting in self.settings.items():
+        keys = {"job-name": "name", "cpus-per-task": "cpus_per_rank", "gpus-per-node": "gpus_per_node"}
+        for option, setting in self.settings.items():
             if setting is not None and not _PLAIN.fullmatch(str(setting)):
-                raise ValueError(f"{key}={setting!r}: it must not be empty or have spaces or line breaks")
+                raise ValueError(
+                    f"{keys.get(option, option)}={setting!r}: it must be a word without spaces or line breaks"
+                )
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
@@ -89,7 +92,7 @@ class Slurm(Launcher):
                 f"launcher=slurm: there is no {missing[0]} on this machine; run the command where Slurm is"
             )
         if "\n" in str(job.run_dir):
-            raise ConfigError(f"run_dir={job.run_dir!s}: remove the line break for launcher=slurm")
+            raise ConfigError(f"run_dir={str(job.run_dir)!r}: remove the line break for launcher=slurm")
 
     def launch(self, job: Job) -> Result:
         self.check(job)

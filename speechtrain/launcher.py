@@ -170,5 +170,6 @@ def _number(environ: Mapping[str, str], name: str, fallback: str | None) -> int:
     if name.endswith("TASKS_PER_NODE") and (counted := _TASKS_OF_NODES.match(text or "")):
         text = counted.group(1)
     if text is None or not text.isdigit():
-        raise MachineError(f"environment variable {name} is {text!r}; the launcher must set it to a number")
+        found = "not set" if text is None else repr(text)
+        raise MachineError(f"environment variable {name} is {found}; the launcher must set it to a number")
     return int(text)

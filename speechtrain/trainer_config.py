@@ -45,9 +45,9 @@ def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:
 
 def profile_steps(spec: str) -> tuple[int, int]:
     """The first and the last step of ``trainer.profile``; (0, 0) for none. Raises ConfigError."""
-    first, _, last = spec.partition(":")
-    if spec and not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+    begin, _, end = spec.partition(":")
+    if spec and not (begin.isdigit() and end.isdigit() and 1 <= int(begin) <= int(end)):
         raise ConfigError(
             f"trainer.profile={spec}: write it as A:B, the first and the last step, such as 10:12"
         )
-    return (int(first), int(last)) if spec else (0, 0)
+    return (int(begin), int(end)) if spec else (0, 0)

@@ -56,3 +56,8 @@ def test_ranks_are_shared_evenly(tmp_path: Path, world_size: int) -> None:
 def test_what_cannot_be_meant_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         Slurm(**settings)  # type: ignore[arg-type]
+
+
+def test_a_bad_value_is_named_by_its_key() -> None:
+    with pytest.raises(ValueError, match=r"^name='two words': it must be a word"):
+        Slurm(name="two words")
