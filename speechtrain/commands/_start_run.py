@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +41,30 @@ _ENDED = ("finished", "target", "time")
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
-def launch(config: DictConfig, run_dir: Path, argv: list[str], began: Mapping[str, Any]) -> dict[str, Any]:
+def launch(
+    configure: Callable[[], DictConfig], run_dir: Path, argv: list[str], began: Mapping[str, Any]
+) -> dict[str, Any]:
     """Start the run in ``run_dir``, or continue it, and return its result.
 
+    ``configure`` makes the config; ranks that were started together learn of its error, too.
     ``began`` (overrides and the user's YAML files) is kept with a new run. A finished run returns its
     result at once. Raises the SpeechtrainError that stopped the run, here or in a rank.
     """
-    run_dir = run_dir.resolve()
-    config.run_dir = str(run_dir)
-    world = world_of(argv)
+    run_dir, world = run_dir.resolve(), world_of(argv)
     if world.size == 1:
-        return _launched(config, run_dir, argv, began, None)
+        return _launched(configure(), run_dir, argv, began, None)
     together = ExternalLaunch(world)
-    if config.world_size == 1:
-        config.world_size = world.size
     with together.telling(run_dir):
+        config = configure()
+        if config.world_size == 1:
+            config.world_size = world.size
         return _launched(config, run_dir, argv, began, together)
 
 
 def _launched(
     config: DictConfig, run_dir: Path, argv: list[str], began: Mapping[str, Any], together: Launcher | None
 ) -> dict[str, Any]:
+    config.run_dir = str(run_dir)
     plain = check(config)
     dry_build(config)
     device, launcher = _parts(config)

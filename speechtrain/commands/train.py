@@ -81,15 +81,16 @@ def run(argv: list[str]) -> int:
     ranks = world.size if world.size > 1 else None
     run_dir = run_to_continue(arguments, explicit_run_dir(argv))
     if run_dir is not None:
-        launch(continued(run_dir, options(arguments)[1], folder, ranks), run_dir, argv, {})
+        launch(lambda: continued(run_dir, options(arguments)[1], folder, ranks), run_dir, argv, {})
         return 0
 
     def job(config: DictConfig, run_dir: Path, overrides: list[str], written: dict[str, str]) -> float | None:
-        if (run_dir / CONFIG).is_file():
-            config = continued(run_dir, overrides, folder, ranks)
-        metric: float | None = launch(config, run_dir, argv, {"overrides": overrides, "written": written})[
-            "metric"
-        ]
+        def configure() -> DictConfig:
+            is_new = not (run_dir / CONFIG).is_file()
+            return config if is_new else continued(run_dir, overrides, folder, ranks)
+
+        result = launch(configure, run_dir, argv, {"overrides": overrides, "written": written})
+        metric: float | None = result["metric"]
         return metric  # what an optimizing sweeper reads
 
     run_composed(arguments, job)

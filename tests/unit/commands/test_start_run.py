@@ -29,7 +29,7 @@ def begun(run_dir: Path, *overrides: str) -> None:
 def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
     config = continued(run_dir, [*DRY, *overrides], None)
-    assert launch(config, run_dir, [], {})["status"] == "dry run"
+    assert launch(lambda: config, run_dir, [], {})["status"] == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
     return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
 
@@ -100,3 +100,14 @@ def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -
     failure = read_failure(tmp_path)
     assert failure is not None
     assert failure["rank"] == 1
+
+
+def test_ranks_that_wait_learn_of_a_refused_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would wait for minutes for a rank 0 that has exited."""
+    begun(tmp_path, "world_size=2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    argv = [f"run_dir={tmp_path}", "seed=7"]
+    with pytest.raises(RunError, match="seed: 1 in the run, 7 now"):
+        launch(lambda: continued(tmp_path, argv, None, 2), tmp_path, argv, {})
+    assert json.loads((tmp_path / "rendezvous.json").read_text())["code"] == RunError.exit_code
