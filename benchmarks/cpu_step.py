@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ import transducer_loss as lattice
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.devices.cpu import CPU, chip, probe_matmul
+from speechtrain.compute_policy import PLAIN, ComputePolicy, apply_policy
+from speechtrain.devices.cpu import CPU, chip, is_medium_exact
 from speechtrain.encoders.lstm import LSTMEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
@@ -83,10 +83,8 @@ def full_lattice(
 
 @dataclass(frozen=True)
 class Contender:
-    dtype: torch.dtype = torch.float32
-    policy: ComputePolicy = field(default_factory=ComputePolicy)
+    policy: ComputePolicy = PLAIN
     is_plain: bool = False  # the loss
-    matmul: str = "highest"
 
     @contextmanager
     def loss(self) -> Iterator[None]:
@@ -103,9 +101,8 @@ class Contender:
         """Forward and backward; the loss of an utterance."""
         task.zero_grad(set_to_none=True)
         apply_policy(task, self.policy)
-        torch.set_float32_matmul_precision(self.matmul)
         torch.manual_seed(0)
-        with self.loss(), torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+        with self.loss(), self.policy.autocast("cpu"):
             found = task(batch)
         torch.autograd.backward(found.total)
         return float(found.total.detach() / found.weight)
@@ -114,17 +111,17 @@ class Contender:
 def contenders() -> dict[str, Contender]:
     """By name; the first is what the others are measured against."""
     device = CPU()
-    loop = ComputePolicy(lstm="loop")
+    narrow = device.policy(torch.bfloat16)
     known = {
         BASELINE: Contender(is_plain=True),
         "torch's LSTM, chunked, fp32": Contender(),
-        "loop LSTM, chunked, fp32": Contender(policy=loop),
+        "loop LSTM, chunked, fp32": Contender(ComputePolicy(lstm="loop")),
     }
-    if probe_matmul()["matmul"] == "medium":
-        known["torch's LSTM, chunked, fp32 by oneDNN"] = Contender(matmul="medium")
+    if is_medium_exact():
+        known["torch's LSTM, chunked, fp32 by oneDNN"] = Contender(ComputePolicy(fp32_matmul="medium"))
     if not device.precision_fallback_reason(torch.bfloat16):
-        known["torch's LSTM in fp32, chunked, bf16"] = Contender(torch.bfloat16)
-        known["loop LSTM, chunked, bf16"] = Contender(torch.bfloat16, loop)
+        known["torch's LSTM in fp32, chunked, bf16"] = Contender(narrow)
+        known["loop LSTM, chunked, bf16"] = Contender(replace(narrow, lstm="loop"))
     return known
 
 
@@ -192,7 +189,7 @@ def main() -> None:
     print(f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, load ", end="")
     print(f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the start")
     print(f"bf16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")
-    print(f"fp32 products: {probe_matmul()}")
+    print(f"fp32 products through oneDNN are as exact: {is_medium_exact()}")
     size = sum(p.numel() for p in task.parameters()) / 1e6
     print(f"{size:.1f} M parameters, {given.seconds:g} s and {given.labels} labels a row, ", end="")
     print(f"{given.threads} threads, {given.rounds} rounds\n")

@@ -18,6 +18,7 @@ import kaldi_native_fbank
 import torch
 from lhotse.features.kaldi.layers import Wav2LogFilterBank
 
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.features.logmel import LogMel
 
 
@@ -57,8 +58,9 @@ def main() -> None:
     lengths = torch.full((given.rows,), samples)
     keys = torch.arange(given.rows)
     warp = torch.linspace(0.9, 1.1, given.rows)
-    plain, matmul = LogMel(dither=0.0).eval(), LogMel(dither=0.0, fourier="matmul").eval()
-    whole = LogMel(dither=0.0, block_frames=0).eval()
+    plain, matmul, whole = (LogMel(dither=0.0).eval() for _ in range(3))
+    matmul.apply_policy(ComputePolicy(spectrum="matmul"))
+    whole.apply_policy(ComputePolicy(feature_frames=0))
     evaluating, training, trimming = LogMel().eval(), LogMel().train(), LogMel(trim_silence_db=-60.0).eval()
     lhotse = Wav2LogFilterBank(num_filters=80)
     contenders: dict[str, Callable[[], object]] = {
@@ -68,7 +70,7 @@ def main() -> None:
         "LogMel, warped filters": lambda: plain(audio, lengths, warp=warp),
         "LogMel, silence trimmed, dither": lambda: trimming(audio, lengths, keys=keys),
         "LogMel, all frames at once": lambda: whole(audio, lengths),
-        "LogMel, fourier: matmul": lambda: matmul(audio, lengths),
+        "LogMel, spectrum: matmul": lambda: matmul(audio, lengths),
         "torch.stft": lambda: stft_form(audio, plain),
         "lhotse, batch": lambda: lhotse(audio),
         "lhotse, one at a time": lambda: [lhotse(row[None]) for row in audio],

@@ -27,12 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.devices.cpu import CPU
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.interop import huggingface
 from speechtrain.interop.wav2vec2 import describe
 from speechtrain.losses.contrastive import contrastive_loss
 from speechtrain.models.wav2vec2 import Wav2Vec2
-from speechtrain.nn.conv_extractor import FORMS, ConvExtractor
+from speechtrain.nn.conv_extractor import CONVOLUTIONS, ConvExtractor
 from speechtrain.nn.masking import SpanMask
 
 PARTS = ("step", "objective", "extractor")
@@ -58,9 +60,11 @@ def step(extractor: ConvExtractor, audio: Tensor, dtype: torch.dtype) -> tuple[f
 
 def compare(norm: str, dtype: torch.dtype, audio: Tensor, channels: int, rounds: int) -> None:
     contenders = {}
-    for form in FORMS:
+    for form in CONVOLUTIONS:
         torch.manual_seed(0)
-        contenders[form] = ConvExtractor(layers(channels), norm == "layer", norm, form=form)
+        contenders[form] = ConvExtractor(layers(channels), norm == "layer", norm)
+        autocast = dtype if dtype != torch.float32 else None
+        apply_policy(contenders[form], ComputePolicy(conv=form, autocast_dtype=autocast))
         step(contenders[form], audio, dtype)  # first calls build oneDNN's kernels
     times: dict[str, list[tuple[float, float]]] = {form: [] for form in contenders}
     for _ in range(rounds):
@@ -112,6 +116,7 @@ def make(given: argparse.Namespace) -> tuple[Wav2Vec2, Any, Batch, dict[str, Ten
 def steps(given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     """Forward, backward and AdamW of each."""
     task, model, batch, theirs = make(given)
+    apply_policy(task, CPU(bf16="software").policy(dtype))
 
     def stepper(module: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)

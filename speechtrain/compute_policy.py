@@ -1,4 +1,4 @@
-"""Compute policy: which implementation of a block a device uses, and the usable CPUs.
+"""Compute policy: what device and precision decide for a run's blocks, and the usable CPUs.
 
 The implementations of a block have equal results and parameters, but use different operations.
 """
@@ -6,24 +6,136 @@ The implementations of a block have equal results and parameters, but use differ
 from __future__ import annotations
 
 import os
+import statistics
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_MARGIN = 0.9  # another policy than the plain one is used at 90 % of its time or less
+_ROUNDS = (3, 5)  # fewest and most timings of a policy
+_SECONDS = 20.0  # after so long, a policy is timed no more than the fewest times
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
 
 @dataclass(frozen=True)
 class ComputePolicy:
-    """A device's choice for blocks that have several implementations.
+    """Types, kernels and sizes of one run; the defaults are torch's own blocks in fp32.
 
-    ``static``: no shape depends on data, and the host reads nothing back within a step.
-    ``lstm``: ``fused`` is torch's own, ``loop`` a loop over frames (for devices without a fused LSTM, and
-    for bf16 on CPU, where the backward of the fused LSTM is slower than in fp32).
+    It is resolved once in each rank, logged, and kept in ``RUN/device.json``.
     """
 
-    static: bool = False
+    autocast_dtype: torch.dtype | None = None
+    """Of products and convolutions under autocast; None: no autocast."""
+
+    product_dtype: torch.dtype = torch.float32
+    """Of the products in blocks that cast by themselves: the LSTM's loop, the transducer's joint."""
+
+    fp32_matmul: str = "highest"
+    """Torch's setting for fp32 products: ``highest``, ``high`` or ``medium``."""
+
+    static_shapes: bool = False
+    """No shape depends on data, and the host reads nothing back within a step."""
+
     lstm: str = "fused"
+    """``fused`` is torch's own, ``loop`` a loop over frames."""
+
+    attention: str = "sdpa"
+    """``sdpa`` is torch's own, ``slices`` basic operations."""
+
+    conv: str = "matmul"
+    """``conv1d``, ``conv2d``, or ``matmul`` over strided views."""
+
+    spectrum: str = "fft"
+    """``fft``, ``matmul`` for devices without an FFT, or ``conv`` without strided views either."""
+
+    ctc: str = "torch"
+    """``torch`` is torch's own, ``static`` a recursion in fixed shapes."""
+
+    transducer: str = "ragged"
+    """``ragged`` visits the cells that matter, ``static`` all cells of the padded lattice."""
+
+    lattice_cells: int = 1024
+    """Cells of the transducer's lattice in memory at once."""
+
+    logit_bytes: int = 32 * 2**20
+    """Bytes of logits that the transducer loss keeps for its gradients."""
+
+    feature_frames: int = 256
+    """Frames of a spectrogram at once: 256 fit into a CPU's cache; 0 is all, for accelerators."""
+
+    lstm_segment: int = 0
+    """Frames of the LSTM's loop between two ends of a graph; 0: the loop is in one graph."""
+
+    mark_step: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
+    """Ends a graph of a lazy device."""
+
+    def autocast(self, device: str) -> AbstractContextManager[object]:
+        """The context for forward passes on the torch device type ``device``."""
+        dtype = self.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
+
+    def record(self) -> dict[str, Any]:
+        """The policy as plain values, for a JSON file."""
+        values = {name: getattr(self, name) for name in _RECORDED}
+        return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in values.items()}
+
+    def describe(self) -> str:
+        """What differs from the defaults, as ``name=value`` words; ``plain`` if nothing does."""
+        mine, plain = self.record(), PLAIN.record()
+        return " ".join(f"{name}={mine[name]}" for name in mine if mine[name] != plain[name]) or "plain"
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:
+        """The policy of ``record``; None for a record of another release, or a damaged one."""
+        if not isinstance(record, Mapping) or record.keys() != set(_RECORDED):
+            return None
+        values: dict[str, Any] = dict(record)
+        for name, value in record.items():
+            known = _KNOWN.get(name)
+            if value not in known if known else type(value) is not int or value < 0:
+                return None
+            if name.endswith("_dtype"):
+                values[name] = _DTYPES[value]
+        return cls(**values)
+
+
+_RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.name != "mark_step")
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)} | {None: None}
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "autocast_dtype": tuple(_DTYPES),
+    "product_dtype": tuple(_DTYPES)[:2],
+    "fp32_matmul": ("highest", "high", "medium"),
+    "static_shapes": (False, True),
+    "lstm": ("fused", "loop"),
+    "attention": ("sdpa", "slices"),
+    "conv": ("conv1d", "conv2d", "matmul"),
+    "spectrum": ("fft", "matmul", "conv"),
+    "ctc": ("torch", "static"),
+    "transducer": ("ragged", "static"),
+}
+"""The values of each field that is not a size."""
+
+PLAIN = ComputePolicy()
+
+STATIC = ComputePolicy(
+    static_shapes=True,
+    lstm="loop",
+    attention="slices",
+    conv="conv2d",
+    spectrum="conv",
+    ctc="static",
+    transducer="static",
+    feature_frames=0,
+)
+"""For devices that record graphs: fixed shapes, no FFT, no strided view, no read by the host."""
 
 
 class PolicyAware(ABC):
@@ -35,10 +147,32 @@ class PolicyAware(ABC):
 
 
 def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
-    """Apply ``policy`` to ``module`` and to every block in it that is ``PolicyAware``."""
+    """Apply ``policy`` to this process, to ``module`` and to every block in it that is ``PolicyAware``."""
+    torch.set_float32_matmul_precision(policy.fp32_matmul)
     for block in module.modules():
         if isinstance(block, PolicyAware):
             block.apply_policy(policy)
+
+
+def fastest(
+    candidates: Sequence[ComputePolicy], seconds_of: Callable[[ComputePolicy], float]
+) -> tuple[ComputePolicy, list[float]]:
+    """The policy to use, and the median seconds of each of ``candidates``, of which the first is plain.
+
+    Another than the plain one must take at most 90 % of its time. ``seconds_of`` times one step; the
+    timings are interleaved, because the machine's load varies, and each policy's first is not counted.
+    """
+    for candidate in candidates:
+        seconds_of(candidate)
+    taken: list[list[float]] = [[] for _ in candidates]
+    fewest, most = _ROUNDS
+    while len(taken[0]) < fewest or (len(taken[0]) < most and sum(map(sum, taken)) < _SECONDS):
+        for times, candidate in zip(taken, candidates, strict=True):
+            times.append(seconds_of(candidate))
+    medians = [statistics.median(times) for times in taken]
+    best = min(medians)
+    chosen = medians.index(best) if best <= _MARGIN * medians[0] else 0
+    return candidates[chosen], medians
 
 
 def times(scalar: Tensor, factor: float) -> Tensor:

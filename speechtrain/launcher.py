@@ -21,6 +21,9 @@ AGENT = "agent.log"
 PARENT = "SPEECHTRAIN_PARENT"
 """Environment variable: the pid of the command on this host; a rank stops when that process has ended."""
 
+NETWORK_VARIABLES = "SPEECHTRAIN_NETWORK_VARIABLES"
+"""Environment variable: the names of those by which the device's collectives choose a network interface."""
+
 _SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
 
 
@@ -32,6 +35,8 @@ class Job:
     run_dir: Path
     world_size: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    forwarded: tuple[str, ...] = ()
+    """Patterns of the device's own variables, which ranks on other hosts get from this process."""
 
     @property
     def command(self) -> list[str]:
@@ -98,9 +103,9 @@ def forwarded_environment(job: Job, patterns: Iterable[str]) -> dict[str, str]:
     """The environment of a job's processes on other machines.
 
     It holds the job's variables, with the values that the user has set, and this process's variables
-    whose names match one of ``patterns`` (``HF_*``). Secrets are left out.
+    whose names match one of ``patterns`` (``HF_*``) or of the device's own. Secrets are left out.
     """
-    wanted = tuple(patterns)
+    wanted = (*patterns, *job.forwarded)
     mine = {n: v for n, v in os.environ.items() if any(fnmatchcase(n, pattern) for pattern in wanted)}
     joined = {**{n: os.environ.get(n, v) for n, v in job.environment.items()}, **mine}
     return {n: v for n, v in sorted(joined.items()) if n != PARENT and not is_secret(n)}

@@ -53,13 +53,12 @@ class MetricSums:
 
     def add(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add one batch's ``name: (sum, count)``, scalars of any real dtype on any device."""
-        places: dict[torch.device, list[str]] = {}
-        for name, (total, _) in sums.items():
-            places.setdefault(total.device, []).append(name)
-        for device, names in places.items():
-            scalars = [scalar.detach().to(device).reshape(()) for name in names for scalar in sums[name]]
-            if scalars[0].is_cpu:  # other devices may lack fp64
-                scalars = [scalar.double() for scalar in scalars]
+        places: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, (total, count) in sums.items():
+            # a dtype that the device has already: not every device has fp64
+            places.setdefault((total.device, torch.promote_types(total.dtype, count.dtype)), []).append(name)
+        for place, names in places.items():
+            scalars = [scalar.detach().to(*place).reshape(()) for name in names for scalar in sums[name]]
             self._pending.append((names, torch.stack(scalars)))
         if len(self._pending) >= _PENDING:
             self._read_all()

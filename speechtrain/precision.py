@@ -1,9 +1,8 @@
-"""Precision: the arithmetic of forward and backward. Losses and softmaxes are always fp32."""
+"""Precision: the dtype of a run's products, and the loss scale of fp16. Losses and softmaxes are fp32."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from abc import ABC
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from speechtrain.dtensor import all_finite, local
 
 
 class Precision(ABC):
-    """The arithmetic of a step: a context for forward, the backward, a guarded optimizer step."""
+    """The arithmetic of a step: the dtype of products, the backward, a guarded optimizer step.
+
+    The device's compute policy for ``dtype`` says what autocast and blocks make of it.
+    """
 
     name: str
     dtype: torch.dtype
-
-    @abstractmethod
-    def autocast(self, device: str) -> AbstractContextManager[object]:
-        """The context for forward passes on the torch device type ``device``."""
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate one micro-batch's scaled loss."""
@@ -50,18 +48,12 @@ class FP32(Precision):
     name = "fp32"
     dtype = torch.float32
 
-    def autocast(self, device: str) -> AbstractContextManager[object]:
-        return nullcontext()
-
 
 class BF16(Precision):
     """bfloat16 matrix products and convolutions by autocast; weights and sums stay fp32. No loss scale."""
 
     name = "bf16"
     dtype = torch.bfloat16
-
-    def autocast(self, device: str) -> AbstractContextManager[object]:
-        return torch.autocast(device, dtype=torch.bfloat16)
 
 
 class FP16(Precision):
@@ -88,9 +80,6 @@ class FP16(Precision):
         self.floor = floor
         self.healthy = 0
         """Updates since the last change of the scale or the last overflow."""
-
-    def autocast(self, device: str) -> AbstractContextManager[object]:
-        return torch.autocast(device, dtype=torch.float16)
 
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss * self.scale)

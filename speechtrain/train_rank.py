@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import apply_policy
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build
 from speechtrain.config.resolved import load
 from speechtrain.counter_rng import seed_at
@@ -47,6 +47,7 @@ from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig, planned_steps
+from speechtrain.training.autotune import choose_policy
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
 
@@ -106,14 +107,21 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
     return device, precision
 
 
-def autotune(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
-    """Have rank 0's device measure and choose; every rank uses its choice for the life of the run."""
+def resolve_policy(
+    device: Device, precision: Precision, group: Group, run_dir: Path, task: Task, data: DataModule
+) -> tuple[ComputePolicy, dict[str, Any]]:
+    """Apply the run's policy, which is rank 0's choice, to ``task``; return it with its record."""
     with group.main_process_first():
-        before = read_device(run_dir)
-        chosen = device.autotune(before)
-        if not group.world.rank and chosen not in ({}, before):
-            write_json(run_dir / DEVICE, chosen)
-    return chosen
+        record = read_device(run_dir)
+        if not group.world.rank:
+            before, record = record, choose_policy(record, device, precision, task, data)
+            if record != before:
+                write_json(run_dir / DEVICE, record)
+    policy = ComputePolicy.from_record(record["policy"])
+    assert policy is not None
+    policy = replace(policy, mark_step=device.mark_step)
+    apply_policy(task, policy)
+    return policy, {**record, "policy": policy.describe()}
 
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
@@ -206,12 +214,6 @@ def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
     return settings
 
 
-def backends_of(device: Device) -> str:
-    """Collective backends for tensors on the host and on the device, in the form of ``open_group``."""
-    backends = {"cpu": "gloo", device.name: device.collectives}
-    return ",".join(f"{name}:{backend}" for name, backend in backends.items())
-
-
 def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     """Start this rank's watchdog; all ranks must call it.
 
@@ -260,10 +262,10 @@ def open_ranks(
 
     Raises ConfigError if the device cannot shard.
     """
-    backends, timeout = backends_of(device), settings.timeout_seconds + MARGIN_SECONDS
+    timeout = settings.timeout_seconds + MARGIN_SECONDS
     if settings.shard == "none" or world.size == 1:
-        return open_group(world, backends, timeout), Checkpointer(run_dir, settings.keep)
-    if not device.supports_fsdp:
+        return open_group(world, device.facts, timeout), Checkpointer(run_dir, settings.keep)
+    if not device.facts.fsdp:
         raise ConfigError(
             f"trainer.shard={settings.shard}: device={device.name} needs whole parameters; "
             "use trainer.shard=none"
@@ -271,7 +273,7 @@ def open_ranks(
     from speechtrain.checkpoint.sharded import ShardedCheckpointer  # a second of imports
     from speechtrain.distributed.fsdp import ShardedGroup  # a second of imports
 
-    group = ShardedGroup(world, backends, timeout)
+    group = ShardedGroup(world, device.facts, timeout)
     return group, ShardedCheckpointer(run_dir, settings.keep, group)
 
 
@@ -290,19 +292,20 @@ def train(
     if is_watched:
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
-    apply_policy(task, device.policy(precision.dtype))
+    apply_policy(task, device.policy(precision.dtype))  # before the data: the model's memory depends on it
     data = build_data(config, task, tokenizer)
     with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
     device.validate_shapes(data.shapes())
     begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
+    policy, chosen = resolve_policy(device, precision, group, run_dir, task, data)
 
     per_epoch = data.micro_batches_per_epoch / (world.size * settings.accumulate)
     planned = planned_steps(settings, per_epoch)
     offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
     schedule = build(config, "schedule", **offers)
-    flags = {name: value for name, value in device.optimizer_flags.items() if name in config.optimizer}
+    flags = {name: value for name, value in device.facts.optimizer_flags.items() if name in config.optimizer}
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
@@ -317,13 +320,14 @@ def train(
     checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
-    if chosen := autotune(device, group, run_dir):
-        tracker.log("device", chosen)
+    tracker.log("device", chosen)
     parameters = sum(p.numel() for p in task.parameters())
     counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
     folder = rank_folder(run_dir, world.rank)
-    trainer = Trainer(settings, device, precision, group, checkpointer, tracker, config.seed, folder, stop)
+    trainer = Trainer(
+        settings, device, precision, group, checkpointer, tracker, config.seed, folder, stop, policy
+    )
     attempt.progress = trainer.progress
     try:
         average = average_of(task, settings.ema)

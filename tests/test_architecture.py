@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build
+from speechtrain.devices.base import Device
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "speechtrain"
@@ -42,7 +47,7 @@ MAY_IMPORT = {
     "data": {"text"},
     "optim": set(),
     "tracking": set(),
-    "distributed": set(),
+    "distributed": {"devices.base"},
     "checkpoint": {"distributed"},
     # it knows interfaces only
     "training": {"checkpoint.whole", "data.base", "devices.base", "distributed.group", "tracking.base"}
@@ -138,22 +143,25 @@ def test_hydra_stays_at_the_door(path: Path) -> None:
     assert not named, f"{path.relative_to(ROOT)} imports {named}; classes never meet the config"
 
 
-VENDORS = {
-    r"habana_frameworks": "hpu.py",
-    r"intel_extension_for_pytorch": "ipex.py",
-    r"torch\.cuda": "cuda.py",
-    r"torch\._lazy": "lazy.py",
-}
+@pytest.mark.parametrize(
+    "choice", sorted(path.stem for path in (ROOT / "conf" / "device").glob("[!_]*.yaml"))
+)
+def test_a_vendor_is_named_in_one_file(choice: str) -> None:
+    device: Device = build(compose([f"device={choice}"], None), "device")
+    for pattern in device.facts.packages:
+        named = {p for p in SOURCES if re.search(pattern, p.read_text())}
+        assert named <= {Path(inspect.getfile(type(device)))}
 
 
-@pytest.mark.parametrize("vendor", VENDORS)
-def test_a_vendor_is_named_in_one_file(vendor: str) -> None:
-    named = {p.name for p in SOURCES if re.search(vendor, p.read_text())}
-    assert named <= {VENDORS[vendor]}
+def test_only_devices_and_the_policy_ask_for_the_chip_and_for_autocast() -> None:
+    asks = re.compile(r"is_cpu|get_autocast|is_autocast_enabled|platform\.processor")
+    named = {p.relative_to(PACKAGE) for p in SOURCES if PACKAGE in p.parents and asks.search(p.read_text())}
+    assert {path.parts[0] for path in named} <= {"devices", "compute_policy.py"}
 
 
 def test_nobody_asks_which_device_it_is() -> None:
-    asks = re.compile(r"\b(if|elif)\b.*\b(device|backend)(\.name|\.type)?\s*(==|!=|in)\s")
+    # a comparison with another tensor's device asks where a tensor is, not which device it is
+    asks = re.compile(r"\b(if|elif)\b.*\b(device|backend)(\.name|\.type)?\s*(==|!=|in)\s(?!\w+\.device\b)")
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in SOURCES

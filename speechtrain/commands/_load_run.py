@@ -20,18 +20,18 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import apply_policy
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.check import mismatch
 from speechtrain.config.resolved import load
 from speechtrain.config.resume_fields import flat
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, RunError, first_line, nearest, one_line
-from speechtrain.precision import Precision
 from speechtrain.run_directory import CONFIG, read_device
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.train_rank import build_task, open_device
+from speechtrain.training.autotune import recorded_policy
 
 _CHOICES = ("device", "precision")
 """Groups whose choice may change when a trained run is opened."""
@@ -44,7 +44,7 @@ class OpenedRun:
     config: DictConfig
     checkpoint: Path
     device: Device
-    precision: Precision
+    policy: ComputePolicy
     task: Task
     tokenizer: Tokenizer
 
@@ -91,15 +91,15 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
     config = open_config(run_dir, overrides)
     folder, weights = read_weights(run_dir, checkpoint)
     device, precision = open_device(config, 0)
-    device.autotune(read_device(run_dir))
+    policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
     task, tokenizer = build_task(config)
-    apply_policy(task, device.policy(precision.dtype))
+    apply_policy(task, policy)
     try:
         task.load_state_dict(weights)
     except RuntimeError as error:
         raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {one_line(str(error), 200)}") from None
     task.to(device.tensor(torch.zeros(())).device)
-    return OpenedRun(config, folder, device, precision, task.eval(), tokenizer)
+    return OpenedRun(config, folder, device, policy, task.eval(), tokenizer)
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:

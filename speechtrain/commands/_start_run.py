@@ -20,7 +20,7 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, write_json
-from speechtrain.launcher import AGENT, Job, Launcher, Result
+from speechtrain.launcher import AGENT, NETWORK_VARIABLES, Job, Launcher, Result
 from speechtrain.run_directory import (
     ABOUT,
     CONFIG,
@@ -69,7 +69,8 @@ def _launched(
     dry_build(config)
     device, launcher = _parts(config)
     launcher = together or launcher
-    job = Job(run_dir / CONFIG, run_dir, config.world_size, _environment(device, config.world_size))
+    environment, forwarded = _environment(device, config.world_size), device.facts.forwarded_variables
+    job = Job(run_dir / CONFIG, run_dir, config.world_size, environment, forwarded)
     launcher.check(job)
     _check_disk(run_dir)
     if config.dry_run:
@@ -138,6 +139,7 @@ def _parts(config: DictConfig) -> tuple[Device, Launcher]:
 
 def _environment(device: Device, world_size: int) -> dict[str, str]:
     environment = device.environment(world_size)
+    environment[NETWORK_VARIABLES] = " ".join(device.facts.network_variables)
     if ALLOW_TARGETS in os.environ:
         environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
     return environment

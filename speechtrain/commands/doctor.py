@@ -478,12 +478,13 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     from speechtrain.compute_policy import apply_policy
     from speechtrain.config.build import build
 
-    apply_policy(task, device.policy(precision.dtype))
+    policy = device.policy(precision.dtype)
+    apply_policy(task, policy)
     batch = task.prepare(largest_batch(data), seed=0)
     optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
     torch.manual_seed(0)
     begun = time.perf_counter()
-    with precision.autocast(device.name):
+    with policy.autocast(device.name):
         loss = task.train()(device.move(batch))
     torch.autograd.backward(loss.total)
     device.mark_step()

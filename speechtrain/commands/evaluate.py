@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     data = build_data(opened.config, opened.task, opened.tokenizer)
     try:
         outcomes = evaluate(
-            opened.task, data.valid(), opened.device, opened.precision, SingleProcess(), examples=None
+            opened.task, data.valid(), opened.device, opened.policy, SingleProcess(), examples=None
         )
     finally:
         data.close()

@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
         failed |= batch is None or len(batch.ids) < len(chosen)
         if batch is None:
             continue
-        with torch.no_grad(), opened.precision.autocast(opened.device.name):
+        with torch.no_grad(), opened.policy.autocast(opened.device.name):
             texts = opened.task.transcribe(opened.device.move(batch))
         for name, text in zip(batch.ids, texts, strict=True):
             line = json.dumps({"audio": name, "text": text}, ensure_ascii=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from speechtrain.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 """The number that ``config.yaml`` begins with. Release 0.1.0 wrote none, which counts as 1."""
 
 _MOVED_1_TO_2 = {
@@ -28,7 +28,16 @@ def migrate_1_to_2(plain: dict[str, Any]) -> None:
     _rename(plain.get("device"), {"bind": "pin", "reserve": "comm_cores"})
 
 
-_STEPS: tuple[Callable[[dict[str, Any]], None], ...] = (migrate_1_to_2,)
+def migrate_2_to_3(plain: dict[str, Any]) -> None:
+    """Remove the keys that selected kernels; the compute policy selects them now."""
+    encoder = plain.get("encoder")
+    features = encoder.get("features") if isinstance(encoder, dict) else None
+    _remove(plain.get("device"), "lstm")
+    _remove(encoder, "conv_form", "attention")
+    _remove(features, "fourier", "block_frames")
+
+
+_STEPS: tuple[Callable[[dict[str, Any]], None], ...] = (migrate_1_to_2, migrate_2_to_3)
 
 
 def migrate(plain: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -59,6 +68,12 @@ def _move(node: Any, moved: Mapping[str, str]) -> None:
         node["_target_"] = moved[node["_target_"]]
     for child in children:
         _move(child, moved)
+
+
+def _remove(node: Any, *names: str) -> None:
+    """Remove keys of one node."""
+    for name in names if isinstance(node, dict) else ():
+        node.pop(name, None)
 
 
 def _rename(node: Any, names: Mapping[str, str]) -> None:

@@ -54,6 +54,13 @@ class DataModule(ABC):
         """Return the shapes of all evaluation sets if they are fixed, else an empty list."""
         return []
 
+    def sample(self) -> Batch | None:
+        """Return a training batch of median size, to time steps with; None if there is none to spare.
+
+        It moves no state and counts no skipped recording.
+        """
+        return None
+
     def report(self) -> dict[str, float]:
         """Return the run's skipped recordings by reason, and the shares of padded and cropped audio."""
         return {}

@@ -200,6 +200,10 @@ class SpeechData(DataModule):
     def shapes(self) -> list[tuple[int, int, int]]:
         return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
 
+    def sample(self) -> Batch | None:
+        order = self.sampler.sizes(0).argsort()
+        return self.decoder(self.sampler.plan(0)[int(order[len(order) // 2])])
+
     def _list_filtered(self) -> None:
         """List the recordings outside the duration limits, once per run."""
         filtered = len(self.index) - len(self._kept)

@@ -5,18 +5,56 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import ComputePolicy
+from speechtrain.compute_policy import STATIC, ComputePolicy
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 from speechtrain.precision import NAMES, Precision
 
-# messages of allocators that raise RuntimeError: torch's on the CPU, and those of vendors' bridges
-_NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|cannot allocate memory", re.I)
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What other parts must know of a device; the defaults are those of a host without an accelerator."""
+
+    collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
+    """The torch.distributed backend of each torch device type."""
+
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of torch's DistributedDataParallel."""
+
+    network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)
+    """Environment variables that name the network interface of the collectives."""
+
+    forwarded_variables: tuple[str, ...] = ()
+    """Patterns of the vendor's environment variables, which ranks on other hosts get, too."""
+
+    out_of_memory: str = "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
+    """Pattern of what allocators that raise RuntimeError say, in any case."""
+
+    peer_lost: str = "gloo"
+    """Pattern of what the collectives say when another rank has ended or does not answer, in any case."""
+
+    optimizer_flags: Mapping[str, bool] = field(default_factory=dict)
+    """Settings of torch's optimizers that this device needs; they override the config."""
+
+    sum_dtype: torch.dtype = torch.float64
+    """The type of sums over ranks: accelerators may lack fp64."""
+
+    fsdp: bool = True
+    """Whether its ranks may shard parameters: not on a device that records graphs of fixed tensors."""
+
+    packages: tuple[str, ...] = ()
+    """Patterns of the vendor's modules; only the device's own file names them."""
+
+    @property
+    def backends(self) -> str:
+        """The collectives in torch's form: ``cpu:gloo,hpu:hccl``."""
+        return ",".join(f"{kind}:{backend}" for kind, backend in self.collectives.items())
 
 
 class Device(ABC):
@@ -25,19 +63,11 @@ class Device(ABC):
     name: str
     """Torch's device type, also for autocast."""
 
-    collectives: str
-    """torch.distributed backend."""
-
-    optimizer_flags: ClassVar[Mapping[str, bool]] = {}
-    """Settings of torch's optimizers that this device needs; they override the config."""
+    facts: DeviceFacts = DeviceFacts()
+    """What other parts must know of it, before it is opened."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed, printed set."""
-
-    @property
-    def supports_fsdp(self) -> bool:
-        """Whether its ranks may shard parameters: not on a device that records graphs of fixed tensors."""
-        return not self.static_shapes
 
     @abstractmethod
     def environment(self, processes: int) -> dict[str, str]:
@@ -78,21 +108,25 @@ class Device(ABC):
         """Why training in ``dtype`` falls back to fp32 on this chip; empty if it does not."""
         return ""
 
-    def autotune(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Measure and choose the settings that are ``auto``, or take those in ``before`` of the same chip.
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        """The plain policy of training in ``dtype``: torch's own kernels where the device has them."""
+        plain = ComputePolicy() if not self.static_shapes else replace(STATIC, mark_step=self.mark_step)
+        if dtype == torch.float32:
+            return plain
+        products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 is too narrow
+        return replace(plain, autocast_dtype=dtype, product_dtype=products)
 
-        Called after ``open``. Returns what the run stores, so that it computes the same when it is
-        resumed; empty if nothing was measured.
-        """
-        return {}
+    def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
+        """The policies to time on this opened device before the first step; the first one is plain."""
+        return [self.policy(dtype)]
+
+    def chip(self) -> str:
+        """The name of the chip, for which a policy was chosen."""
+        return self.name
 
     @abstractmethod
     def move(self, batch: Batch) -> Batch:
         """The batch with its tensors on the device."""
-
-    def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        """Which of their equivalent implementations the model's blocks use here in ``dtype``."""
-        return ComputePolicy(static=self.static_shapes)
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer
@@ -130,7 +164,7 @@ class Device(ABC):
         ``classes``: of the output layer, 0 if it has none.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+            isinstance(error, RuntimeError) and bool(re.search(self.facts.out_of_memory, str(error), re.I))
         )
         if not is_memory:
             return None

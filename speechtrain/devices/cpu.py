@@ -6,14 +6,10 @@ import logging
 import os
 import platform
 import resource
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, usable_cpus
@@ -25,7 +21,6 @@ _LOG = logging.getLogger(__name__)
 
 _CHOICES = {
     "matmul": ("auto", "highest", "high", "medium"),
-    "lstm": ("auto", "fused", "loop"),
     "bf16": ("auto", "software"),
     "allocator": ("auto", "jemalloc", "tcmalloc", "default"),
     "openmp": ("auto", "intel", "default"),
@@ -41,10 +36,8 @@ _MALLOC_CONF = (
 _COMPACT = "granularity=fine,compact,1,0"
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86 and ARM
 
-# products of training: activations by weights, a gradient by weights, a weight's gradient (m, k, n)
+# products of training (m, k, n): activations by weights, a gradient by weights, a weight's gradient
 _PROBED = ((256, 512, 2048), (256, 2048, 512), (512, 256, 2048))
-_TRIALS = 4
-_WORTH = 1.15  # a smaller gain may be the noise of a busy machine
 _WORSE = 4.0  # oneDNN sums in another order; rounding to bf16 is ten thousand times worse
 
 
@@ -72,13 +65,12 @@ class CPU(Device):
 
     ``matmul``: ``highest`` computes fp32 products in fp32; ``medium`` lets them run through oneDNN, 1.6 to
     2.3 times faster on an AVX512-BF16 machine with unchanged error, but rounded to bf16 where the chip
-    has AMX. ``auto`` measures both at the start of a run, and uses oneDNN if it is clearly faster and
-    as exact.
+    has AMX. ``auto`` is ``highest``, or oneDNN where it is as exact and timed to be faster.
 
     ``bf16``: ``auto`` trains in fp32, with a warning, if the chip has no bf16 instructions;
-    ``software`` computes in bf16 anyway, slowly. ``lstm``: the implementation of LSTM blocks; ``auto``
-    is the loop for bf16 if the chip has bf16 (torch's LSTM is slower there than in fp32), else torch's
-    own (the loop took 1.0 to 1.3 of its time in fp32).
+    ``software`` computes in bf16 anyway, slowly. ``autotune`` times the policies that fit before the
+    first step: under ``precision=bf16`` training in fp32, and in bf16 with torch's LSTM (fp32 inside,
+    since its backward is slower in bf16) or with a loop over frames. False takes torch's own kernels.
 
     ``allocator`` and ``openmp``: libraries loaded before Python; ``auto`` uses those that are installed,
     jemalloc before tcmalloc, and Intel's OpenMP. ``isa`` is the highest instruction set that oneDNN may
@@ -90,13 +82,12 @@ class CPU(Device):
     """
 
     name = "cpu"
-    collectives = "gloo"
 
     def __init__(
         self,
         threads: int = 0,
         matmul: str = "highest",
-        lstm: str = "auto",
+        autotune: bool = True,
         bf16: str = "auto",
         allocator: str = "auto",
         openmp: str = "auto",
@@ -104,7 +95,7 @@ class CPU(Device):
         pin: str = "auto",
         comm_cores: int = 0,
     ) -> None:
-        given = {"matmul": matmul, "lstm": lstm, "bf16": bf16, "allocator": allocator}
+        given = {"matmul": matmul, "bf16": bf16, "allocator": allocator}
         given |= {"openmp": openmp, "pin": pin}
         for key, value in given.items():
             if value not in _CHOICES[key]:
@@ -114,7 +105,7 @@ class CPU(Device):
                 raise ValueError(f"device.{key} is {count}; it is at least 0")
         self.threads = threads
         self.matmul = matmul
-        self.lstm = lstm
+        self.autotune = autotune
         self.bf16 = bf16
         self.allocator = allocator
         self.openmp = openmp
@@ -185,7 +176,6 @@ class CPU(Device):
         threads = self.threads or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
         if threads > 0:
             torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision("highest" if self.matmul == "auto" else self.matmul)
 
     def _pin(self, local_rank: int, processes: int) -> None:
         if not hasattr(os, "sched_setaffinity"):
@@ -213,14 +203,28 @@ class CPU(Device):
             return {cpu for core in affinity.on_node(cores, processes, rank) for cpu in core.cpus}
         return set()
 
-    def autotune(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        if self.matmul != "auto":
-            return {}
-        name, _ = chip()
-        known = before.get("matmul") in ("highest", "medium") and before.get("chip") == name
-        chosen = dict(before) if known else {"chip": name, **probe_matmul()}
-        torch.set_float32_matmul_precision(chosen["matmul"])
-        return chosen
+    def chip(self) -> str:
+        return chip()[0]
+
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        plain = super().policy(dtype)
+        # oneDNN emulates bf16 where AVX512 is the best that it has or may use, and is slow without it
+        products = plain.product_dtype if _has_onednn_bf16() else torch.float32
+        matmul = "highest" if self.matmul == "auto" else self.matmul
+        return replace(plain, product_dtype=products, fp32_matmul=matmul)
+
+    def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
+        if not self.autotune:
+            return [self.policy(dtype)]
+        found = [self.policy(torch.float32)]
+        if self.matmul == "auto" and is_medium_exact():
+            found.append(replace(found[0], fp32_matmul="medium"))
+        if dtype == torch.bfloat16:
+            narrow = replace(self.policy(dtype), fp32_matmul=found[-1].fp32_matmul)
+            if self.bf16 == "software":
+                return [narrow]
+            found += [narrow, replace(narrow, lstm="loop")]
+        return found
 
     # --- while training ---------------------------------------------------------------------------
 
@@ -232,10 +236,6 @@ class CPU(Device):
             return ""
         return "this chip has no bf16 instructions, so training is in fp32 (device.bf16=software forces bf16)"
 
-    def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        chosen = "loop" if dtype == torch.bfloat16 and has_bf16() else "fused"
-        return ComputePolicy(lstm=chosen if self.lstm == "auto" else self.lstm)
-
     def move(self, batch: Batch) -> Batch:
         return batch
 
@@ -243,54 +243,26 @@ class CPU(Device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def probe_matmul() -> dict[str, Any]:
-    """Measure time and error of fp32 products, by torch's default and through oneDNN, in under a second.
-
-    Returns ``matmul``, ``medium`` or ``highest``; ``speedup`` of the former over the latter; and the
-    relative errors of both, ``error_medium`` and ``error_highest``.
-    """
+def is_medium_exact() -> bool:
+    """Whether fp32 products through oneDNN are another computation here, and as exact as torch's default."""
     generator = torch.Generator().manual_seed(0)
     before = torch.get_float32_matmul_precision()
-    fast, exact = _Tally(), _Tally()
-    gains, is_same = [], True
+    errors, is_same = {"highest": 0.0, "medium": 0.0}, True
     try:
         for m, k, n in _PROBED:
             a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
-            wanted = a.double() @ b.double()
-            (took, product), (took_exact, product_exact) = _timed(a, b, "medium"), _timed(a, b, "highest")
-            for _ in range(_TRIALS - 1):  # they alternate, since the machine's load varies
-                took = min(took, _timed(a, b, "medium")[0])
-                took_exact = min(took_exact, _timed(a, b, "highest")[0])
-            fast.add(took, product, wanted)
-            exact.add(took_exact, product_exact, wanted)
-            gains.append(took_exact / took)
-            is_same = is_same and torch.equal(product, product_exact)
+            wanted, products = a.double() @ b.double(), []
+            for setting in errors:
+                torch.set_float32_matmul_precision(setting)
+                products.append(torch.mm(a, b))
+                error = float((products[-1] - wanted).norm() / wanted.norm())
+                errors[setting] = max(errors[setting], error)
+            is_same = is_same and torch.equal(*products)
     finally:
         torch.set_float32_matmul_precision(before)
-    # if oneDNN has no other path for this chip, they differ by noise only
-    is_faster = not is_same and exact.seconds > _WORTH * fast.seconds and min(gains) > 1.0
-    return {
-        "matmul": "medium" if is_faster and fast.error <= _WORSE * exact.error else "highest",
-        "speedup": round(exact.seconds / fast.seconds, 2),
-        "error_medium": float(f"{fast.error:.2g}"),
-        "error_highest": float(f"{exact.error:.2g}"),
-    }
+    return not is_same and errors["medium"] <= _WORSE * errors["highest"]
 
 
-@dataclass
-class _Tally:
-    seconds: float = 0.0
-    error: float = 0.0
-
-    def add(self, seconds: float, product: Tensor, wanted: Tensor) -> None:
-        self.seconds += seconds
-        self.error = max(self.error, float((product - wanted).norm() / wanted.norm()))
-
-
-def _timed(a: Tensor, b: Tensor, setting: str) -> tuple[float, Tensor]:
-    """Time of one product in seconds, and the product; a first one generates code and starts threads."""
-    torch.set_float32_matmul_precision(setting)
-    torch.mm(a, b)
-    begun = time.perf_counter()
-    product = torch.mm(a, b)
-    return time.perf_counter() - begun, product
+def _has_onednn_bf16() -> bool:
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())

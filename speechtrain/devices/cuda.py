@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.devices.base import Device
+from speechtrain.compute_policy import ComputePolicy
+from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import ConfigError, MachineError, one_line
 
 _BF16_CAPABILITY = (8, 0)  # Ampere
@@ -24,7 +26,14 @@ class CUDA(Device):
     """
 
     name = "cuda"
-    collectives = "nccl"
+    facts = DeviceFacts(
+        collectives={"cpu": "gloo", "cuda": "nccl"},
+        sum_dtype=torch.float32,
+        network_variables=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        forwarded_variables=("NCCL_*",),
+        peer_lost="gloo|nccl|distbackend",
+        packages=(r"torch\.cuda",),
+    )
 
     def __init__(
         self,
@@ -69,8 +78,14 @@ class CUDA(Device):
         except (RuntimeError, AssertionError) as error:
             problem = one_line(str(error), 200)
             raise MachineError(f"device=cuda: GPU {local_rank} cannot be used ({problem})") from None
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
+
+    def chip(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        matmul = "high" if self.tf32 else "highest"
+        return replace(super().policy(dtype), fp32_matmul=matmul, feature_frames=0)
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)

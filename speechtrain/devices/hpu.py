@@ -8,14 +8,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy
-from speechtrain.devices.base import Device
+from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
@@ -46,9 +45,17 @@ class HPU(Device):
     """
 
     name = "hpu"
-    collectives = "hccl"
     static_shapes = True
-    optimizer_flags: ClassVar = {"fused": False, "foreach": False}
+    facts = DeviceFacts(
+        collectives={"cpu": "gloo", "hpu": "hccl"},
+        sum_dtype=torch.float32,
+        network_variables=("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
+        forwarded_variables=("HCCL_*", "HABANA_*", "PT_HPU_*"),
+        peer_lost="gloo|hccl|distbackend",
+        optimizer_flags={"fused": False, "foreach": False},
+        fsdp=False,
+        packages=(_PACKAGE,),
+    )
 
     def __init__(
         self,
@@ -133,9 +140,6 @@ class HPU(Device):
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16)
-
-    def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        return ComputePolicy(static=True, lstm="loop")
 
     def tensor(self, value: Tensor) -> Tensor:
         return value.to(self.name, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -28,16 +29,15 @@ class IPEX(CPU):
     checkpoints would then differ from those of any other device.
     """
 
+    # the extension has its own copies of the parameters in other types and layouts
+    facts = replace(CPU.facts, fsdp=False, packages=(_PACKAGE,))
+
     def check(self, processes: int) -> None:
         _version()
 
     def open(self, local_rank: int) -> None:
         _import()
         super().open(local_rank)
-
-    @property
-    def supports_fsdp(self) -> bool:
-        return False  # the extension has its own copies of the parameters in other types and layouts
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer

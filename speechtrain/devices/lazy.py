@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import resource
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy
-from speechtrain.devices.base import Device
+from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, first_line
+
+
+def _where(condition: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
+    chosen, other = torch.broadcast_tensors(chosen, other)  # type: ignore[no-untyped-call]
+    dtype = torch.promote_types(chosen.dtype, other.dtype)
+    # filled, not multiplied: what is not chosen may be infinite
+    return chosen.to(dtype).masked_fill(condition == 0, 0) + other.to(dtype).masked_fill(condition, 0)
+
+
+def _bitwise_xor(a: Tensor, b: Tensor) -> Tensor:
+    return a != b if a.dtype == torch.bool else a + b - 2 * (a & b)
+
+
+def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [x.select(dim, index) for index in range(x.shape[dim])]
+
+
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
+    "argmax": lambda x, dim, keepdim=False: x.max(dim, keepdim).indices,
+    "bitwise_not": lambda x: x == 0 if x.dtype == torch.bool else -1 - x,
+    "bitwise_xor.Tensor": _bitwise_xor,
+    "lerp.Scalar": lambda x, end, weight: x + (end - x) * weight,
+    "unbind_copy.int": _unbind,
+    "where.self": _where,
+}
+"""Operations that this backend would run on the CPU, though a Gaudi records them, by ones that it records."""
 
 ALLOWED = {
     "aten::copy": "a tensor copied to another (an average swapped in for an evaluation): not within a step",
 }
-"""Operations that this backend runs on the CPU although a lazy device can run them; with the reason."""
+"""Operations that run on the CPU although a lazy device can run them, and have no decomposition; why."""
+
+_LIBRARY: list[torch.library.Library] = []  # the decompositions hold as long as it does
 
 
 class Lazy(Device):
@@ -27,9 +55,14 @@ class Lazy(Device):
     """
 
     name = "lazy"
-    collectives = "gloo"
     static_shapes = True
-    optimizer_flags: ClassVar = {"fused": False, "foreach": False}
+    facts = DeviceFacts(
+        collectives={"cpu": "gloo", "lazy": "gloo"},
+        sum_dtype=torch.float32,
+        optimizer_flags={"fused": False, "foreach": False},
+        fsdp=False,
+        packages=(r"torch\._lazy",),
+    )
 
     def environment(self, processes: int) -> dict[str, str]:
         return {}
@@ -43,12 +76,13 @@ class Lazy(Device):
         except (ImportError, RuntimeError) as error:
             reason = f"this torch has no lazy tensors ({first_line(error)})"
             raise MachineError(f"device=lazy: {reason}; use device=cpu") from None
+        if not _LIBRARY:
+            _LIBRARY.append(torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
+            for name, decomposition in DECOMPOSITIONS.items():
+                _LIBRARY[0].impl(name, decomposition, "Lazy")  # type: ignore[no-untyped-call]
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32
-
-    def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        return ComputePolicy(static=True, lstm="loop")
 
     def tensor(self, value: Tensor) -> Tensor:
         return value.contiguous().to("lazy")

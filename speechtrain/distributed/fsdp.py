@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speechtrain.distributed.group import TorchGroup
+from speechtrain.devices.base import DeviceFacts
+from speechtrain.distributed.group import HOST, TorchGroup
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import ConfigError, MachineError, one_line
 from speechtrain.launcher import World
@@ -39,8 +40,8 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 class ShardedGroup(TorchGroup):
     """A group in which each process holds its rows of every parameter."""
 
-    def __init__(self, world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> None:
-        super().__init__(world, backends, timeout_seconds)
+    def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
+        super().__init__(world, facts, timeout_seconds)
         self._module: nn.Module | None = None
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

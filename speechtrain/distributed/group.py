@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from speechtrain.devices.base import DeviceFacts
 from speechtrain.distributed.watchdog import RankStatus, collective
 from speechtrain.errors import MachineError, first_line, one_line
 from speechtrain.launcher import World
 
-_BACKENDS = re.compile("gloo|nccl|hccl|distbackend", re.IGNORECASE)
+HOST = DeviceFacts()
 
 
 class PeerLost(MachineError):
@@ -117,23 +118,26 @@ class SingleProcess(Group):
 class TorchGroup(Group):
     """Processes that communicate through ``torch.distributed``, found by torchrun's variables.
 
-    ``backends`` names one for each torch device type, as in ``cpu:gloo,hpu:hccl``. Flags, counts and
-    metrics are always reduced in host memory, gradients and weights on their device. A wait for a peer
-    raises RuntimeError after ``timeout_seconds`` without an answer, and at once if the peer has died.
+    ``facts`` names the backends of the run's device. Flags, counts and metrics are always reduced in host
+    memory, gradients and weights on their device. A wait for a peer raises RuntimeError after
+    ``timeout_seconds`` without an answer, and at once if the peer has died.
     Raises MachineError if the processes do not find each other.
     """
 
-    def __init__(self, world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
         self.world = world
+        self.facts = facts
         self._statistics: list[Tensor] = []
         try:
             dist.init_process_group(
-                backends, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_seconds)
+                facts.backends,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_seconds),
             )
         except (RuntimeError, ValueError) as error:  # refused connections, an unknown backend, no MASTER_ADDR
-            raise MachineError(
-                f"rank {world.rank} of {world.size} did not find its peers ({backends}): {first_line(error)}"
-            ) from error
+            missed = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
+            raise MachineError(f"{missed}: {first_line(error)}") from error
 
     @collective
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -143,7 +147,7 @@ class TorchGroup(Group):
         (BatchNorm's) are averaged over the group in every ``all_reduce_status``.
         """
         self._share_buffers(module)
-        return _DDPWrapper(module, self.rank_status)
+        return _DDPWrapper(module, self.rank_status, self.facts)
 
     def _share_buffers(self, module: nn.Module) -> None:
         """Give all ranks rank 0's buffers, and note those that ``all_reduce_status`` averages."""
@@ -181,7 +185,7 @@ class TorchGroup(Group):
     def all_reduce_status(
         self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
     ) -> tuple[Tensor, bool, bool, Tensor]:
-        dtype = torch.float64 if weight.is_cpu else torch.float32  # accelerators may lack float64
+        dtype = self.facts.sum_dtype
         flags = torch.tensor([stop, late], dtype=dtype, device=weight.device)
         numbers = [weight.reshape(1), skip.reshape(1), flags, *(s.reshape(-1) for s in self._statistics)]
         joined = torch.cat([part.detach().to(dtype) for part in numbers])
@@ -193,7 +197,7 @@ class TorchGroup(Group):
         return joined[0].float(), stop, late, joined[1] > 0
 
     def explained(self, error: Exception) -> Exception:
-        if isinstance(error, RuntimeError) and _BACKENDS.search(str(error)):
+        if isinstance(error, RuntimeError) and re.search(self.facts.peer_lost, str(error), re.I):
             lost = f"rank {self.world.rank} ({self.rank_status}) has lost a peer, or got no answer from it"
             return PeerLost(f"{lost}: {one_line(str(error), 200)}")
         return error
@@ -224,10 +228,11 @@ class _DDPWrapper(nn.Module):
     ``skips_parameters``, DDP searches its graph for parameters that an update does not use.
     """
 
-    def __init__(self, module: nn.Module, rank_status: RankStatus) -> None:
+    def __init__(self, module: nn.Module, rank_status: RankStatus, facts: DeviceFacts) -> None:
         super().__init__()
         self.module = module
         self.rank_status = rank_status
+        self.facts = facts
         self.ddp: DistributedDataParallel | None = None
         self._trainable: list[bool] = []
         self._renew()
@@ -249,6 +254,7 @@ class _DDPWrapper(nn.Module):
                 broadcast_buffers=False,
                 init_sync=is_first,
                 find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
+                **self.facts.ddp_options,
             )
         self.ddp.register_comm_hook(self.rank_status, lambda status, bucket: _sum_bucket(status, bucket))
 
@@ -276,6 +282,6 @@ def _sum_bucket(rank_status: RankStatus, bucket: Any) -> torch.futures.Future[Te
     return reduced
 
 
-def open_group(world: World, backends: str = "cpu:gloo", timeout_seconds: float = 1800.0) -> Group:
+def open_group(world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> Group:
     """The group of ``world``'s processes. Raises MachineError if they do not find each other."""
-    return SingleProcess() if world.size == 1 else TorchGroup(world, backends, timeout_seconds)
+    return SingleProcess() if world.size == 1 else TorchGroup(world, facts, timeout_seconds)

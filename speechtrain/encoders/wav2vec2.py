@@ -46,7 +46,6 @@ class Wav2Vec2Encoder(Encoder):
         conv_layers: list[list[int]] | None = None,
         conv_bias: bool = False,
         conv_norm: str = "group",
-        conv_form: str = "matmul",
         gradient_scale: float = 0.1,
         width: int = 768,
         layers: int = 12,
@@ -60,7 +59,6 @@ class Wav2Vec2Encoder(Encoder):
         activation_dropout: float = 0.0,
         input_dropout: float = 0.1,
         layer_drop: float = 0.05,
-        attention: str = "sdpa",
         length_multiple: int = 1,
         normalise_audio: bool = False,
         sample_rate: int = 16000,
@@ -75,7 +73,7 @@ class Wav2Vec2Encoder(Encoder):
             raise ConfigError(f"encoder.{wrong[0]}; it must be at least 0 and below 1")
         if conv_layers is None:
             conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
-        self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale, conv_form)
+        self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale)
         channels = self.extractor.channels
         self.norm = LayerNorm(channels)
         self.projection = nn.Linear(channels, width) if channels != width else nn.Identity()
@@ -92,7 +90,6 @@ class Wav2Vec2Encoder(Encoder):
             activation_dropout,
             position_kernel,
             position_groups,
-            attention,
             length_multiple,
         )
         self.width, self.layer_drop = width, layer_drop

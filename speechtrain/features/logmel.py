@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.counter_rng import uniform_at
 from speechtrain.errors import ConfigError
-from speechtrain.nn.autocast import full_precision
+from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.stack_time import stack_time
 
 _DITHER_PERIOD = 1 << 18  # samples, 16 s at 16 kHz: far beyond the reach of any window
@@ -130,9 +130,7 @@ class LogMel(nn.Module, PolicyAware):
     ``log_floor`` is the floor of the logarithm in the table above (MLPerf 1e-20, NeMo 2^-24).
     ``padding`` is the content before and after a waveform: ``reflect`` (its reflection) or ``constant``
     (zeros). Features are padded with zeros to a multiple of ``pad_features_to`` (0: no padding).
-    ``block_frames`` is the number of frames transformed at once: 256 fit into a CPU's cache, 0 (all in
-    one call) suits accelerators. ``fourier`` is ``fft``, ``matmul`` for devices without an FFT, or
-    ``conv`` for devices that have no strided views either.
+    The policy selects the transform and the number of frames that are transformed at once.
 
     Raises ConfigError for arguments that do not fit together.
     """
@@ -163,8 +161,6 @@ class LogMel(nn.Module, PolicyAware):
         splice_first: bool = False,
         pad_features_to: int = 0,
         trim_silence_db: float | None = None,
-        fourier: str = "fft",
-        block_frames: int = 256,
     ) -> None:
         super().__init__()
         self.sample_rate, self.n_fft, self.mels = sample_rate, n_fft, mels
@@ -172,10 +168,10 @@ class LogMel(nn.Module, PolicyAware):
         self.width = round(window_seconds * sample_rate)
         self.f_min, self.f_max = f_min, sample_rate / 2 if f_max is None else f_max
         self.preemphasis, self.dither, self.log_floor = preemphasis, dither, log_floor
-        self.form, self.padding, self.fourier = form, padding, fourier
+        self.form, self.padding = form, padding
         self.normalise, self.splice, self.splice_first = normalise, splice, splice_first
         self.trim_silence_db = trim_silence_db
-        self.block_frames = block_frames
+        self._spectrum, self._block_frames = ComputePolicy().spectrum, ComputePolicy().feature_frames
         self._check()
         self._dali = form == "dali"
         # Samples of a frame before its centre; dali and torch differ for windows of odd width.
@@ -266,11 +262,11 @@ class LogMel(nn.Module, PolicyAware):
         if warp is not None:
             warped = warp_frequencies(self.edges, warp, self.sample_rate / 2)
             bank = mel_bank(warped, self.frequencies)
-        if self.fourier == "conv":  # no frames, no blocks: the transform is a strided convolution
+        if self._spectrum == "conv":  # no frames, no blocks: the transform is a strided convolution
             parts = F.conv1d(signal[:, None], self.basis.t()[:, None], stride=self.hop)
             return self._mel(self._power(parts.transpose(1, 2)[:, :columns]), bank)
         frames = signal.unfold(1, self.n_fft, self.hop)[:, :columns]
-        block = self.block_frames or rows * columns
+        block = self._block_frames or rows * columns
         high, wide = max(1, block // max(columns, 1)), min(block, max(columns, 1))
         lines = []
         for r in range(0, rows, high):
@@ -280,7 +276,7 @@ class LogMel(nn.Module, PolicyAware):
         return torch.cat(lines)
 
     def _block(self, frames: Tensor, bank: Tensor) -> Tensor:
-        if self.fourier == "fft":
+        if self._spectrum == "fft":
             parts = torch.view_as_real(torch.fft.rfft(frames * self.window)).square()
             return self._mel(parts[..., 0] + parts[..., 1], bank)
         return self._mel(self._power(torch.matmul(frames[..., : self.width], self.basis)), bank)
@@ -338,7 +334,7 @@ class LogMel(nn.Module, PolicyAware):
             "edges": edges,
             "frequencies": frequencies,
         }
-        if self.fourier in ("matmul", "conv"):
+        if self._spectrum != "fft":
             angle = n[:, None] * bins * (2.0 * math.pi / self.n_fft)
             constants["basis"] = window[:, None] * torch.cat([angle.cos(), angle.sin()], dim=1)
         if self.dither != 0.0:
@@ -346,8 +342,8 @@ class LogMel(nn.Module, PolicyAware):
         return {name: value.float().contiguous() for name, value in constants.items()}
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        if policy.static and self.fourier != "conv":  # FFTs and strided views break a recorded graph
-            self.fourier = "conv"
+        self._spectrum, self._block_frames = policy.spectrum, policy.feature_frames
+        if policy.spectrum != "fft":
             self.register_buffer("basis", self._constants()["basis"].to(self.window.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
@@ -364,7 +360,7 @@ class LogMel(nn.Module, PolicyAware):
                 raise ConfigError(f"LogMel.{line}")
 
         choices = {"form": ("dali", "torch"), "padding": ("reflect", "constant")}
-        for name, known in {**choices, "fourier": ("fft", "matmul", "conv")}.items():
+        for name, known in choices.items():
             value, (*others, last) = getattr(self, name), map(repr, known)
             demand(value in known, f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
         demand(self.hop > 0, "hop_seconds is shorter than one sample; raise it")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.compute_policy import times
-from speechtrain.nn.autocast import at_least_fp32, full_precision
+from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 EXCLUDED = -(2.0**30)
 """Added to the score of an excluded negative: its softmax is exactly 0, as with −inf, and every value in

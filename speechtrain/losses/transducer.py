@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from speechtrain.nn.autocast import full_precision
+from speechtrain.nn.full_precision import full_precision
 
 _NEVER = -1e30  # log-probability of an arc that does not exist; finite, since inf - inf is NaN
 
@@ -63,8 +63,7 @@ def transducer_loss(
     the device) and of the cell; it does not depend on which cells are visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``; the loss's value is unchanged.
     ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64. Softmax, recursion and
-    sums over cells are always fp32 or wider, and autocast has no effect here. On a CPU without bfloat16
-    instructions, bfloat16 means float32, since bfloat16 products are several times slower there.
+    sums over cells are always fp32 or wider, and autocast has no effect here.
 
     On a CPU the result is bit-equal from run to run at a fixed number of threads.
     Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
@@ -78,7 +77,7 @@ def transducer_loss(
     Raises ValueError for invalid shapes, lengths, labels or rates (with ``static``, lengths and labels are
     not checked, since reading them would stall a device).
     """
-    _check_settings(dropout, fastemit, chunk)
+    _check_settings(dropout, fastemit, compute_dtype, chunk)
     # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     given = _Given(encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
@@ -86,8 +85,7 @@ def transducer_loss(
     if not static:
         _check_contents(given, blank)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
-    dtype = _product_dtype(compute_dtype, encoder)
-    joint = _Joint(blank, dropout, fastemit, dtype, skip_below, chunk, keep)
+    joint = _Joint(blank, dropout, fastemit, compute_dtype, skip_below, chunk, keep)
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
@@ -116,11 +114,13 @@ class _Given(NamedTuple):
     keys: Tensor  # (2,) int32, the halves of the seed
 
 
-def _check_settings(dropout: float, fastemit: float, chunk: int) -> None:
+def _check_settings(dropout: float, fastemit: float, compute_dtype: torch.dtype, chunk: int) -> None:
     if not (dropout >= 0 and round(dropout * 65536) < 65536):
         raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
     if fastemit < 0 or chunk < 1:
         raise ValueError(f"fastemit is {fastemit}, chunk {chunk}; they must be at least 0 and at least 1")
+    if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(f"compute_dtype is {compute_dtype}; it must be float32, bfloat16 or float64")
 
 
 def _check_shapes(given: _Given) -> None:
@@ -143,16 +143,6 @@ def _check_contents(given: _Given, blank: int) -> None:
     impossible = (given.labels < 0) | (given.labels >= vocabulary) | (given.labels == blank)
     if bool((impossible & (_count(most, given.labels) < given.symbols[:, None])).any()):
         raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
-
-
-def _product_dtype(requested: torch.dtype, tensor: Tensor) -> torch.dtype:
-    if requested not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"compute_dtype is {requested}; it must be float32, bfloat16 or float64")
-    # torch 2.13 without AVX512: 3 to 80 times the time of fp32, by layout of the operands
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    has_instructions = has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    is_slow = requested == torch.bfloat16 and tensor.is_cpu and not has_instructions
-    return torch.float32 if is_slow else requested
 
 
 @dataclass(frozen=True)

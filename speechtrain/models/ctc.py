@@ -40,10 +40,10 @@ class CTC(Task, PolicyAware):
         self.output = nn.Linear(encoder.width, tokenizer.size)
         self.freeze_encoder_steps = freeze_encoder_steps
         self.skips_parameters = freeze_encoder_steps > 0
-        self._is_static = False
+        self._policy = ComputePolicy()
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        self._is_static = policy.static
+        self._policy = policy
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
@@ -62,8 +62,8 @@ class CTC(Task, PolicyAware):
         return self.output(self.dropout(encoded)).float().log_softmax(-1), lengths
 
     def _loss(self, scores: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        blank = self.tokenizer.blank
-        per_row = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, blank, static=self._is_static)
+        blank, is_static = self.tokenizer.blank, self._policy.ctc == "static"
+        per_row = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, blank, static=is_static)
         return (per_row * batch.weight).sum(), batch.weight.sum()
 
     def evaluate(self, batch: Batch) -> Evaluation:
@@ -77,7 +77,7 @@ class CTC(Task, PolicyAware):
         return self._decode(*self._scores(batch))
 
     def _decode(self, scores: Tensor, lengths: Tensor) -> list[str]:
-        if self._is_static:  # merging equal labels has data-dependent shapes, so the host does it
+        if self._policy.static_shapes:  # merging equal labels has data-dependent shapes, so the host does it
             scores, lengths = scores.cpu(), lengths.cpu()
         return [self.tokenizer.decode(ids) for ids in best_path(scores, lengths, self.tokenizer.blank)]
 

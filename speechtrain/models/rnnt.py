@@ -20,7 +20,6 @@ from speechtrain.errors import ConfigError
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.metrics import error_rates
-from speechtrain.nn.autocast import autocast_dtype
 from speechtrain.nn.lstm import LSTM, State
 from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of
 from speechtrain.text.vocabulary import Tokenizer
@@ -144,10 +143,10 @@ class RNNT(Task, PolicyAware):
         self.max_symbols = max_symbols
         self.freeze_encoder_steps = freeze_encoder_steps
         self.skips_parameters = freeze_encoder_steps > 0
-        self._is_static = False
+        self._policy = ComputePolicy()
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        self._is_static = policy.static
+        self._policy = policy
 
     def advance(self, step: int, seed: int) -> None:
         self.encoder.frozen = step < self.freeze_encoder_steps
@@ -163,7 +162,7 @@ class RNNT(Task, PolicyAware):
 
     def _losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         """Compute the loss of each row (B,) fp32, and its parts where there are several."""
-        is_narrow = autocast_dtype(encoded.device) == torch.bfloat16  # float16 is too narrow for the joint
+        policy = self._policy
         transducer = transducer_loss(
             self.joint_enc(encoded),
             self.joint_pred(self.prediction(batch.labels)),
@@ -177,13 +176,16 @@ class RNNT(Task, PolicyAware):
             # drawn from the generator that the trainer seeds for each micro-batch
             seed=int(torch.randint(2**62, ())),
             fastemit=self.fastemit,
-            static=self._is_static,
-            compute_dtype=torch.bfloat16 if is_narrow else torch.float32,
+            static=policy.transducer == "static",
+            compute_dtype=policy.product_dtype,
+            chunk=policy.lattice_cells,
+            keep=policy.logit_bytes,
         )
         if self.ctc is None:
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1)
-        ctc = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, self.blank, static=self._is_static)
+        is_static = policy.ctc == "static"
+        ctc = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, self.blank, static=is_static)
         count = batch.weight.sum()
         parts: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
@@ -205,7 +207,7 @@ class RNNT(Task, PolicyAware):
     def _decode(self, encoded: Tensor, lengths: Tensor) -> list[str]:
         prediction, joint_pred, joint_net = self.prediction, self.joint_pred, self.joint_net
         encoded = self.joint_enc(encoded)
-        if self._is_static:
+        if self._policy.static_shapes:
             # the number of search steps depends on data, so the host decodes; it reads the frames and these
             # weights once per batch
             prediction = _on_host(prediction)

@@ -148,7 +148,7 @@ class Wav2Vec2(Task, PolicyAware):
         )
 
     def apply_policy(self, policy: ComputePolicy) -> None:
-        self.fixed_width = self.fixed_width or policy.static
+        self.fixed_width = self.fixed_width or policy.static_shapes
 
     def advance(self, step: int, seed: int) -> None:
         self._step = step

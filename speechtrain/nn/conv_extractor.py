@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError
-from speechtrain.nn.autocast import autocast_dtype
 
 
 class _ScaleGradient(Function):
@@ -123,14 +122,12 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
     if x.shape[2] == 1:
         # one channel: a copy of the frames costs less than several products of so few columns
         return F.linear(x[:, :, 0].unfold(1, weight.shape[2], stride).contiguous(), weight[:, 0], bias)
-    if (dtype := autocast_dtype(x.device)) is not None:
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     flat = weight.transpose(1, 2).flatten(1)  # (out, k·C), the order of a frame's values in memory
     y: Tensor = _StridedProduct.apply(x.contiguous(), flat, bias, weight.shape[2], stride)  # type: ignore[no-untyped-call]
     return y
 
 
-FORMS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "matmul": matmul}
+CONVOLUTIONS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "matmul": matmul}
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -193,7 +190,7 @@ class LayerNorm(nn.LayerNorm):
         return super().forward(x).to(x.dtype)
 
 
-class ConvBlock(nn.Module):
+class ConvBlock(nn.Module, PolicyAware):
     """Convolution, then norm, then GELU: (B, T, C) to (B, T', out)."""
 
     def __init__(
@@ -204,14 +201,23 @@ class ConvBlock(nn.Module):
         nn.init.kaiming_normal_(self.conv.weight)
         self.norm = norm
         self.stride = stride
-        self.form: Convolution = conv1d
+        self.apply_policy(ComputePolicy())
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self._convolve, self._dtype = CONVOLUTIONS[policy.conv], policy.autocast_dtype
+        if isinstance(self.norm, InstanceNorm):
+            self.norm.time_major = policy.conv == "matmul"
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.form(x, self.conv.weight, self.conv.bias, self.stride))
+        weight, bias = self.conv.weight, self.conv.bias
+        if self._dtype is not None:  # autocast does not reach the products over strided views
+            x, weight = x.to(self._dtype), weight.to(self._dtype)
+            bias = None if bias is None else bias.to(self._dtype)
+        y: Tensor = self.norm(self._convolve(x, weight, bias, self.stride))
         return F.gelu(y)
 
 
-class ConvExtractor(nn.Module, PolicyAware):
+class ConvExtractor(nn.Module):
     """Raw audio (B, S) to features (B, T, C) by strided convolutions without padding.
 
     ``layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
@@ -222,7 +228,7 @@ class ConvExtractor(nn.Module, PolicyAware):
     not depend on padding. Order: convolution, norm, GELU. Weights are initialised Kaiming-normal.
 
     ``gradient_scale`` multiplies the gradient that enters the extractor; 0 freezes it (no graph is
-    recorded, and its parameters require no gradient). ``form`` is how a convolution is computed:
+    recorded, and its parameters require no gradient). The policy selects how a convolution is computed:
     ``conv1d``, ``conv2d``, or ``matmul``, which is matrix products over strided views of memory (CPU and
     CUDA; lazy devices have no strided views). The parameters and their names do not depend on it.
 
@@ -235,7 +241,6 @@ class ConvExtractor(nn.Module, PolicyAware):
         bias: bool = False,
         norm: str = "group",
         gradient_scale: float = 1.0,
-        form: str = "matmul",
     ) -> None:
         super().__init__()
         if not layers or any(len(layer) != 3 or min(layer) < 1 for layer in layers):
@@ -258,23 +263,8 @@ class ConvExtractor(nn.Module, PolicyAware):
                 norms = InstanceNorm(width)
             self.layers.append(ConvBlock(inputs, width, kernel, stride, bias, norms))
             inputs = width
-        self.use(form)
         if gradient_scale == 0:
             self.requires_grad_(False)
-
-    def apply_policy(self, policy: ComputePolicy) -> None:
-        if policy.static:
-            self.use("conv2d")
-
-    def use(self, form: str) -> None:
-        """Set how the convolutions are computed: a key of ``FORMS``."""
-        if form not in FORMS:
-            raise ConfigError(f"encoder.conv_form is {form!r}; it must be one of {', '.join(FORMS)}")
-        for layer in self.layers:
-            assert isinstance(layer, ConvBlock)
-            layer.form = FORMS[form]
-            if isinstance(layer.norm, InstanceNorm):
-                layer.norm.time_major = form == "matmul"
 
     def forward(self, audio: Tensor) -> Tensor:
         """Map audio (B, S) to features (B, T, C), T = ``frames(S)``."""

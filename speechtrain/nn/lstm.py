@@ -6,6 +6,7 @@ candidate, output.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
-from speechtrain.nn.autocast import at_least_fp32, autocast_dtype, full_precision
+from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 State = tuple[Tensor, Tensor]
 
@@ -31,9 +32,9 @@ class LSTM(nn.Module, PolicyAware):
     as in Intel AIDK (which skips it in evaluation by mistake; here it always runs).
 
     Two implementations have the same parameters and results. ``fused`` is torch's own, in fp32 for every
-    precision. ``loop`` iterates over the frames, after one product for the inputs of all frames; under
-    bfloat16 autocast its products are bfloat16 (cells, gates and outputs stay fp32). On a device that is
-    not static, ``loop`` serves training only, and calls that record no gradient use ``fused``.
+    precision. ``loop`` iterates over the frames, after one product for the inputs of all frames; its
+    products may be bfloat16 (cells, gates and outputs stay fp32). On a device that is not static, ``loop``
+    serves training only, and calls that record no gradient use ``fused``.
     """
 
     def __init__(
@@ -63,17 +64,16 @@ class LSTM(nn.Module, PolicyAware):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Map (B, T, inputs) to (B, T, hidden) and the state (layers, B, hidden) × 2 after the last frame."""
-        is_narrow = autocast_dtype(x.device) == torch.bfloat16  # float16 is too narrow
-        is_loop = self._policy.lstm == "loop" and (self._policy.static or torch.is_grad_enabled())
+        policy = self._policy
+        is_loop = policy.lstm == "loop" and (policy.static_shapes or torch.is_grad_enabled())
         # no autocast inside: oneDNN's LSTM backward is slower in bf16 than in fp32 (1.4 to 2.1 times
         # on an AVX512-BF16 machine), and the loop casts by itself
         with full_precision(x.device):
             x = at_least_fp32(x).transpose(0, 1)  # time-major: no copy inside
-            products = torch.bfloat16 if is_narrow else x.dtype
-            y, state = self._loop(x, state, products) if is_loop else self.lstm(x, state)
+            y, state = self._loop(x, state) if is_loop else self.lstm(x, state)
             return self.norm(self.dropout(y.transpose(0, 1))), state
 
-    def _loop(self, x: Tensor, state: State | None, products: torch.dtype) -> tuple[Tensor, State]:
+    def _loop(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Compute the same as ``self.lstm`` from (T, B, inputs)."""
         start = x.new_zeros(x.shape[1], self.lstm.hidden_size)
         hiddens, cells = [], []
@@ -81,10 +81,10 @@ class LSTM(nn.Module, PolicyAware):
             if layer:
                 x = F.dropout(x, self.lstm.dropout, self.training)
             before = (start, start) if state is None else (state[0][layer], state[1][layer])
-            x, hidden, cell = _Layer.apply(x, *before, *weights, products, self._policy.static)  # type: ignore[no-untyped-call]
-            hiddens.append(hidden[None])
-            cells.append(cell[None])
-        return x, (torch.cat(hiddens), torch.cat(cells))  # stack's backward fails on lazy tensors
+            x, hidden, cell = _Layer.apply(x, *before, *weights, self._policy)  # type: ignore[no-untyped-call]
+            hiddens.append(hidden)
+            cells.append(cell)
+        return x, (torch.stack(hiddens), torch.stack(cells))
 
 
 class _Layer(torch.autograd.Function):
@@ -106,18 +106,18 @@ class _Layer(torch.autograd.Function):
         weight: Tensor,
         input_bias: Tensor,
         bias: Tensor,
-        products: torch.dtype,
-        is_static: bool,
+        policy: ComputePolicy,
     ) -> tuple[Tensor, Tensor, Tensor]:
         frames, rows, inputs = x.shape
+        products = x.dtype if policy.product_dtype == torch.float32 else policy.product_dtype
         narrow = x.reshape(frames * rows, inputs).to(products)
         gates = torch.mm(narrow, input_weight.to(products).t()).to(x.dtype) + (input_bias + bias)
         # contiguous, since every frame's product reads it in this order: 1.5 times faster at B=4 in fp32
         recurrent = weight.to(products).t().contiguous()
-        walk = _forward_static if is_static else _forward
+        walk = partial(_forward_static, policy) if policy.static_shapes else _forward
         gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), recurrent, hidden, cell)
         ctx.save_for_backward(narrow, input_weight, weight, gates, cells, hiddens)
-        ctx.is_static = is_static
+        ctx.policy = policy
         last = frames - 1
         return outputs, outputs[last].clone(), cells[frames].clone()
 
@@ -127,7 +127,7 @@ class _Layer(torch.autograd.Function):
         narrow, input_weight, weight, gates, cells, hiddens = ctx.saved_tensors
         products, (frames, rows, width) = narrow.dtype, outputs.shape
         with full_precision(outputs.device):
-            walk = _backward_static if ctx.is_static else _backward
+            walk = partial(_backward_static, ctx.policy) if ctx.policy.static_shapes else _backward
             by_gates, hidden, cell = walk(
                 outputs, hidden, cell, _Slopes.of(gates, cells), weight.to(products)
             )
@@ -140,7 +140,7 @@ class _Layer(torch.autograd.Function):
             by_hidden = torch.mm(transposed, hiddens[:frames].reshape(frames * rows, width)).to(weight.dtype)
             by_bias = flat.sum(0, dtype=outputs.dtype)
         # two tensors: one tensor for both biases would be copied, and lazy tensors copy by way of the host
-        return inputs, hidden, cell, by_input, by_hidden, by_bias, by_bias.clone(), None, None
+        return inputs, hidden, cell, by_input, by_hidden, by_bias, by_bias.clone(), None
 
 
 class _Slopes(NamedTuple):
@@ -200,7 +200,7 @@ def _forward(
 
 
 def _forward_static(
-    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+    policy: ComputePolicy, gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``_forward`` by slices and concatenations: on lazy tensors, a write into a slice copies all of it."""
     width = cell.shape[1]
@@ -217,6 +217,7 @@ def _forward_static(
         cells.append(cell[None])
         hiddens.append(hidden[None])
         outputs.append(output[None])
+        _end_segment(policy, t)
     return torch.cat(activated), torch.cat(cells), torch.cat(hiddens), torch.cat(outputs)
 
 
@@ -240,7 +241,7 @@ def _backward(
 
 
 def _backward_static(
-    outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
+    policy: ComputePolicy, outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_backward`` by slices and concatenations."""
     width = cell.shape[1]
@@ -254,4 +255,11 @@ def _backward_static(
         by_gates.append(sums[None])
         cell = cell * slopes.forget[t]
         hidden = torch.mm(sums, weight).to(cell.dtype)
+        _end_segment(policy, t)
     return torch.cat(by_gates[::-1]), hidden, cell
+
+
+def _end_segment(policy: ComputePolicy, t: int) -> None:
+    """End a lazy device's graph after every ``lstm_segment`` frames: one of all frames compiles slowly."""
+    if policy.lstm_segment and t % policy.lstm_segment == 0:
+        policy.mark_step()

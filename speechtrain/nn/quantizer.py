@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.errors import ConfigError
-from speechtrain.nn.autocast import at_least_fp32, full_precision
+from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 
 class Quantized(NamedTuple):
@@ -87,11 +87,11 @@ class GumbelQuantizer(nn.Module):
         """
         with full_precision(x.device):
             logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))
-            likely = _largest(logits)
+            likely = logits.detach().argmax(-1)
             hard, soft = self._one_hot(likely, logits), logits.softmax(-1)
             if self.training:
                 noisy = logits + (gumbel(torch.rand_like(logits)) if noise is None else noise)
-                ids = _largest(noisy)
+                ids = noisy.detach().argmax(-1)
                 relaxed = (noisy / temperature).softmax(-1)
                 # in this order the difference is exactly 0, so equal ids give equal codes, bit for bit
                 choice = self._one_hot(ids, logits) + (relaxed - relaxed.detach())
@@ -110,10 +110,6 @@ class GumbelQuantizer(nn.Module):
 
     def _one_hot(self, ids: Tensor, like: Tensor) -> Tensor:
         return (ids[..., None] == torch.arange(self.entries, device=ids.device)).to(like.dtype)
-
-
-def _largest(x: Tensor) -> Tensor:
-    return x.detach().max(-1).indices  # not argmax, which the lazy-tensor device runs on the CPU
 
 
 def gumbel(uniform: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class PositionalConv(nn.Module):
         return F.gelu(y[:, :, : x.shape[1]]).transpose(1, 2)
 
 
-class Attention(nn.Module):
+class Attention(nn.Module, PolicyAware):
     """Multi-head self-attention with separate projections; ``valid`` (B, T) selects the keys.
 
     ``fused`` is torch's own operation. The other implementation computes the same by operations that a
@@ -59,6 +59,9 @@ class Attention(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.scale = (width // heads) ** -0.5
         self.fused = True
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self.fused = policy.attention == "sdpa"
 
     def forward(self, x: Tensor, valid: Tensor) -> Tensor:
         rows, frames, width = x.shape
@@ -77,7 +80,7 @@ class Attention(nn.Module):
         scores = torch.matmul(q * self.scale, k.transpose(2, 3))
         if scores.dtype in (torch.bfloat16, torch.float16):
             scores = scores.float()
-        weights = scores.masked_fill(valid == 0, FORBIDDEN).softmax(-1)
+        weights = scores.masked_fill(~valid, FORBIDDEN).softmax(-1)
         return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
 
 
@@ -122,7 +125,7 @@ class TransformerLayer(nn.Module):
         return y
 
 
-class Transformer(nn.Module, PolicyAware):
+class Transformer(nn.Module):
     """Positional convolution and L layers: (B, T, D) and lengths (B,) to (B, T, D).
 
     Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
@@ -155,7 +158,6 @@ class Transformer(nn.Module, PolicyAware):
         activation_dropout: float = 0.0,
         position_kernel: int = 128,
         position_groups: int = 16,
-        attention: str = "sdpa",
         length_multiple: int = 1,
     ) -> None:
         super().__init__()
@@ -176,25 +178,12 @@ class Transformer(nn.Module, PolicyAware):
             )
             for _ in range(layers)
         )
-        self.use(attention)
         self.pre_norm = pre_norm
         self.length_multiple = length_multiple
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-
-    def apply_policy(self, policy: ComputePolicy) -> None:
-        if policy.static:
-            self.use("slices")
-
-    def use(self, attention: str) -> None:
-        """Set how attention is computed: ``sdpa`` or ``slices``."""
-        if attention not in ("sdpa", "slices"):
-            raise ConfigError(f"encoder.attention is {attention!r}; it must be sdpa or slices")
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.fused = attention == "sdpa"
 
     def forward(self, x: Tensor, lengths: Tensor, keep: Tensor | None = None) -> Tensor:
         """Encode frames (B, T, D) of lengths (B,); ``keep`` (L,) are layer-drop factors, None keeps all."""

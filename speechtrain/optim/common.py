@@ -35,10 +35,7 @@ def dense_gradients(group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
-    """The squared Euclidean norm, a scalar tensor in fp32 or wider.
-
-    Computed as a sum of squares: ``vector_norm`` breaks the graph on the lazy rehearsal device.
-    """
+    """The squared Euclidean norm, a scalar tensor in fp32 or wider."""
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return (wide * wide).sum()
 

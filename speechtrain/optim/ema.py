@@ -103,7 +103,7 @@ class EMA(Average):
         for name, average in self._average.items():
             average, value = local(average), local(tensors[name])  # each rank its shard where sharded
             if average.is_floating_point():
-                # by the difference, so that constant values stay bit by bit; lerp breaks the lazy graph
+                # by the difference, so that constant values stay bit by bit
                 if share is None:
                     average.add_(value - average, alpha=1 - decay)
                 else:

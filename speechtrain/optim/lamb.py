@@ -55,7 +55,6 @@ class LAMB(TensorwiseOptimizer):
 
         squares = yield parameter, direction
         weight_norm, direction_norm = squares[0].sqrt(), squares[1].sqrt()
-        # selected by arithmetic: a branch would be a host read, and torch.where breaks the lazy graph
-        both = ((weight_norm > 0) & (direction_norm > 0)).to(weight_norm.dtype)
-        ratio = both * weight_norm / (direction_norm + (1 - both)) + (1 - both)
+        both = (weight_norm > 0) & (direction_norm > 0)
+        ratio = torch.where(both, weight_norm / direction_norm, torch.ones_like(weight_norm))
         parameter.sub_(direction.mul_(ratio * group["lr"]))

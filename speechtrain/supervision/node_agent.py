@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
+from speechtrain.launcher import NETWORK_VARIABLES
 from speechtrain.run_directory import read_failure, read_result
 from speechtrain.supervision.process_tree import ancestors_of, children_of, processes_with
 from speechtrain.supervision.supervise import supervise
@@ -35,7 +36,6 @@ SILENCE_SECONDS = 60.0
 """After so long without a byte, the connection counts as lost."""
 CLOSING_SECONDS = 10.0
 """The time that ranks have to end on their own after another rank has failed."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 MODULE = "speechtrain.supervision.node_agent"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -98,7 +98,7 @@ def run(command: list[str], log: Path, address: str, attached: float | None) -> 
     """
     environment = dict(os.environ)
     if address and (interface := interface_of(address)):
-        for name in INTERFACES:  # a host's own name may resolve to its loopback
+        for name in environment.get(NETWORK_VARIABLES, "").split():  # a host's name may mean its loopback
             environment.setdefault(name, interface)
     if attached is not None:
         _end_leftovers(log)

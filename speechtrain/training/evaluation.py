@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.metrics import MetricSums
-from speechtrain.precision import Precision
 from speechtrain.task import Example, Task
 
 
@@ -34,7 +34,7 @@ def evaluate(
     task: Task,
     sets: Mapping[str, Iterable[Batch]],
     device: Device,
-    precision: Precision,
+    policy: ComputePolicy,
     group: Group,
     examples: int | None = 20,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -58,7 +58,7 @@ def evaluate(
                 if stop_requested():
                     raise Interrupted(name)
                 batch = task.prepare(batch, seed_at(*(key_of(utterance) for utterance in batch.ids)))
-                with torch.no_grad(), precision.autocast(device.name):
+                with torch.no_grad(), policy.autocast(device.name):
                     result = task.evaluate(device.move(batch))
                 device.mark_step()
                 sums.add(result.metrics)

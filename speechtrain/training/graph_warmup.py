@@ -63,7 +63,7 @@ def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in state.items()
-        if not isinstance(value, Tensor) or value.is_cpu != parameter.is_cpu
+        if not isinstance(value, Tensor) or value.device != parameter.device
     }
 
 

@@ -68,7 +68,7 @@ class HostCheckedUpdate(Update):
         gradients = gradients_of(optimizer)
         norm = total_norm(gradients) * scale
         if self.clip > 0:
-            scale = scale * (self.clip / norm.clamp(min=self.clip))
+            scale = scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
         if bool(healthy) and bool(torch.isfinite(norm)):  # a host read: every rank decides the same
             torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
@@ -103,13 +103,11 @@ class BranchFreeUpdate(Update):
         gradients = gradients_of(optimizer)
         norm = torch.stack([squared_norm(gradient) for gradient in gradients]).sum().sqrt() * scale
         if self.clip > 0:
-            clip = torch.full_like(norm, self.clip)
-            scale = scale * clip / norm.clamp(min=self.clip)
+            scale = scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
         taken = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
-        scale = scale.masked_fill(scale - scale != 0, 0.0)
-        for gradient in gradients:
-            # filled first: 0 · inf and 0 · NaN are NaN; x − x is not 0 only if x is not finite
-            gradient.masked_fill_(gradient - gradient != 0, 0.0).mul_(scale)
+        scale = scale.masked_fill(~torch.isfinite(scale), 0.0)
+        for gradient in gradients:  # filled first: 0 · inf and 0 · NaN are NaN
+            gradient.masked_fill_(~torch.isfinite(gradient), 0.0).mul_(scale)
         before = {id(tensor): tensor.clone() for tensor in self._changing(optimizer)}
         self._set_rate(optimizer, rate)
         self.precision.step(optimizer)
@@ -134,7 +132,7 @@ class BranchFreeUpdate(Update):
                 states = optimizer.state.get(parameter, {}).values()
                 tensors = [state for state in states if isinstance(state, Tensor)]
                 # the other tensors are counters on the host
-                changing += [parameter, *(t for t in tensors if t.is_cpu == parameter.is_cpu)]
+                changing += [parameter, *(t for t in tensors if t.device == parameter.device)]
         return changing
 
     def outcomes(self, due: bool) -> list[StepOutcome]:

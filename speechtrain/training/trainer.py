@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import times
+from speechtrain.compute_policy import PLAIN, ComputePolicy, times
 from speechtrain.counter_rng import seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -55,10 +55,12 @@ class Trainer:
         seed: int,
         run_dir: Path,
         stop_requested: Callable[[], bool] = lambda: False,
+        policy: ComputePolicy = PLAIN,
     ) -> None:
         self.config = config
         self.device = device
         self.precision = precision
+        self.policy = policy
         self.group = group
         self.checkpointer = checkpointer
         self.tracker = tracker
@@ -70,7 +72,7 @@ class Trainer:
         self.update: Update = (BranchFreeUpdate if is_static else HostCheckedUpdate)(precision, config.clip)
         self.graphs = (WarmedUpGraphs if is_static else Graphs)(device, tracker, config.max_graphs)
         self.recovery = Recovery(config, tracker, seed, run_dir)
-        self.validation = Validation(device, precision, group, tracker, config.target, stop_requested)
+        self.validation = Validation(device, policy, group, tracker, config.target, stop_requested)
         self.parts: Parts | None = None
         self._started = 0.0  # when the run would have started, had it never been interrupted
 
@@ -185,7 +187,7 @@ class Trainer:
             moved = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *address))
             with nullcontext() if micro + 1 == accumulate else self.group.no_sync(wrapped):
-                with self.precision.autocast(self.device.name):
+                with self.policy.autocast(self.device.name):
                     loss: Loss = wrapped(moved)
                 if not progress.backward_divisor:  # read once in the life of a run
                     size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
@@ -201,7 +203,7 @@ class Trainer:
         weight, stop, late, skip = self.group.all_reduce_status(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip
         )
-        return weight, skip.to(torch.float32) < 1, stop, late  # the lazy backend has no ~
+        return weight, ~skip, stop, late
 
     def _step(
         self, parts: Parts, weight: Tensor, healthy: Tensor, rate: float, is_real: bool = True

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.precision import Precision
 from speechtrain.tracking.base import Tracker
 from speechtrain.training.evaluation import Interrupted, Outcome, evaluate
 from speechtrain.training.run_state import Parts
@@ -20,14 +20,14 @@ class Validation:
     def __init__(
         self,
         device: Device,
-        precision: Precision,
+        policy: ComputePolicy,
         group: Group,
         tracker: Tracker,
         target: float | None,
         stop_requested: Callable[[], bool],
     ) -> None:
         self._device = device
-        self._precision = precision
+        self._policy = policy
         self._group = group
         self._tracker = tracker
         self._target = target
@@ -77,7 +77,7 @@ class Validation:
             stack.callback(self._device.mark_step)
             stack.enter_context(parts.average.swapped(parts.task))
             self._device.mark_step()
-            return evaluate(parts.task, sets, self._device, self._precision, self._group, stop_requested=stop)
+            return evaluate(parts.task, sets, self._device, self._policy, self._group, stop_requested=stop)
 
     def _report(self, outcomes: dict[str, Outcome], step: int) -> None:
         for name, outcome in outcomes.items():

@@ -104,7 +104,7 @@ def test_precisions_are_known_before_the_device_is_there(choice: str) -> None:
     assert device.supports(torch.float32)
     assert not device.supports(torch.float64)
     assert all("\n" not in device.precision_fallback_reason(dtype) for dtype in DTYPES)
-    assert device.policy(torch.float32).static == device.static_shapes
+    assert device.policy(torch.float32).static_shapes == device.static_shapes
 
 
 # --- a lack of memory ---------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch
     told.clear()
     HPU("lazy").prepare(module, optimizer)
     assert not told
-    assert HPU.collectives in VENDOR.BACKENDS
+    assert HPU.facts.collectives["hpu"] in VENDOR.BACKENDS
 
 
 class _Written(torch.autograd.Function):

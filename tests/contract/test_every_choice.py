@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.schema import INTERFACES, OFFERED
@@ -169,10 +170,15 @@ def test_device(choice: str, required: dict[str, str]) -> None:
     assert device.supports(torch.float32)
     assert isinstance(device.supports(torch.float16), bool)
     assert device.name
-    assert device.collectives in ("gloo", "hccl", "nccl")
+    assert device.facts.collectives["cpu"] == "gloo"
+    assert device.name in device.facts.collectives
+    assert re.search(device.facts.peer_lost, device.facts.collectives[device.name])
     assert isinstance(device.static_shapes, bool)
     assert device.graphs() >= 0
     torch.device(device.name)  # what autocast is told
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        policy = device.policy(dtype)
+        assert ComputePolicy.from_record(json.loads(json.dumps(policy.record()))) == policy
 
 
 # --- launcher -----------------------------------------------------------------------------------
@@ -268,10 +274,7 @@ def test_precision_updates_and_keeps_its_state(choice: str, required: dict[str, 
     linear = torch.nn.Linear(4, 4)
     before = linear.weight.detach().clone()
     optimizer = torch.optim.SGD(linear.parameters(), 0.1)
-    with precision.autocast("cpu"):
-        output = linear(torch.ones(2, 4))
-    assert output.dtype == precision.dtype
-    precision.backward(output.float().square().sum())
+    precision.backward(linear(torch.ones(2, 4)).square().sum())
     precision.unscale(optimizer)
     precision.step(optimizer)
     assert not torch.equal(before, linear.weight)

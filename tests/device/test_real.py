@@ -45,6 +45,7 @@ FP32 = 1e-4  # relative band of a step's loss against the CPU's in fp32
 # of most steps and of each one: a chip's bf16 may choose another code for a frame, which moves that step
 BF16_MEDIAN, BF16_WORST = 5e-3, 3e-2
 IN_BF16 = {"cpu": ["device.bf16=software"]}  # whatever the chip
+PLAIN = {"cpu": ["device.autotune=false"], "ipex": ["device.autotune=false"]}  # torch's own kernels
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"  # written by make.py beside them
 
 _OPEN = """
@@ -100,7 +101,7 @@ def losses(folder: Path, recipe: str, device: str, precision: str) -> dict[str, 
     run = folder / f"{recipe}-{device}-{precision}"
     if not run.exists():
         command = [sys.executable, "-m", "speechtrain.commands.train", *RECIPES[recipe], *COMMON]
-        chosen = IN_BF16.get(device, []) if precision == "bf16" else []
+        chosen = [*PLAIN.get(device, []), *(IN_BF16.get(device, []) if precision == "bf16" else [])]
         done = subprocess.run(
             [*command, f"device={device}", f"precision={precision}", *chosen, f"run_dir={run}"],
             capture_output=True, text=True, timeout=900, check=False,

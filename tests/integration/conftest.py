@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 STARTER = Starter()
 TINY = [
-    *("recipe=demo", "device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0"),
+    *("recipe=demo", "device.threads=1", "device.autotune=false", "tracking=jsonl", "data.workers=0"),
     *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
     *("encoder.hidden=32", "encoder.features.mels=20", "model.prediction_hidden=32"),
     *("model.prediction_embedding=16", "model.joint_hidden=32", "model.max_symbols=30"),

@@ -6,32 +6,44 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.cpu import CPU
 
 from .conftest import Command
 from .forked import Forks
 
 
-def test_a_measured_choice_is_kept_in_the_run(command: Callable[..., Command], forks: Forks) -> None:
-    run = command("run", "device.matmul=auto", "trainer.max_steps=2")
+def test_the_policy_is_timed_once_kept_in_the_run_and_taken_up_again(
+    command: Callable[..., Command], forks: Forks
+) -> None:
+    run = command("run", "device.autotune=true", "precision=bf16", "trainer.max_steps=2")
     assert forks.run(run.write()) == [0], run.result()
-    kept = json.loads((run.run_dir / "device.json").read_text())
-    assert kept["matmul"] in ("highest", "medium")
-    assert run.events("device")[0].items() >= kept.items()
-    kept["speedup"] = 77.0  # a sign that it was not measured again
-    (run.run_dir / "device.json").write_text(json.dumps(kept))
-    run.arguments.append("trainer.max_steps=4")
+    file = run.run_dir / "device.json"
+    kept = json.loads(file.read_text())
+    assert ComputePolicy.from_record(kept["policy"]) is not None
+    assert kept["chip"] == CPU().chip()
+    assert run.events("device")[0]["chip"] == kept["chip"]
+    # another choice than the timed one, and a sign that it was not timed again
+    kept["policy"], kept["chip"] = ComputePolicy(lstm="loop").record(), "another chip"
+    kept["precision"] = "fp32" if CPU().precision_fallback_reason(torch.bfloat16) else "bf16"
+    kept["milliseconds"] = {"plain": 77.0}
+    file.write_text(json.dumps(kept))
+    run.arguments += ["trainer.max_steps=4", "device.matmul=auto"]
     assert forks.run(run.write()) == [0], run.result()
-    assert run.events("device")[-1]["speedup"] == 77.0
-    assert json.loads((run.run_dir / "device.json").read_text()) == kept
+    assert json.loads(file.read_text()) == kept
+    latest = run.events("device")[-1]
+    assert (latest["policy"], latest["milliseconds"]) == ("lstm=loop", {"plain": 77.0})
+    assert any("chosen on another chip" in e["message"] for e in run.events("warning"))
+    run.arguments += ["trainer.max_steps=5", "device.autotune=false"]
+    assert forks.run(run.write()) == [0], run.result()
+    assert json.loads(file.read_text())["policy"] != kept["policy"]
 
 
 def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(
     command: Callable[..., Command], forks: Forks
 ) -> None:
-    import torch
-
     if not CPU().precision_fallback_reason(torch.bfloat16):
         pytest.skip("this chip computes bf16")
     runs = [command(name, f"precision={name}", "trainer.max_steps=2") for name in ("fp32", "bf16")]
@@ -45,10 +57,15 @@ def test_bf16_is_fp32_with_one_warning_where_the_chip_has_none(
 
 
 def test_the_forms_of_the_lstm_train_alike(command: Callable[..., Command], forks: Forks) -> None:
-    runs = [command(form, f"device.lstm={form}", "trainer.max_steps=6") for form in ("fused", "loop")]
-    for run in runs:
-        assert forks.run(run.write()) == [0], run.result()
-    fused, loop = (run.losses() for run in runs)
+    plain = command("plain", "trainer.max_steps=6")
+    assert forks.run(plain.write()) == [0], plain.result()
+    chosen = command("chosen", "trainer.max_steps=6", "device.autotune=true", "device.matmul=auto")
+    path = chosen.write()
+    names = {"device": "cpu", "chip": "another", "precision": "fp32"}
+    record = {**names, "policy": ComputePolicy(lstm="loop").record()}
+    (chosen.run_dir / "device.json").write_text(json.dumps(record))
+    assert forks.run(path) == [0], chosen.result()
+    fused, loop = plain.losses(), chosen.losses()
     assert len(fused) == 6
     assert loop == pytest.approx(fused, rel=1e-4)
-    assert runs[0].weights() != runs[1].weights()  # it was another form
+    assert plain.weights() != chosen.weights()  # it was another form

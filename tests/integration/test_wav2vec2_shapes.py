@@ -10,7 +10,7 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
-from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.compute_policy import STATIC, apply_policy
 from speechtrain.config.build import build
 
 SMALL = [
@@ -35,7 +35,7 @@ def test_no_shape_is_new_after_the_first_epoch(choice: str) -> None:
     config = compose([*SMALL, *CHOICES[choice]])
     encoder = build(config, "encoder", augment=build(config, "augment"))
     task = build(config, "model", encoder=encoder).train()
-    apply_policy(task, ComputePolicy(static=True))
+    apply_policy(task, STATIC)
     data = build(config, "data", tokenizer=build(config, "tokenizer"), footprint=task.footprint())
     announced = data.shapes()
     assert 1 <= len(announced) <= 3

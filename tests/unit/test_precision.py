@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speechtrain.precision import BF16, FP16, FP32, gradients_of
+from speechtrain.devices.cuda import CUDA
+from speechtrain.precision import BF16, FP16, FP32, Precision, gradients_of
 
 
 def parameter(gradient: float | None) -> torch.optim.Optimizer:
@@ -80,10 +81,9 @@ def test_the_others_have_no_scale() -> None:
         assert gradients_of(optimizer)[0].tolist() == [float("inf")] * 2
 
 
-def test_bf16_computes_products_and_keeps_weights() -> None:
+@pytest.mark.parametrize("precision", [FP32(), BF16(), FP16()])
+def test_autocast_computes_products_in_the_precision_and_keeps_weights(precision: Precision) -> None:
     linear = torch.nn.Linear(4, 4)
-    with BF16().autocast("cpu"):
-        assert linear(torch.ones(1, 4)).dtype == torch.bfloat16
+    with CUDA().policy(precision.dtype).autocast("cpu"):
+        assert linear(torch.ones(1, 4)).dtype == precision.dtype
     assert linear.weight.dtype == torch.float32
-    with FP32().autocast("cpu"):
-        assert linear(torch.ones(1, 4)).dtype == torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.compute_policy import ComputePolicy
+from speechtrain.compute_policy import PLAIN
 from speechtrain.devices import affinity, cpu, preload
 from speechtrain.devices.affinity import Core
-from speechtrain.devices.cpu import CPU, chip, probe_matmul
+from speechtrain.devices.cpu import CPU, chip
 from speechtrain.errors import MachineError
 
 X86 = "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 {flags}\n\nprocessor\t: 1\nflags\t\t: none\n\n"
@@ -69,18 +68,38 @@ def test_bf16_is_fp32_where_the_chip_has_none(has_no_bf16: None) -> None:
     assert "no bf16 instructions" in CPU().precision_fallback_reason(torch.bfloat16)
     assert not CPU().precision_fallback_reason(torch.float32)
     assert not CPU(bf16="software").precision_fallback_reason(torch.bfloat16)
-    assert CPU(bf16="software").policy(torch.bfloat16) == ComputePolicy(lstm="fused")
+    narrow = CPU(bf16="software").policy(torch.bfloat16)
+    assert (narrow.autocast_dtype, narrow.lstm) == (torch.bfloat16, "fused")
 
 
-def test_the_loop_is_for_bf16_where_the_chip_has_it(has_bf16: None) -> None:
-    assert not CPU().precision_fallback_reason(torch.bfloat16)
-    assert CPU().policy(torch.bfloat16) == ComputePolicy(lstm="loop")
-    assert CPU().policy(torch.float32) == ComputePolicy(lstm="fused")
-    assert CPU(lstm="fused").policy(torch.bfloat16) == ComputePolicy(lstm="fused")
-    assert CPU(lstm="loop").policy(torch.float32) == ComputePolicy(lstm="loop")
+def test_products_are_bf16_where_onednn_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_bf16, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(cpu, "_has_onednn_bf16", lambda has_bf16=has_bf16: has_bf16)
+        assert CPU().policy(torch.bfloat16).product_dtype == expected
+        assert CPU().policy(torch.float32) == PLAIN
 
 
-@pytest.mark.parametrize("key", ["matmul", "lstm", "bf16", "allocator", "openmp", "pin"])
+def test_bf16_is_timed_against_fp32(has_bf16: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "is_medium_exact", lambda: False)
+    assert CPU().candidates(torch.float32) == [PLAIN]
+    first, *others = CPU().candidates(torch.bfloat16)
+    assert first == PLAIN
+    assert {policy.lstm for policy in others} == {"fused", "loop"}
+    assert {policy.autocast_dtype for policy in others} == {torch.bfloat16}
+    assert CPU(autotune=False).candidates(torch.bfloat16) == [CPU().policy(torch.bfloat16)]
+    forced = CPU(bf16="software").candidates(torch.bfloat16)
+    assert [policy.autocast_dtype for policy in forced] == [torch.bfloat16]
+
+
+def test_products_through_onednn_are_timed_where_they_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_exact, settings in ((True, ["highest", "medium"]), (False, ["highest"])):
+        monkeypatch.setattr(cpu, "is_medium_exact", lambda is_exact=is_exact: is_exact)
+        found = CPU(matmul="auto").candidates(torch.float32)
+        assert [policy.fp32_matmul for policy in found] == settings
+        assert [p.fp32_matmul for p in CPU(matmul="high").candidates(torch.float32)] == ["high"]
+
+
+@pytest.mark.parametrize("key", ["matmul", "bf16", "allocator", "openmp", "pin"])
 def test_a_key_of_no_such_value_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=rf"device\.{key} is 'x'; it is one of auto"):
         CPU(**{key: "x"})  # type: ignore[arg-type]
@@ -222,50 +241,23 @@ def test_open_binds_this_process() -> None:
 # --- the matmul path ----------------------------------------------------------------------------
 
 
-def probe(monkeypatch: pytest.MonkeyPatch, fast: float, error: float, is_same: bool = False) -> str:
-    """What the probe chooses where oneDNN takes ``fast`` of the time, with a relative ``error``."""
+def is_exact(monkeypatch: pytest.MonkeyPatch, error: float, is_same: bool = False) -> bool:
+    """What the probe says of a oneDNN with a relative ``error`` of its products."""
 
-    def timed(a: torch.Tensor, b: torch.Tensor, setting: str) -> tuple[float, torch.Tensor]:
+    def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         product = (a.double() @ b.double()).float()
         noise = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)) * product.std()
-        if setting == "highest" or is_same:
-            return (1.0 if setting == "highest" else fast), product + 3e-7 * noise
-        return fast, product + error * noise
+        is_plain = is_same or torch.get_float32_matmul_precision() == "highest"
+        return product + (3e-7 if is_plain else error) * noise
 
-    monkeypatch.setattr(cpu, "_timed", timed)
-    return str(probe_matmul()["matmul"])
-
-
-def test_the_probe_chooses_by_time_and_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe(monkeypatch, 0.5, 4e-7) == "medium"
-    assert probe(monkeypatch, 0.5, 2e-3) == "highest"  # rounded to bf16 inside
-    assert probe(monkeypatch, 0.95, 4e-7) == "highest"  # within the noise
-    assert probe(monkeypatch, 0.5, 0.0, is_same=True) == "highest"  # nothing to choose between
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "mm", multiplied)
+        return cpu.is_medium_exact()
 
 
-def test_the_probe_leaves_the_setting_as_it_was() -> None:
+def test_the_probe_asks_for_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_float32_matmul_precision()
-    found = probe_matmul()
+    assert is_exact(monkeypatch, 4e-7)
+    assert not is_exact(monkeypatch, 2e-3)  # rounded to bf16 inside
+    assert not is_exact(monkeypatch, 0.0, is_same=True)  # nothing to choose between
     assert torch.get_float32_matmul_precision() == before
-    assert found["error_highest"] < 1e-5
-    assert found["speedup"] > 0
-    json.dumps(found)
-
-
-def test_a_choice_is_kept_for_the_same_chip(monkeypatch: pytest.MonkeyPatch, has_bf16: None) -> None:
-    measured = {"matmul": "highest", "speedup": 1.0}
-    monkeypatch.setattr(cpu, "probe_matmul", lambda: dict(measured))
-    before = torch.get_float32_matmul_precision()
-    try:
-        device = CPU(matmul="auto")
-        assert device.autotune({}) == {"chip": "Xeon", **measured}
-        kept = {"chip": "Xeon", "matmul": "medium", "speedup": 2.0}
-        assert device.autotune(kept) == kept
-        assert torch.get_float32_matmul_precision() == "medium"
-        device.open(0)
-        assert torch.get_float32_matmul_precision() == "highest"
-        for other in ({**kept, "chip": "Epyc"}, {**kept, "matmul": "x"}):
-            assert device.autotune(other) == {"chip": "Xeon", **measured}
-        assert CPU(matmul="high").autotune(kept) == {}
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from speechtrain.compute_policy import ComputePolicy
+from speechtrain.compute_policy import STATIC
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
 
@@ -70,7 +71,9 @@ def test_wrong_values_name_their_key(arguments: dict[str, object], named: str) -
 
 def test_what_it_declares() -> None:
     device = HPU()
-    assert device.policy(torch.bfloat16) == ComputePolicy(static=True, lstm="loop")
-    assert device.collectives == "hccl"
+    assert device.policy(torch.bfloat16) == replace(
+        STATIC, autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat16
+    )
+    assert device.facts.backends == "cpu:gloo,hpu:hccl"
     assert not device.supports(torch.float16)
     assert device.graphs() == 0  # before it is open

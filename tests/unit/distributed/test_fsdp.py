@@ -154,6 +154,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
 
     sharded = ShardedGroup(World(rank, RANKS, rank, RANKS), timeout_seconds=300)
     plain = object.__new__(TorchGroup)  # of the same processes
+    plain.facts = sharded.facts
     plain.world, plain._statistics = sharded.world, []
     told: dict[str, Any] = {}
     begun = Run(sharded, "sgd", net=Net(seed=rank))
@@ -182,7 +183,6 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         told[f"trained while frozen, {kind}"] = held
 
         run = Run(group, "adamw", FP16(initial_scale=2.0**126))  # overflows until it is lowered
-        run.update.precision.autocast = lambda device: torch.enable_grad()  # type: ignore[method-assign]
         run.train(8)
         told[f"fp16, {kind}"] = [verdict is StepOutcome.TAKEN for verdict in run.update.outcomes(True)]
 
@@ -427,8 +427,8 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
     for device in (Lazy(), HPU(), IPEX()):
         with pytest.raises(ConfigError, match=f"device={device.name} needs whole parameters.*shard=none"):
             open_ranks(limits, World(0, 2, 0, 2), device, tmp_path)
-    assert CPU().supports_fsdp
-    assert CUDA().supports_fsdp
+    assert CPU().facts.fsdp
+    assert CUDA().facts.fsdp
 
 
 def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
@@ -27,9 +27,11 @@ LARGE = {
 }
 
 
-def make(**values: object) -> Wav2Vec2Encoder:
+def make(policy: ComputePolicy = PLAIN, **values: object) -> Wav2Vec2Encoder:
     torch.manual_seed(0)
-    return Wav2Vec2Encoder(**({"conv_layers": THIN} | SIZES | values))  # type: ignore[arg-type]
+    encoder = Wav2Vec2Encoder(**({"conv_layers": THIN} | SIZES | values))  # type: ignore[arg-type]
+    apply_policy(encoder, policy)
+    return encoder
 
 
 def make_batch(*lengths: int) -> Batch:
@@ -184,9 +186,8 @@ def hugging_face(ours: Wav2Vec2Encoder, norm: str, bias: bool, pre_norm: bool) -
 def test_hidden_states_and_gradients_of_hugging_face(
     norm: str, bias: bool, pre_norm: bool, attention: str
 ) -> None:
-    ours = make(
-        conv_norm=norm, conv_bias=bias, pre_norm=pre_norm, attention=attention, gradient_scale=1.0, **CALM
-    )
+    policy = ComputePolicy(attention=attention)
+    ours = make(policy, conv_norm=norm, conv_bias=bias, pre_norm=pre_norm, gradient_scale=1.0, **CALM)
     theirs = hugging_face(ours, norm, bias, pre_norm)
     batch = make_batch(9000, 6000)
     frames = torch.tensor([ours.frames(9000), ours.frames(6000)])
@@ -370,7 +371,8 @@ def test_predicted_activations_are_within_a_factor_of_two(values: dict[str, obje
 
 def test_no_operation_depends_on_the_data() -> None:
     """The whole step runs on the meta device, which has shapes and no values to read or to index by."""
-    encoder = make(mask=SpanMask(0.5, 4), layer_drop=0.5, conv_form="conv1d", attention="slices")
+    policy = ComputePolicy(conv="conv1d", attention="slices")
+    encoder = make(policy, mask=SpanMask(0.5, 4), layer_drop=0.5)
     batch = encoder.prepare(make_batch(9000, 6000), 2)
     meta = encoder.to("meta")
     y, lengths = meta(batch.to(lambda x: x.to("meta")))
@@ -399,7 +401,7 @@ def test_static_forms_change_nothing_but_rounding() -> None:
     encoder = make(mask=SpanMask(0.5, 4), **CALM)
     batch = encoder.prepare(make_batch(9000, 6000), 2)
     plain = encoder(batch)[0]
-    apply_policy(encoder, ComputePolicy(static=True))
+    apply_policy(encoder, STATIC)
     assert encoder.state_dict().keys() == make().state_dict().keys()
     written = encoder(batch)[0]
     assert not any(layer.attention.fused for layer in encoder.transformer.layers)

@@ -15,6 +15,7 @@ from lhotse.features.kaldi.layers import Wav2Spec
 from numpy.typing import NDArray
 from torch import Tensor
 
+from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import key_of
 from speechtrain.errors import ConfigError
 from speechtrain.features.logmel import LogMel, slaney_hertz, slaney_mel, trim_silence, warp_frequencies
@@ -376,6 +377,12 @@ def test_dither_in_training_comes_from_the_global_generator() -> None:
     assert not torch.equal(draws[0], draws[2])
 
 
+def under(policy: ComputePolicy, form: str) -> LogMel:
+    model = LogMel(form=form)
+    model.apply_policy(policy)
+    return model
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_and_transforms_agree(form: str) -> None:
     waves = [speech(n, i) for i, n in enumerate((4000, 1000, 3999))]
@@ -383,10 +390,10 @@ def test_blocks_and_transforms_agree(form: str) -> None:
     for options in ({}, {"warp": warp}):
         reference, _ = run(LogMel(form=form), *waves, **options)
         for block in (0, 1, 7, 25, 26, 60, 10**6):
-            features, _ = run(LogMel(form=form, block_frames=block), *waves, **options)
+            features, _ = run(under(ComputePolicy(feature_frames=block), form), *waves, **options)
             torch.testing.assert_close(features, reference, rtol=0, atol=1e-5)
         for fourier in ("matmul", "conv"):
-            features, _ = run(LogMel(form=form, fourier=fourier), *waves, **options)
+            features, _ = run(under(ComputePolicy(spectrum=fourier), form), *waves, **options)
             torch.testing.assert_close(features, reference, rtol=0, atol=2e-4)
 
 
@@ -502,7 +509,6 @@ def test_constants_are_not_weights() -> None:
     [
         ({"form": "kaldi"}, "form is 'kaldi'"),
         ({"padding": "same"}, "padding is 'same'"),
-        ({"fourier": "dct"}, "fourier is 'dct'"),
         ({"n_fft": 256}, "n_fft is 256, and window_seconds covers 320"),
         ({"n_fft": 513}, "n_fft is 513; it must be even"),
         ({"hop_seconds": 1e-6}, "hop_seconds"),
@@ -521,13 +527,17 @@ def test_settings_that_do_not_fit_are_errors_of_one_line(settings: dict[str, Any
 
 
 LAZY = """
-import torch, torch._lazy, torch._lazy.metrics as metrics, torch._lazy.ts_backend
-torch._lazy.ts_backend.init()
+import torch, torch._lazy, torch._lazy.metrics as metrics
+from speechtrain.devices.lazy import Lazy
+Lazy().open(0)
+from speechtrain.compute_policy import STATIC
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.stack_time import StackTime
 
-model = LogMel(fourier="matmul", block_frames=0, pad_features_to=32).to("lazy")
+model = LogMel(pad_features_to=32)
+model.apply_policy(STATIC)
+model.to("lazy")
 augment = Augment(noise_db=[5.0, 40.0], noise_tilt=0.9, warp=0.1, freq_masks=2, time_masks=0.05)
 stack = StackTime(2)
 fallbacks, compiled = set(), []

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.errors import ConfigError
-from speechtrain.nn.conv_extractor import FORMS, ConvExtractor, InstanceNorm, conv1d, matmul
+from speechtrain.nn.conv_extractor import CONVOLUTIONS, ConvExtractor, InstanceNorm, conv1d, matmul
 
 PUBLISHED = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
 THIN = [[8, 10, 5], *[[8, 3, 2]] * 4, *[[8, 2, 2]] * 2]
@@ -33,7 +34,7 @@ def test_golden_lengths(samples: int, frames: int) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CONVOLUTIONS)
 def test_a_form_is_the_convolution_and_so_are_its_gradients(
     form: str, bias: bool, kernel: int, stride: int, channels: int
 ) -> None:
@@ -43,7 +44,7 @@ def test_a_form_is_the_convolution_and_so_are_its_gradients(
         shift = torch.randn(5, dtype=dtype, requires_grad=True) if bias else None
         inputs = [t for t in (x, weight, shift) if t is not None]
         plain = F.conv1d(x.transpose(1, 2), weight, shift, stride).transpose(1, 2)
-        y = FORMS[form](x, weight, shift, stride)
+        y = CONVOLUTIONS[form](x, weight, shift, stride)
         assert y.shape == plain.shape
         assert worst(y, plain) < tolerance
         cotangent = torch.randn_like(plain)
@@ -76,9 +77,10 @@ def test_all_forms_share_parameters_and_results(norm: str, bias: bool) -> None:
     audio = torch.randn(2, 4000)
     for dtype, tolerance in TOLERANCE.items():
         results = []
-        for form in FORMS:
+        for form in CONVOLUTIONS:
             torch.manual_seed(0)
-            extractor = ConvExtractor(THIN, bias, norm, form=form).to(dtype)
+            extractor = ConvExtractor(THIN, bias, norm).to(dtype)
+            apply_policy(extractor, ComputePolicy(conv=form))
             y = extractor(audio.to(dtype))
             loss = (y * torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)).sum()
             gradients = torch.autograd.grad(loss, list(extractor.parameters()))
@@ -137,8 +139,9 @@ def test_padding_is_in_the_statistics_of_group_norm_and_not_of_layer_norm() -> N
 @pytest.mark.parametrize("norm", ["group", "layer"])
 def test_bf16_autocast_keeps_norms_in_fp32(norm: str) -> None:
     torch.manual_seed(0)
-    for form in FORMS:
-        extractor = ConvExtractor(THIN, False, norm, form=form)
+    for form in CONVOLUTIONS:
+        extractor = ConvExtractor(THIN, False, norm)
+        apply_policy(extractor, ComputePolicy(conv=form, autocast_dtype=torch.bfloat16))
         audio = torch.randn(1, 4000) * 0.1
         seen: list[torch.Tensor] = []
         extractor.layers[0].norm.register_forward_hook(lambda m, i, o, s=seen: s.extend((*i, o)))
@@ -150,6 +153,7 @@ def test_bf16_autocast_keeps_norms_in_fp32(norm: str) -> None:
         exact = module(given.float())
         assert normed.dtype == torch.bfloat16
         torch.testing.assert_close(normed, exact.to(torch.bfloat16))
+        apply_policy(extractor, ComputePolicy(conv=form))
         assert worst(y.float(), extractor(audio)) < 0.1
         y.float().sum().backward()
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in extractor.parameters())
@@ -186,7 +190,6 @@ def test_kaiming_normal_weights() -> None:
         ({"layers": [[4, 3]]}, "conv_layers"),
         ({"layers": [[4, 0, 1]]}, "conv_layers"),
         ({"norm": "batch"}, "conv_norm"),
-        ({"form": "fft"}, "conv_form"),
         ({"gradient_scale": -1.0}, "gradient_scale"),
     ],
 )

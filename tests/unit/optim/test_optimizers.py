@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 
@@ -270,23 +269,3 @@ def test_the_configured_choices_build_and_list_what_a_user_may_change(name: str)
     assert losses[-1] < losses[0]
     unlisted = set(optimizer.param_groups[0]) - {"params", *node}
     assert unlisted <= {"maximize", "capturable", "differentiable", "decoupled_weight_decay"}
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_adamw_written_out_is_torch_s(amsgrad: bool) -> None:
-    models = [network(), network()]
-    models[1].load_state_dict(models[0].state_dict())
-    settings = {"lr": 0.02, "betas": (0.9, 0.98), "weight_decay": 0.1, "amsgrad": amsgrad}
-    theirs = torch.optim.AdamW(models[0].parameters(), **settings, foreach=False, fused=False)  # type: ignore[arg-type]
-    ours = AdamW(models[1].parameters(), **settings, foreach=False, fused=False)  # type: ignore[arg-type]
-    descend(models[0], theirs, range(10))
-    descend(models[1], ours, range(10))
-    # the state is torch's: either goes on from the other's
-    taken_over = torch.optim.AdamW(models[1].parameters(), **settings, fused=True)  # type: ignore[arg-type]
-    taken_over.load_state_dict(ours.state_dict())
-    taken_over.param_groups[0].update(fused=True, foreach=None)
-    ours.load_state_dict(theirs.state_dict())
-    descend(models[0], theirs, range(10, 15))
-    descend(models[1], taken_over, range(10, 15))
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import PLAIN
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
-from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Example, Loss, Task
 from speechtrain.training.evaluation import Interrupted, evaluate
 
@@ -46,7 +46,7 @@ def test_corpus_sums_do_not_depend_on_batches(cuts: tuple[int, ...]) -> None:
         batches.append(batch_of(ROWS[start : start + size], start))
         start += size
     task = Errors().train()
-    outcome = evaluate(task, {"dev": batches}, CPU(), FP32(), SingleProcess(), examples=3)["dev"]
+    outcome = evaluate(task, {"dev": batches}, CPU(), PLAIN, SingleProcess(), examples=3)["dev"]
     assert outcome.metrics == {"wer": 10 / 21}
     assert [example.id for example in outcome.examples] == ["0", "1", "2"]
     assert task.training
@@ -57,15 +57,13 @@ def test_sums_are_reduced_over_the_group_before_they_are_divided() -> None:
         def sum(self, tensor: Tensor) -> Tensor:
             return tensor + tensor.new_tensor([5.0, 100.0])  # what the other rank counted
 
-    outcome = evaluate(Errors(), {"dev": [batch_of(ROWS)]}, CPU(), FP32(), Two())["dev"]
+    outcome = evaluate(Errors(), {"dev": [batch_of(ROWS)]}, CPU(), PLAIN, Two())["dev"]
     assert outcome.metrics == {"wer": 15 / 121}
 
 
 def test_no_words_are_no_perfect_score() -> None:
     assert (
-        evaluate(Errors(), {"dev": [batch_of([(0, 0)])]}, CPU(), FP32(), SingleProcess())["dev"].metrics[
-            "wer"
-        ]
+        evaluate(Errors(), {"dev": [batch_of([(0, 0)])]}, CPU(), PLAIN, SingleProcess())["dev"].metrics["wer"]
         == math.inf
     )
 
@@ -78,7 +76,7 @@ def test_a_stop_leaves_no_figures_and_the_task_as_it_was() -> None:
             task,
             {"dev": [batch_of(ROWS)] * 9},
             CPU(),
-            FP32(),
+            PLAIN,
             SingleProcess(),
             stop_requested=lambda: next(answers),
         )

@@ -1,0 +1,89 @@
+"""The choice of a run's compute policy: the one that the run has recorded, else the fastest by timing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from speechtrain.batch import Batch
+from speechtrain.compute_policy import ComputePolicy, apply_policy, fastest
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.precision import Precision
+from speechtrain.task import Task
+
+_LOG = logging.getLogger(__name__)
+_LATE = 2**30  # a step after which nothing is frozen or annealed
+
+
+def recorded_policy(record: Mapping[str, Any], device: Device, precision: Precision) -> ComputePolicy | None:
+    """The policy in a run's ``device.json``; None if none fits the device's settings and the precision.
+
+    It holds on another chip, too, where another policy may be faster.
+    """
+    policy = ComputePolicy.from_record(record.get("policy") or {})
+    if policy is None or (record.get("device"), record.get("precision")) != (device.name, precision.name):
+        return None
+    candidates = device.candidates(precision.dtype)
+    if policy in candidates or (len(candidates) > 1 and record.get("chip") != device.chip()):
+        return replace(policy, mark_step=device.mark_step)
+    return None
+
+
+def choose_policy(
+    record: Mapping[str, Any], device: Device, precision: Precision, task: Task, data: DataModule
+) -> dict[str, Any]:
+    """The content of ``device.json`` for this start: ``policy``, and the medians where it was timed.
+
+    Times training steps of ``task`` on a batch of ``data``, where the device has several policies.
+    """
+    names = {"device": device.name, "chip": device.chip(), "precision": precision.name}
+    if recorded_policy(record, device, precision) is not None:
+        if record["chip"] != names["chip"]:
+            _LOG.warning(
+                f"the kernels were chosen on {record['chip']} and are kept on {names['chip']}; "
+                "set device.autotune=false for torch's own"
+            )
+        return dict(record)
+    candidates = device.candidates(precision.dtype)
+    batch = data.sample() if len(candidates) > 1 else None
+    if batch is None:
+        return {**names, "policy": candidates[0].record()}
+    chosen, medians = fastest(candidates, _timer(task, device, precision, batch))
+    taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
+    if chosen.autocast_dtype is None and precision.dtype != torch.float32:
+        _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here: {taken} ms")
+    return {**names, "policy": chosen.record(), "milliseconds": taken}
+
+
+def _timer(
+    task: Task, device: Device, precision: Precision, batch: Batch
+) -> Callable[[ComputePolicy], float]:
+    """A function that times one training step under a policy, in seconds, and leaves the task unchanged."""
+    task.train().advance(_LATE, 0)
+    moved = device.move(task.prepare(batch, 0))
+    buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
+
+    def seconds_of(policy: ComputePolicy) -> float:
+        apply_policy(task, policy)
+        torch.manual_seed(0)
+        device.synchronize()
+        begun = time.perf_counter()
+        with policy.autocast(device.name):
+            loss = task(moved)
+        precision.backward(loss.total)
+        device.mark_step()
+        device.synchronize()
+        seconds = time.perf_counter() - begun
+        task.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        return seconds
+
+    return seconds_of
