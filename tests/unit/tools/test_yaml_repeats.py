@@ -32,3 +32,12 @@ def test_a_line_repeats_with_its_path_and_value_in_a_file_of_the_same_group(tmp_
         ["model", "4", "8"],
         ["total", "4", "10"],
     ]
+
+
+def test_bases_hold_what_choices_share() -> None:
+    """Two of three lines repeated a sibling's before there were base YAMLs."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60, check=True
+    )
+    _, repeated, every = done.stdout.splitlines()[-1].split()
+    assert int(repeated) < int(every) / 3
