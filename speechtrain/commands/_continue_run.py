@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from speechtrain.commands._choices import config_dir
 from speechtrain.commands._find_run import find_run, text_of
-from speechtrain.commands._hydra_app import compose, config_dir, explain, options
+from speechtrain.commands._hydra_app import compose, explain, options
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.config.resolved import resolved
 from speechtrain.config.resume_fields import PER_START, flat, is_volatile, key_of

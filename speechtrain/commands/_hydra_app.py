@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
@@ -20,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from speechtrain.commands._choices import config_dir, refuse_bases
 from speechtrain.commands._find_run import base_folder, run_name, written_files
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
 from speechtrain.errors import (
@@ -33,6 +35,11 @@ from speechtrain.errors import (
 )
 
 CONFIG_PATH = "pkg://speechtrain.conf"
+_group_files = ConfigRepository.get_group_options
+# without a hook, Hydra would offer base YAMLs to shell completion, to glob(*) and in its errors
+ConfigRepository.get_group_options = lambda *group, **kind: [  # type: ignore[method-assign]
+    name for name in _group_files(*group, **kind) if not name.startswith("_")
+]
 RunJob = Callable[[DictConfig, Path, list[str], dict[str, str]], float | None]
 
 # Hydra's options, with whether a value follows
@@ -141,6 +148,7 @@ def run_composed(argv: list[str], job: RunJob) -> None:
     sys.argv = [previous[0], *flags, *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
     try:
+        refuse_bases(overrides, config_dir(argv))
         _refuse_callbacks(argv)
         start = hydra.main(version_base="1.3", config_path=CONFIG_PATH, config_name="config")
         start(lambda config: jobs(config))()
@@ -162,16 +170,6 @@ def run_composed(argv: list[str], job: RunJob) -> None:
         os.environ.pop("HYDRA_FULL_ERROR", None)
         folders.remove_empty()
     jobs.conclude()
-
-
-def config_dir(argv: Sequence[str]) -> str | None:
-    """The folder of ``--config-dir``, the last one if there are several."""
-    folder = None
-    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
-        name, equals, attached = flag.partition("=")
-        if name in ("--config-dir", "-cd"):
-            folder = attached if equals else value
-    return folder
 
 
 def _refuse_callbacks(argv: list[str]) -> None:
@@ -242,9 +240,8 @@ def explain(error: Exception, argv: list[str]) -> ConfigError:
     if found := re.search(r"Could not find '([^']*)/([^'/]*)'", message):
         group, choice = found.groups()
         options = re.findall(r"^\t(\S+)$", message, flags=re.MULTILINE)
-        close = nearest(choice, options)
         listed = f" ({group} is one of {', '.join(options)})" if options else ""
-        return ConfigError(f"{group}={choice}: there is no such choice{close}{listed}")
+        return ConfigError(f"{group}={choice}: there is no such choice{nearest(choice, options)}{listed}")
     for pattern in (r"Could not override '([^']+)'", r"Could not delete.* '([^']+)'"):
         if found := re.search(pattern, message):
             return _explain_key(found.group(1), message, argv)
@@ -324,12 +321,11 @@ def _known_keys(argv: list[str]) -> set[str]:
     return set()
 
 
-def compose(
-    overrides: list[str], config_dir: str | None = None, return_hydra_config: bool = False
-) -> DictConfig:
-    """Compose one job's config from the package's groups and ``config_dir``. Raises Hydra's errors."""
+def compose(overrides: list[str], folder: str | None = None, return_hydra_config: bool = False) -> DictConfig:
+    """Compose one job's config from the package's groups and ``folder``. Raises Hydra's or a ConfigError."""
+    refuse_bases(overrides, folder)
     GlobalHydra.instance().clear()
-    search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+    search = [f"hydra.searchpath=['file://{Path(folder).resolve()}']"] if folder else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
         return hydra.compose("config", [*search, *overrides], return_hydra_config)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speechtrain import __version__
+from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import guarded
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
 
@@ -225,7 +226,7 @@ def devices() -> Finding:
     from speechtrain.precision import NAMES
 
     here, missing = [], []
-    for choice in _device_choices():
+    for choice in choices(None)["device"]:
         device: Device = build(compose([f"device={choice}"], None), "device")
         try:
             device.check(1)
@@ -236,13 +237,6 @@ def devices() -> Finding:
         here.append(f"{choice} ({' '.join(able)})")
     absent = f"; not available: {', '.join(missing)}" if missing else ""
     return Finding(GREEN, "devices", f"{', '.join(here)}{absent}")
-
-
-def _device_choices() -> list[str]:
-    from importlib import resources
-
-    folder = resources.files("speechtrain.conf") / "device"
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def _libsndfile() -> str:

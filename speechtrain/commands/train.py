@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain import __version__
+from speechtrain.commands._choices import choices, config_dir
 from speechtrain.commands._cli import guarded
 from speechtrain.run_directory import CONFIG
 
@@ -62,14 +63,16 @@ def main() -> None:
 def run(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     if "--help" in argv or "-h" in argv:  # without Hydra, whose own help composes everything first
-        print(HELP.replace("{groups}", _groups(argv)), end="")
+        named = choices(config_dir(argv)).items()
+        groups = "\n".join(f"  {group:<12} {' | '.join(names)}" for group, names in named)
+        print(HELP.replace("{groups}", groups), end="")
         return 0
     if "--version" in argv:
         print(f"speechtrain {__version__}")
         return 0
     from speechtrain.commands._continue_run import continued, run_to_continue
     from speechtrain.commands._external_launch import explicit_run_dir, join, world_of
-    from speechtrain.commands._hydra_app import check_flags, config_dir, options, run_composed
+    from speechtrain.commands._hydra_app import check_flags, options, run_composed
     from speechtrain.commands._start_run import launch
 
     world = world_of(argv)
@@ -95,21 +98,6 @@ def run(argv: list[str]) -> int:
 
     run_composed(arguments, job)
     return 0
-
-
-def _groups(argv: list[str]) -> str:
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"  # a wheel maps it into the package; in a checkout it is next to it
-    folders = [installed if installed.is_dir() else package.parent / "conf"]
-    for flag, value in zip(argv, [*argv[1:], ""], strict=False):
-        name, equals, attached = flag.partition("=")
-        if name in ("--config-dir", "-cd"):
-            folders.append(Path(attached if equals else value))
-    choices: dict[str, set[str]] = {}
-    for folder in folders:
-        for path in folder.glob("*/*.yaml"):
-            choices.setdefault(path.parent.name, set()).add(path.stem)
-    return "\n".join(f"  {group:<12} {' | '.join(sorted(names))}" for group, names in sorted(choices.items()))
 
 
 def rewrite(argv: list[str]) -> list[str]:

@@ -167,9 +167,12 @@ def _advice(weights: Mapping[str, Tensor]) -> str:
 def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
     """Shapes of every wav2vec 2.0 encoder in conf/encoder, by name."""
     found = {}
-    for entry in (importlib.resources.files("speechtrain.conf") / "encoder").iterdir():
-        node = yaml.safe_load(entry.read_text()) if entry.name.endswith(".yaml") else None
-        if not isinstance(node, dict) or node.pop("_target_", None) != _ENCODER:
+    folder = Path(str(importlib.resources.files("speechtrain.conf")), "encoder")
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
+    for name, own in files.items():
+        parts = (*own.pop("defaults", ()), name)  # its base YAMLs first, as in Hydra
+        node = {key: value for part in parts for key, value in files.get(str(part), {}).items()}
+        if name.startswith("_") or node.pop("_target_", None) != _ENCODER:
             continue
         try:
             with torch.device("meta"):
@@ -177,8 +180,8 @@ def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
         except (SpeechtrainError, TypeError):  # a choice that needs a value from another group
             continue
         state = encoder.state_dict()
-        found[entry.name.removesuffix(".yaml")] = {f"encoder.{n}": tuple(v.shape) for n, v in state.items()}
-    return dict(sorted(found.items()))
+        found[name] = {f"encoder.{n}": tuple(v.shape) for n, v in state.items()}
+    return found
 
 
 # --- an imported model ----------------------------------------------------------------------------

@@ -49,18 +49,18 @@ class _StaticLoss(torch.autograd.Function):
         # transitions from two states before: over a blank, between different labels
         before = torch.cat([around, around, states[:, :-2]], 1)[:, :width]
         may_skip = (position % 2 == 1) & (position > 1) & (states != before)
-        skip = (1 - may_skip.to(scores.dtype)) * _NEVER
+        nothing = torch.zeros_like(states, dtype=scores.dtype)
+        skip = nothing.masked_fill(~may_skip, _NEVER)
         ends = (position == 2 * symbols[:, None]) | (position == 2 * symbols[:, None] - 1)
-        end = (1 - ends.to(scores.dtype)) * _NEVER
-        begin = (1 - (position < 2).to(scores.dtype)) * _NEVER
+        end = nothing.masked_fill(~ends, _NEVER)
+        begin = nothing.masked_fill(position >= 2, _NEVER)
 
         log_chance = begin + emitted[:, 0]
         alphas = [log_chance[:, None]]
         for t in range(1, length):
             reached = _either(log_chance, _shifted(log_chance, 1))
             reached = _either(reached, _shifted(log_chance, 2) + skip) + emitted[:, t]
-            is_there = (frames > t).to(scores.dtype)[:, None]
-            log_chance = reached * is_there + log_chance * (1 - is_there)
+            log_chance = torch.where((frames > t)[:, None], reached, log_chance)
             alphas.append(log_chance[:, None])
         last = log_chance + end
         top = last.max(1).values
@@ -83,8 +83,7 @@ class _StaticLoss(torch.autograd.Function):
                 onward = log_chance + emitted[:, t + 1]
                 reached = _either(onward, _shifted(onward, -1))
                 reached = _either(reached, _shifted(onward + skip, -2))
-            is_last = (frames == t + 1).to(end.dtype)[:, None]
-            log_chance = end * is_last + reached * (1 - is_last)
+            log_chance = torch.where((frames == t + 1)[:, None], end, reached)
             betas[t] = log_chance[:, None]
         position = torch.arange(length, device=frames.device)
         weight = (position < frames[:, None]).to(end.dtype) * (possible * upstream)[:, None]
@@ -96,7 +95,7 @@ class _StaticLoss(torch.autograd.Function):
 
 def _either(a: Tensor, b: Tensor) -> Tensor:
     """The logarithm of exp a + exp b."""
-    # logaddexp breaks a recorded graph; a + softplus(b - a) would lose b where a is _NEVER
+    # a + softplus(b - a) would lose b where a is _NEVER; logaddexp would leave a lazy graph
     return torch.maximum(a, b) + F.softplus(-(a - b).abs())
 
 

@@ -451,7 +451,7 @@ class _Cells(NamedTuple):
 class _StaticWalk:
     """Visits every cell of the padded lattice, a few frames of all utterances at a time.
 
-    It uses only operations that the rehearsal device records in one graph: no index_add, where, xor, shift.
+    It uses only operations that a graph records: no index_add, no in-place write into a slice.
     """
 
     def __init__(self, joint: _Joint, given: _Given) -> None:
@@ -596,16 +596,15 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # the second as int32
 
 
 def _mix(word: Tensor) -> Tensor:
-    """Hash each int32 by sums, products and views, which the rehearsal device records in a graph."""
+    """Hash each int32 (MurmurHash3's finaliser)."""
     for multiplier in _MULTIPLIERS:
         word = _fold(word) * multiplier
     return _fold(word)
 
 
 def _fold(word: Tensor) -> Tensor:
-    """Compute ``word ^ (word >>> 16)`` by x ^ y = x + y - 2 (x & y)."""
-    high = word.contiguous().view(torch.int16)[..., 1::2].int() & 0xFFFF  # little-endian
-    return word + high - 2 * (word & high)
+    """Compute ``word ^ (word >>> 16)``; the rehearsal device records no shift."""
+    return word ^ (word.contiguous().view(torch.int16)[..., 1::2].int() & 0xFFFF)  # little-endian
 
 
 def _mix_in_place(word: Tensor, spare: Tensor) -> None:
@@ -673,7 +672,7 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     last_frame, last_position = frames[:, None, None] - 1, symbols[:, None, None]
     no_label = (frame > last_frame) | (position >= last_position)
     is_last = (frame == last_frame) & (position == last_position)
-    no_blank = ((frame >= last_frame) | (position > last_position)) & (is_last == 0)
+    no_blank = ((frame >= last_frame) | (position > last_position)) & ~is_last
     blank = _skewed(blank.masked_fill(no_blank, _NEVER), _NEVER)
     label = _skewed(label.masked_fill(no_label, _NEVER), _NEVER)
     ends = _skewed(is_last.to(blank.dtype), 0)
@@ -699,7 +698,7 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
 
     inside = _inside((batch, most, positions), frames, symbols)
     occupancy = _straight((alpha + beta.flip(1, 2)).softmax(-1), most) * inside
-    label_share = _straight(torch.stack(odds, 1).flip(1, 2).sigmoid(), most) * (no_label == 0)
+    label_share = _straight(torch.stack(odds, 1).flip(1, 2).sigmoid(), most) * ~no_label
     mass = ((torch.stack(totals, 1) - beta) * beta.exp()).sum(-1).flip(1)  # removed by normalisation
     beyond = _count(mass.shape[1], mass) > frames[:, None] - 1 + symbols[:, None]
     loss = -mass.masked_fill(beyond, 0).sum(-1)

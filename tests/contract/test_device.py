@@ -42,7 +42,7 @@ from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
 CONF = Path(__file__).parents[2] / "conf"
-CHOICES = sorted(path.stem for path in (CONF / "device").glob("*.yaml"))
+CHOICES = sorted(path.stem for path in (CONF / "device").glob("[!_]*.yaml"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -36,7 +36,8 @@ from speechtrain.task import Task
 from speechtrain.text.vocabulary import train_sentencepiece
 
 CONF = Path(__file__).parents[2] / "conf"
-ALL = sorted((p.parent.name, p.stem) for p in CONF.glob("*/*.yaml"))
+ALL = sorted((p.parent.name, p.stem) for p in CONF.glob("*/[!_]*.yaml"))
+BASES = sorted((p.parent.name, p.stem) for p in CONF.glob("*/_*.yaml"))
 CONSTRUCTED = [choice for choice in ALL if choice[0] in INTERFACES]
 TOGETHER = {("tokenizer", "none"): "wav2vec2_small"}  # models of choices that a recogniser does not take
 TEXTS = [
@@ -138,6 +139,18 @@ def test_every_key_can_be_set_without_a_plus(group: str, choice: str, required: 
 def test_every_group_has_its_interface_and_its_default() -> None:
     assert {folder for folder, _ in ALL} - {"recipe", "sweep"} <= set(INTERFACES)
     assert set(INTERFACES) <= {folder for folder, _ in ALL}
+
+
+def _inherited(group: str, name: str) -> list[str]:
+    """What a file's ``defaults`` name of its own group."""
+    listed = OmegaConf.load(CONF / group / f"{name}.yaml").get("defaults", [])
+    return [item for item in listed if isinstance(item, str) and item != "_self_"]
+
+
+@pytest.mark.parametrize(("group", "base"), BASES)
+def test_a_base_yaml_has_no_base_and_several_choices_that_inherit_it(group: str, base: str) -> None:
+    assert _inherited(group, base) == []
+    assert sum(base in _inherited(group, choice) for choice in choices(group)) > 1
 
 
 # --- device -------------------------------------------------------------------------------------

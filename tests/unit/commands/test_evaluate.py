@@ -97,6 +97,7 @@ def test_json_is_valid_where_a_figure_is_not_finite() -> None:
         (["data=fsdd"], ConfigError, "a trained run keeps its data"),
         (["precision=fp8"], ConfigError, "precision is one of"),
         (["device.threads"], ConfigError, "not KEY=VALUE"),
+        (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice; choose cpu, "),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),
         (["--set", "a=x", "--set", "a=y"], ConfigError, "given twice"),

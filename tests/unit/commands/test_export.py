@@ -10,6 +10,7 @@ import yaml
 from safetensors.torch import load_file
 
 from speechtrain.commands import export
+from speechtrain.commands._hydra_app import compose
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.interop import fairseq, huggingface
@@ -86,7 +87,7 @@ def test_an_encoder_is_initialised_whole_or_not_at_all(model: Pretrained) -> Non
     other = {n: v for n, v in model.weights.items() if n != "encoder.norm.bias"}
     with pytest.raises(ConfigError, match=r"init_from=x: encoder\.norm\.bias is missing in it"):
         initialise(task, other, "x")
-    small = yaml.safe_load(Path(__file__).parents[3].joinpath("conf/encoder/wav2vec2_small.yaml").read_text())
+    small = dict(compose(["encoder=wav2vec2_small"]).encoder)
     del small["_target_"]
     shipped = Wav2Vec2Encoder(**(small | {"mask": None}))
     weights = {f"encoder.{n}": v for n, v in shipped.state_dict().items()}

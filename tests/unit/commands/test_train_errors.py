@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,16 @@ WRONG = [
     (["model="], CONFIG, ["model=", "rnnt_small"]),
     (["model=null"], CONFIG, ["model=null", "takes a name"]),
     (["model={a: 1}"], CONFIG, ["model is a group"]),
+    # a base YAML is not a choice
+    (
+        ["model=_rnnt"],
+        CONFIG,
+        ["model=_rnnt: a base YAML is not a choice", "choose ctc, rnnt, "],
+    ),
+    (["-m", "model=ctc,_rnnt"], CONFIG, ["model=_rnnt: a base YAML", "ctc, rnnt, "]),
+    (["-m", "model=choice(_rnnt,ctc)"], CONFIG, ["model=_rnnt: a base YAML"]),
+    (["+recipe@data='_mine'"], CONFIG, ["recipe=_mine: a base YAML", "demo"]),
+    (["model=_rnnt", "--cfg=job"], CONFIG, ["model=_rnnt: a base YAML"]),
     (["hydra/launcher=nosuch"], CONFIG, ["hydra/launcher=nosuch", "basic"]),
     # values
     (["trainer.max_steps=abc"], CONFIG, ["trainer.max_steps", "'abc'", "Integer"]),
@@ -159,6 +170,40 @@ def test_a_bad_file_in_the_config_dir(tmp_path: Path, capsys: pytest.CaptureFixt
         code, error = _error(capsys, "--config-dir", str(tmp_path / "mine"), f"model={choice}", DRY)
         assert (code, said in error) == (CONFIG, True), error
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_base_yaml_is_listed_nowhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _run("--help") == 0
+    listed = capsys.readouterr().out
+    monkeypatch.setenv("COMP_LINE", "speechtrain-train model=")
+    assert _run("-sc", "query=bash") == 0
+    listed += capsys.readouterr().out
+    listed += _error(capsys, "model=rnntt")[1] + _error(capsys, "model=")[1]
+    listed += _error(capsys, "model=_rnnt")[1].removeprefix("model=_rnnt")
+    assert listed.count("rnnt_small") == 5
+    assert not re.search(r"(?<!\w)_(rnnt|wav2vec2)", listed)
+
+
+def test_a_sweep_over_all_choices_takes_no_base_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("-m", "augment=glob(*)", DRY) == 0
+    assert capsys.readouterr().out.count("speechtrain.train_rank") == 3
+
+
+def test_a_base_yaml_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine" / "model"
+    folder.mkdir(parents=True)
+    (folder / "_wide.yaml").write_text("defaults:\n  - rnnt\n  - _self_\n\njoint_hidden: 640\n")
+    (folder / "wide.yaml").write_text("defaults:\n  - _wide\n  - _self_\n\njoint_dropout: 0.1\n")
+    own = ("--config-dir", str(tmp_path / "mine"))
+    assert _run(*own, "model=wide", "--cfg", "job") == 0
+    shown = capsys.readouterr().out
+    assert "joint_hidden: 640\n  joint_dropout: 0.1\n" in shown
+    assert _run(*own, "--help") == 0
+    assert "| wide\n" in capsys.readouterr().out
+    code, error = _error(capsys, *own, "model=_wide", DRY)
+    assert (code, error.endswith("wide"), "_rnnt" in error) == (CONFIG, True, False)
 
 
 def test_targets_are_allowed_from_the_command_line(

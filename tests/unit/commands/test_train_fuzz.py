@@ -19,7 +19,9 @@ from speechtrain.errors import ConfigError, SpeechtrainError
 
 CONF = Path(__file__).parents[3] / "conf"
 GROUPS = {
-    folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
+    folder.name: sorted(p.stem for p in folder.glob("[!_]*.yaml"))
+    for folder in CONF.iterdir()
+    if folder.is_dir()
 }
 GROUPS = {name: choices for name, choices in GROUPS.items() if choices}
 KEYS = sorted(composition._known_keys([]))
