@@ -135,6 +135,17 @@ def test_no_module_and_no_folder_imports_itself_in_a_circle() -> None:
     assert cycle({"a": {"b"}, "b": {"a"}, "c": {"a"}})  # this test can fail
 
 
+def test_commands_and_their_helpers_import_helpers_only() -> None:
+    """With no circle among them, a call between their modules goes one way: down from a command."""
+    found = {
+        f"{path.name}:{line} imports {name}"
+        for path in (PACKAGE / "commands").glob("*.py")
+        for line, name in imports(path)
+        if re.match(r"speechtrain\.commands\.[^_]", name)
+    }
+    assert not found
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_hydra_stays_at_the_door(path: Path) -> None:
     if axis_of(path) in ("commands", "config", "train_rank"):

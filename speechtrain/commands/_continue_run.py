@@ -1,8 +1,9 @@
-"""The config of a run that continues: its stored config, with the overrides that are new in this start."""
+"""The run that a command continues, or the name of a new one; its config, with what is new in this start."""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,36 +13,78 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.commands._choices import config_dir
-from speechtrain.commands._find_run import find_run, text_of
-from speechtrain.commands._hydra_app import compose, explain, options
+from speechtrain.commands._command_line import Command
+from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.config.resolved import resolved
-from speechtrain.config.resume_fields import PER_START, flat, is_volatile, key_of
+from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of, typed_fields
 from speechtrain.config.schema import INTERFACES
 from speechtrain.errors import ConfigError, RunError, first_line
-from speechtrain.run_directory import CONFIG, read_about
+from speechtrain.run_directory import ABOUT, CONFIG, read_about
 
-_NOT_ONE_RUN = {"-m", "--multirun", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 _SHOWN = 3  # keys in a message
 
 
-def run_to_continue(argv: Sequence[str], run_dir: Path | None) -> Path | None:
-    """The existing run that a command line continues; None for a new run, a sweep and for no training."""
-    flags, overrides = options(argv)
-    if _NOT_ONE_RUN & {flag.partition("=")[0] for flag in flags} or any(o[:5] == "hydra" for o in overrides):
+def run_to_continue(command: Command) -> Path | None:
+    """The existing run that a command continues; None for a new run, a sweep and for no training."""
+    names = {flag.partition("=")[0] for flag in command.flags}
+    if command.is_sweep or names & _ONLY_PRINTS or any(o[:5] == "hydra" for o in command.overrides):
         return None
-    if run_dir is None:
-        found = find_run(overrides, config_dir(argv))
+    if command.run_dir is None:
+        found = find_run(command.overrides, command.config_dir)
         return found.resolve() if found else None
-    return run_dir if (run_dir / CONFIG).is_file() else None
+    return command.run_dir if (command.run_dir / CONFIG).is_file() else None
 
 
-def continued(
-    run_dir: Path, overrides: Sequence[str], folder: str | None, world_size: int | None = None
-) -> DictConfig:
-    """The config of the run in ``run_dir`` for this start, on ``world_size`` ranks if that is given.
+def find_run(overrides: Sequence[str], folder: str | None) -> Path | None:
+    """The run below OUTPUT_DIR that started with these overrides and the same YAML files of ``folder``.
+
+    Keys that may change do not count. Raises RunError if there are several.
+    """
+    wanted, found = typed_fields(overrides), []
+    for path in sorted(base_folder().glob(f"*/{ABOUT}")):
+        about = read_about(path.parent)
+        # a damaged run.json says nothing of what was typed, and so matches no command
+        is_same = "argv" in about and typed_fields(about["overrides"]) == wanted
+        is_same = is_same and all(text_of(folder, name) == text for name, text in about["written"].items())
+        if is_same and (path.parent / CONFIG).is_file():
+            found.append(path.parent)
+    if len(found) > 1:
+        raise RunError(f"{found[0]} and {found[1]} started with the same keys; choose one with run_dir=DIR")
+    return found[0] if found else None
+
+
+def base_folder() -> Path:
+    """The folder of runs without ``run_dir``."""
+    return Path(os.environ.get("OUTPUT_DIR", "runs"))
+
+
+def run_name(choices: Mapping[str, Any], overrides: Sequence[str], folder: str | None) -> str:
+    """A run's folder name: the existing run's, else one that follows from overrides and the user's files."""
+    found = find_run(overrides, folder)
+    digest = fingerprint(overrides, written_files(choices, folder))
+    # check() refuses a group deleted by ~GROUP later
+    return found.name if found else f"{choices.get('model')}-{choices.get('data')}-{digest}"
+
+
+def written_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:
+    """The text of each chosen YAML file in the user's own config folder, by ``group/choice``."""
+    names = sorted(f"{group}/{choice}" for group, choice in choices.items())
+    return {name: text for name in names if (text := text_of(folder, name))}
+
+
+def text_of(folder: str | None, name: str) -> str:
+    """The text of a YAML file in the user's own config folder; empty if there is none."""
+    try:
+        return Path(folder, f"{name}.yaml").read_text() if folder else ""
+    except OSError:
+        return ""
+
+
+def continued(run_dir: Path, command: Command) -> DictConfig:
+    """The config of the run in ``run_dir`` for this start, on as many ranks as were started together.
 
     An override with the same text in the run's ``run.json`` changes nothing: the stored value is used.
     Another override is applied if its key may change. Raises RunError, which names the key, if it may
@@ -49,12 +92,12 @@ def continued(
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    new = [text for text in overrides if text not in about["overrides"] or key_of(text) in PER_START]
-    changes = dict([*_rewritten(folder, about["written"]), *_parsed(new)])
+    new = [text for text in command.overrides if text not in about["overrides"] or key_of(text) in PER_START]
+    changes = dict([*_rewritten(command.config_dir, about["written"]), *_parsed(new)])
     changes.pop("run_dir", None)
     shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
-    if world_size is not None:
-        shares["world_size"] = world_size
+    if command.together:
+        shares["world_size"] = command.together.world.size
     refused = _share_out(config, shares, run_dir)
     for key, value in changes.items():
         if key in (*INTERFACES, "recipe"):
@@ -68,7 +111,7 @@ def continued(
             refused.append(f"{key}: {before} in the run, {value} now")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")
-    _say_what_is_kept(run_dir, config, [*about["overrides"], *new], folder)
+    _say_what_is_kept(config, [*about["overrides"], *new], command.config_dir)
     return config
 
 
@@ -82,7 +125,7 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            raise explain(error, list(overrides)) from None
+            raise explain(error, overrides) from None
         if override.is_sweep_override():
             raise ConfigError(f"{text}: several values are a sweep: add -m; a list is {key_of(text)}=[…]")
         if override.is_delete():
@@ -125,7 +168,7 @@ def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) ->
     return []
 
 
-def _say_what_is_kept(run_dir: Path, config: DictConfig, typed: Sequence[str], folder: str | None) -> None:
+def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | None) -> None:
     """Print one line if a new run with these overrides would have other values than this run."""
     own = flat(resolved(config))
     try:
@@ -136,7 +179,7 @@ def _say_what_is_kept(run_dir: Path, config: DictConfig, typed: Sequence[str], f
     except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have
         kept = ["configuration"]
     if kept:
-        print(f"{run_dir}: the run keeps its {_shown(kept)}; a new run would differ", flush=True)
+        print(f"{config.run_dir}: the run keeps its {_shown(kept)}; a new run would differ", flush=True)
 
 
 def _is_place(key: str) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from speechtrain import errors
-from speechtrain.commands._external_launch import RENDEZVOUS, ExternalLaunch, world_of
+from speechtrain.commands._command_line import Command
+from speechtrain.commands._external_launch import RENDEZVOUS
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
@@ -41,35 +42,23 @@ _ENDED = ("finished", "target", "time")
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
-def launch(
-    configure: Callable[[], DictConfig], run_dir: Path, argv: list[str], began: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Start the run in ``run_dir``, or continue it, and return its result.
+def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) -> dict[str, Any]:
+    """Start the run whose directory ``config`` names, or continue it; return its result when it has ended.
 
-    ``configure`` makes the config; ranks that were started together learn of its error, too.
-    ``began`` (overrides and the user's YAML files) is kept with a new run. A finished run returns its
-    result at once. Raises the SpeechtrainError that stopped the run, here or in a rank.
+    A new run keeps ``written``, the user's own YAML files. A finished run returns its result at once.
+    Raises the SpeechtrainError that stopped the run, here or in a rank.
     """
-    run_dir, world = run_dir.resolve(), world_of(argv)
-    if world.size == 1:
-        return _launched(configure(), run_dir, argv, began, None)
-    together = ExternalLaunch(world)
-    with together.telling(run_dir):
-        config = configure()
-        if config.world_size == 1:
-            config.world_size = world.size
-        return _launched(config, run_dir, argv, began, together)
-
-
-def _launched(
-    config: DictConfig, run_dir: Path, argv: list[str], began: Mapping[str, Any], together: Launcher | None
-) -> dict[str, Any]:
-    config.run_dir = str(run_dir)
+    run_dir = Path(config.run_dir)
     plain = check(config)
     dry_build(config)
-    device, launcher = _parts(config)
-    launcher = together or launcher
-    environment, forwarded = _environment(device, config.world_size), device.facts.forwarded_variables
+    device: Device = build(config, "device")
+    device.check_precision(build(config, "precision"))
+    launcher: Launcher = build(config, "launcher")
+    launcher = command.together or launcher
+    environment = device.environment(config.world_size)
+    environment |= {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
+    environment[NETWORK_VARIABLES] = " ".join(device.facts.network_variables)
+    forwarded = device.facts.forwarded_variables
     job = Job(run_dir / CONFIG, run_dir, config.world_size, environment, forwarded)
     launcher.check(job)
     _check_disk(run_dir)
@@ -82,20 +71,11 @@ def _launched(
     if done and done.get("status") in _ENDED and migrate_limits(done.get("limits")) == plain["trainer"]:
         print(f"{run_dir} is done: {_describe(done)}")
         return done
+
     is_new = not (run_dir / CONFIG).exists()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(run_dir).acquire()
-    # before the config: a run that has only a config would refuse its own command
-    _write_about(run_dir, is_new, {**about(argv), "seed": config.seed, "device": device.name}, began)
-    with atomic(run_dir / CONFIG) as temporary:
-        temporary.write_text(dump(config))
-    for rank in range(max(job.world_size, _ranks_before(run_dir))):
-        (rank_folder(run_dir, rank) / RESULT).unlink(missing_ok=True)
-    lock.release()  # rank 0 takes it over
-    simulated = config.trainer.simulate_world
-    if simulated is not None:
-        share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
-        print(f"trainer.simulate_world={simulated}: {share}", flush=True)
+    start = {**about(command.argv), "seed": config.seed, "device": device.name}
+    first = {**start, "overrides": command.overrides, "written": dict(written)}
+    _write(config, job, first if is_new else {**read_about(run_dir), "latest": start})
     try:
         ended = launcher.launch(job)
     except SpeechtrainError:  # no process was started
@@ -105,7 +85,13 @@ def _launched(
     if ended.submitted:
         print(ended.submitted)
         return {"status": "submitted", "metric": None}
-    result = _outcome(ended, run_dir, is_new)
+
+    result = _outcome(ended, run_dir)
+    if result["status"] == "failed":
+        error = _error_of(result, run_dir)
+        if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
+            _discard(run_dir)
+        raise error
     result["limits"] = plain["trainer"]
     write_json(run_dir / RESULT, result)
     if result["status"] == "preempted":
@@ -114,8 +100,24 @@ def _launched(
     return result
 
 
-def _outcome(ended: Result, run_dir: Path, is_new: bool) -> dict[str, Any]:
-    """The result of a run whose processes have ended. Raises the error that stopped it."""
+def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
+    """Write the files that the ranks of a start read, ``story`` as ``run.json``; remove earlier results."""
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(job.run_dir).acquire()
+    # before the config: a run that has only a config would refuse its own command
+    write_json(job.run_dir / ABOUT, story)
+    with atomic(job.config) as temporary:
+        temporary.write_text(dump(config))
+    for path in (job.run_dir / RESULT, *(job.run_dir / RANKS).glob(f"*/{RESULT}")):
+        path.unlink(missing_ok=True)
+    lock.release()  # rank 0 takes it over
+    if simulated := config.trainer.simulate_world:
+        share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
+        print(f"trainer.simulate_world={simulated}: {share}", flush=True)
+
+
+def _outcome(ended: Result, run_dir: Path) -> dict[str, Any]:
+    """The result of a run whose processes have ended. Raises an error if none of them could write it."""
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)
@@ -123,26 +125,7 @@ def _outcome(ended: Result, run_dir: Path, is_new: bool) -> dict[str, Any]:
         raise MachineError(ended.cause)
     if result is None:
         raise RunError(f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}")
-    if result["status"] == "failed":
-        error = _error_of(result, run_dir)
-        if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
-            _discard(run_dir)
-        raise error
     return result
-
-
-def _parts(config: DictConfig) -> tuple[Device, Launcher]:
-    device: Device = build(config, "device")
-    device.check_precision(build(config, "precision"))
-    return device, build(config, "launcher")
-
-
-def _environment(device: Device, world_size: int) -> dict[str, str]:
-    environment = device.environment(world_size)
-    environment[NETWORK_VARIABLES] = " ".join(device.facts.network_variables)
-    if ALLOW_TARGETS in os.environ:
-        environment[ALLOW_TARGETS] = os.environ[ALLOW_TARGETS]
-    return environment
 
 
 def _check_disk(run_dir: Path) -> None:
@@ -156,17 +139,6 @@ def _check_disk(run_dir: Path) -> None:
         )
 
 
-def _ranks_before(run_dir: Path) -> int:
-    """One more than the highest rank that has a folder in this run."""
-    return 1 + max((int(p.name) for p in (run_dir / RANKS).glob("*") if p.name.isdigit()), default=0)
-
-
-def _write_about(run_dir: Path, is_new: bool, start: dict[str, Any], began: Mapping[str, Any]) -> None:
-    """Write ``run.json``: the first start, and the latest one as ``latest``."""
-    first = {**start, **began} if is_new else {**read_about(run_dir), "latest": start}
-    write_json(run_dir / ABOUT, first)
-
-
 def _discard(run_dir: Path) -> None:
     """Remove the files of a run that a user's error ended before its first step, if there are no others."""
     begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, RENDEZVOUS}
@@ -177,11 +149,8 @@ def _discard(run_dir: Path) -> None:
 
 
 def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
-    by_code = {
-        c.exit_code: c
-        for c in vars(errors).values()
-        if isinstance(c, type) and issubclass(c, SpeechtrainError)
-    }
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, SpeechtrainError)]
+    by_code = {c.exit_code: c for c in classes}
     found = by_code.get(result["exit_code"], SpeechtrainError)
     folder = rank_folder(run_dir, int(result.get("rank", 0)))
     trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""

@@ -250,8 +250,8 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from speechtrain.commands._command_line import rewrite
     from speechtrain.commands._hydra_app import compose, explain
-    from speechtrain.commands.train import rewrite
     from speechtrain.config.check import check
 
     try:

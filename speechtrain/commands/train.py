@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
 
 from speechtrain import __version__
 from speechtrain.commands._choices import choices, config_dir
 from speechtrain.commands._cli import guarded
-from speechtrain.run_directory import CONFIG
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from speechtrain.commands._command_line import check_flags, read
 
 HELP = f"""speechtrain-train {__version__}: train a speech model.
 
@@ -61,7 +55,11 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; returns its exit code.
+
+    A run that exists continues with its own config; else Hydra composes one for each job. Both go to
+    ``start_run``, which checks, starts the ranks, follows them and reports how they ended.
+    """
     if "--help" in argv or "-h" in argv:  # without Hydra, whose own help composes everything first
         named = choices(config_dir(argv)).items()
         groups = "\n".join(f"  {group:<12} {' | '.join(names)}" for group, names in named)
@@ -71,62 +69,21 @@ def run(argv: list[str]) -> int:
         print(f"speechtrain {__version__}")
         return 0
     from speechtrain.commands._continue_run import continued, run_to_continue
-    from speechtrain.commands._external_launch import explicit_run_dir, join, world_of
-    from speechtrain.commands._hydra_app import check_flags, options, run_composed
-    from speechtrain.commands._start_run import launch
+    from speechtrain.commands._start_jobs import start_jobs
+    from speechtrain.commands._start_run import start_run
 
-    world = world_of(argv)
-    if world.rank:
-        return join(argv, world)
-    arguments = rewrite(argv)
-    check_flags(arguments)
-    folder = config_dir(arguments)
-    ranks = world.size if world.size > 1 else None
-    run_dir = run_to_continue(arguments, explicit_run_dir(argv))
-    if run_dir is not None:
-        launch(lambda: continued(run_dir, options(arguments)[1], folder, ranks), run_dir, argv, {})
-        return 0
-
-    def job(config: DictConfig, run_dir: Path, overrides: list[str], written: dict[str, str]) -> float | None:
-        def configure() -> DictConfig:
-            is_new = not (run_dir / CONFIG).is_file()
-            return config if is_new else continued(run_dir, overrides, folder, ranks)
-
-        result = launch(configure, run_dir, argv, {"overrides": overrides, "written": written})
-        metric: float | None = result["metric"]
-        return metric  # what an optimizing sweeper reads
-
-    run_composed(arguments, job)
+    command = read(argv)
+    together = command.together
+    if together and together.world.rank:  # rank 0 takes the steps that follow
+        return together.join()
+    with together.telling() if together else nullcontext():
+        check_flags(command.flags)
+        run_dir = run_to_continue(command)
+        if run_dir is None:
+            start_jobs(command)
+        else:
+            start_run(command, continued(run_dir, command), {})
     return 0
-
-
-def rewrite(argv: list[str]) -> list[str]:
-    """Translate arguments as users of other toolkits type them into Hydra's syntax.
-
-    ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would read it as a sweep), and
-    ``data.valid.NAME=…`` may add a name. ``allow_targets=`` moves to the environment, so that no
-    file can set it.
-    """
-    from speechtrain.config.targets import ALLOW_TARGETS
-
-    rewritten = []
-    for argument in argv:
-        key, equals, value = argument.partition("=")
-        if key == "allow_targets" and equals:
-            os.environ[ALLOW_TARGETS] = value.strip("[]")
-            continue
-        if equals and re.fullmatch(r"\+{0,2}data\.(train|valid\.[\w-]+)", key):
-            if "," in value and not value.lstrip().startswith(("[", "{", "'", '"')):
-                value = "[" + ",".join(_quoted(part) for part in value.split(",")) + "]"
-            if key.startswith("data.valid."):
-                key = "++" + key
-            argument = f"{key}={value}"
-        rewritten.append(argument)
-    return rewritten
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.strip().replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 if __name__ == "__main__":

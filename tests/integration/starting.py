@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHARED = (
-    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.commands._hydra_app"),
-    *("speechtrain.commands._external_launch", "speechtrain.commands._start_run"),
+    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.commands._start_jobs"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
     *("speechtrain.models.rnnt", "speechtrain.features.logmel"),
 )

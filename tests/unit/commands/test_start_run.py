@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands._continue_run import continued
-from speechtrain.commands._find_run import find_run
+from speechtrain.commands import train
+from speechtrain.commands._command_line import read
+from speechtrain.commands._continue_run import continued, find_run
 from speechtrain.commands._hydra_app import compose
-from speechtrain.commands._start_run import launch
+from speechtrain.commands._start_run import start_run
 from speechtrain.config.resolved import dump, load
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.run_directory import rank_folder, read_failure
@@ -28,8 +29,9 @@ def begun(run_dir: Path, *overrides: str) -> None:
 
 def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
-    config = continued(run_dir, [*DRY, *overrides], None)
-    assert launch(lambda: config, run_dir, [], {})["status"] == "dry run"
+    command = read([*DRY, *overrides])
+    config = continued(run_dir, command)
+    assert start_run(command, config, {})["status"] == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
     return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
 
@@ -70,12 +72,13 @@ def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None
     about = {"overrides": DRY, "written": {"schedule/mine": before}}
     (run_dir / "run.json").write_text(json.dumps(about))
     stored = load(run_dir / "config.yaml").trainer.max_steps
-    assert continued(run_dir, DRY, str(folder)).trainer.max_steps == stored
+    command = read([*DRY, "--config-dir", str(folder)])
+    assert continued(run_dir, command).trainer.max_steps == stored
     mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
-    assert continued(run_dir, DRY, str(folder)).trainer.max_steps == 7
+    assert continued(run_dir, command).trainer.max_steps == 7
     mine.write_text(before.replace("warmup_steps: 3", "warmup_steps: 4"))
     with pytest.raises(RunError, match=r"schedule\.warmup_steps: 60 in the run, 4 now"):
-        continued(run_dir, DRY, str(folder))
+        continued(run_dir, command)
 
 
 def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +105,19 @@ def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -
     assert failure["rank"] == 1
 
 
-def test_ranks_that_wait_learn_of_a_refused_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would wait for minutes for a rank 0 that has exited."""
     begun(tmp_path, "world_size=2")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    argv = [f"run_dir={tmp_path}", "seed=7"]
-    with pytest.raises(RunError, match="seed: 1 in the run, 7 now"):
-        launch(lambda: continued(tmp_path, argv, None, 2), tmp_path, argv, {})
-    assert json.loads((tmp_path / "rendezvous.json").read_text())["code"] == RunError.exit_code
+    for run_dir, wrong, error in (
+        (tmp_path, "seed=7", RunError),
+        (tmp_path, "--sed", ConfigError),
+        (tmp_path / "new", "sed=7", ConfigError),
+        (tmp_path / "other", "optimizer.lr=-7", ConfigError),
+    ):
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(error, match=wrong.strip("-")[:3]):
+            train.run([f"run_dir={run_dir}", wrong])
+        monkeypatch.setenv("RANK", "1")
+        assert train.run([f"run_dir={run_dir}", wrong]) == error.exit_code

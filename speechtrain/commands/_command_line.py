@@ -1,0 +1,135 @@
+"""The command line of speechtrain-train, read once: options, overrides, run directory and rank."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechtrain.commands._choices import config_dir
+from speechtrain.commands._external_launch import ExternalLaunch, started_together
+from speechtrain.errors import ConfigError, nearest
+
+# Hydra's options, with whether a value follows
+_FLAGS = {
+    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc"), False),
+    **dict.fromkeys(("--cfg", "-c", "--config-dir", "-cd", "--package", "-p", "--info", "-i"), True),
+}
+_CFG = ("job", "hydra", "all")
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What was typed, and whether the ranks were started together."""
+
+    argv: list[str]  # as typed
+    flags: list[str]  # Hydra's options with their values
+    overrides: list[str]  # KEY=VALUE pairs in Hydra's syntax
+    is_sweep: bool
+    config_dir: str | None  # the last one if there are several
+    run_dir: Path | None  # None for a sweep, which has several
+    together: ExternalLaunch | None  # the ranks that run already, if no launcher is to start them
+
+
+def read(argv: Sequence[str]) -> Command:
+    """Read the arguments and how this process was started; ``allow_targets=`` moves to the environment.
+
+    Raises ConfigError if several ranks were started together and ``argv`` does not name the run directory.
+    """
+    flags, overrides = _split(rewrite(argv))
+    is_sweep = bool({"-m", "--multirun"} & {*flags})
+    run_dir = None if is_sweep else _typed_run_dir(overrides)
+    together = started_together(run_dir)
+    return Command(
+        argv=list(argv),
+        flags=flags,
+        overrides=overrides,
+        is_sweep=is_sweep,
+        config_dir=config_dir(flags),
+        run_dir=run_dir,
+        together=together,
+    )
+
+
+def _typed_run_dir(overrides: Sequence[str]) -> Path | None:
+    named = [value for key, _, value in (o.partition("=") for o in overrides) if key == "run_dir"]
+    if not named:
+        return None
+    text = named[-1]
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        quote, text = text[0], text[1:-1]
+        text = text.replace(f"\\{quote}", quote).replace("\\\\", "\\")
+    return Path(text).resolve()
+
+
+def rewrite(argv: Sequence[str]) -> list[str]:
+    """Translate arguments as users of other toolkits type them into Hydra's syntax.
+
+    ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would read it as a sweep), and
+    ``data.valid.NAME=…`` may add a name. ``allow_targets=`` moves to the environment, so that no
+    file can set it.
+    """
+    from speechtrain.config.targets import ALLOW_TARGETS
+
+    rewritten = []
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if key == "allow_targets" and equals:
+            os.environ[ALLOW_TARGETS] = value.strip("[]")
+            continue
+        if equals and re.fullmatch(r"\+{0,2}data\.(train|valid\.[\w-]+)", key):
+            if "," in value and not value.lstrip().startswith(("[", "{", "'", '"')):
+                value = "[" + ",".join(_quoted(part) for part in value.split(",")) + "]"
+            if key.startswith("data.valid."):
+                key = "++" + key
+            argument = f"{key}={value}"
+        rewritten.append(argument)
+    return rewritten
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.strip().replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments into Hydra's options with values, and overrides: its parser refuses a mixture."""
+    found: tuple[list[str], list[str]] = ([], [])
+    takes_next = False
+    for argument in argv:
+        is_option = takes_next or argument.startswith("-")
+        found[not is_option].append(argument)
+        takes_next = not takes_next and _FLAGS.get(argument, False)
+    return found
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Refuse options for which Hydra would print its usage, or which replace the config."""
+    waiting = ""
+    for flag in flags:
+        name, equals, value = (waiting, "=", flag) if waiting else flag.partition("=")
+        waiting = ""
+        if name not in _FLAGS:
+            raise ConfigError(
+                f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain-train --help lists them"
+            )
+        if _FLAGS[name] and not equals:
+            waiting = name
+        elif _FLAGS[name]:
+            _check_flag_value(name, value)
+        elif equals:
+            raise ConfigError(f"{flag}: {name} takes no value; write {name}")
+    if waiting:
+        _check_flag_value(waiting, "")
+
+
+def _check_flag_value(name: str, value: str) -> None:
+    choices = _FLAG_VALUES.get(name, (value,))
+    listed = f"; it takes {', '.join(choices)}" if name in _FLAG_VALUES else ""
+    if not value:
+        raise ConfigError(f"{name} needs a value{listed}")
+    if value not in choices:
+        raise ConfigError(f"{name} {value}: there is no such choice{listed}")
