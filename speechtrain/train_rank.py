@@ -30,7 +30,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build
 from speechtrain.config.resolved import load
-from speechtrain.counter_rng import seed_at
+from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
@@ -51,7 +51,6 @@ from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
 
 _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
-_INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
 _RANK0_HEAD_START_SECONDS = 1.0  # other ranks wait so long: rank 0 prints before torchrun kills all
 _MOST_EARLY = 1000  # warnings kept until the trackers exist
 
@@ -119,7 +118,7 @@ def autotune(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     """The task, its weights drawn from the run's seed, and its tokenizer."""
     tokenizer: Tokenizer = build(config, "tokenizer")
-    torch.manual_seed(seed_at(config.seed, _INITIAL_WEIGHTS))
+    torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
     encoder = build(config, "encoder", augment=build(config, "augment"))
     return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.counter_rng import key_of, uniform_at
+from speechtrain.counter_rng import RunStream, key_of, uniform_at
 from speechtrain.data.audio import Samples, Unusable, change_speed, files_of, read_cut, read_file, standardise
 from speechtrain.data.index import Index
 from speechtrain.data.manifests import Record, seconds_of, text_of
@@ -37,7 +37,6 @@ REASONS = {
 """Explanation of each ``Skip.reason``: why a recording is not used."""
 
 _SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs at least one frame
-_CROPS = 9  # stream number in the address of a crop
 
 
 @dataclass
@@ -125,7 +124,7 @@ class BatchLoader:
         most = crop_samples(self.crop_seconds, self.sample_rate)
         if planned.shape is None:
             most = min(most, *(len(row.samples) for row in rows))
-        draws = uniform_at(self.seed, _CROPS, planned.epoch, self.index.keys[planned.rows])
+        draws = uniform_at(self.seed, RunStream.CROPS, planned.epoch, self.index.keys[planned.rows])
         for row, draw in zip(rows, draws.tolist(), strict=True):
             start = int(draw * (max(0, len(row.samples) - most) + 1))
             row.samples = row.samples[start : start + most]

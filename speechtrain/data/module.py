@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.counter_rng import uniform_at
+from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import BatchLoader, padding_batch
@@ -38,7 +38,6 @@ _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for exi
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
-_CHECKS = 6  # stream number in the address of the check's sample
 
 
 class SpeechData(DataModule):
@@ -297,7 +296,7 @@ class SpeechData(DataModule):
         """Return ``count`` rows, drawn by the seed, ascending; all rows if there are no more."""
         if len(rows) <= count:
             return rows
-        draws = uniform_at(self.seed, _CHECKS, np.arange(len(rows)))
+        draws = uniform_at(self.seed, RunStream.CHECKS, np.arange(len(rows)))
         return np.sort(rows[np.argpartition(draws, count)[:count]])
 
     # --- state ----------------------------------------------------------------------------------

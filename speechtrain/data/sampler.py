@@ -16,10 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.batch import Footprint
-from speechtrain.counter_rng import addressed, uniform_at
-
-# stream numbers in the addresses of draws; 1 and 2 are the trainer's and the worker's
-_ORDER, _SPEED, _BATCHES = 3, 4, 5
+from speechtrain.counter_rng import RunStream, addressed, uniform_at
 
 Seconds = NDArray[np.floating[Any]]
 Counts = NDArray[np.integer[Any]]
@@ -192,7 +189,7 @@ class Sampler:
         choices = self.fastest - self.slowest + 1
         if choices == 1:
             return np.full(len(self.keys), self.slowest, np.int16)
-        draws = uniform_at(self.seed, _SPEED, epoch, self.keys)
+        draws = uniform_at(self.seed, RunStream.SPEED, epoch, self.keys)
         return (self.slowest + (draws * choices).astype(np.int16)).astype(np.int16)
 
     def sizes(self, epoch: int) -> NDArray[np.int64]:
@@ -227,7 +224,7 @@ class Sampler:
         return np.minimum(samples, crop_samples(self.crop_seconds, self.sample_rate))
 
     def _make(self, epoch: int) -> Plan:
-        order = np.argsort(addressed(self.seed, _ORDER, epoch, self.keys), kind="stable")
+        order = np.argsort(addressed(self.seed, RunStream.ORDER, epoch, self.keys), kind="stable")
         percents = self.percents(epoch)[order]
         seconds = np.minimum(self.seconds[order] * (100.0 / percents), self.crop_seconds)
         labels = self.labels[order]
@@ -240,7 +237,8 @@ class Sampler:
             again = np.lexsort((-seconds, np.arange(len(seconds)) // width))
             bounds = pack(seconds[again], labels[again], self.packing, self.footprint, width)
             bucket_of = np.zeros(0, np.int16)
-        turn = np.argsort(addressed(self.seed, _BATCHES, epoch, np.arange(len(bounds) - 1)), kind="stable")
+        numbers = np.arange(len(bounds) - 1)
+        turn = np.argsort(addressed(self.seed, RunStream.BATCHES, epoch, numbers), kind="stable")
         shuffled, bounds = _reorder(bounds, turn)
         order, percents = order[again][shuffled], percents[again][shuffled]
         buckets = bucket_of[turn] if self.shapes else bucket_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import times
-from speechtrain.counter_rng import seed_at
+from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
@@ -36,9 +36,6 @@ from speechtrain.training.profiling import StepProfiler
 from speechtrain.training.recovery import Recovery
 from speechtrain.training.run_state import Interval, Parts, Progress
 from speechtrain.training.validation import Validation
-
-# stream numbers in the addresses drawn here
-_DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
 
 
 class Trainer:
@@ -130,7 +127,7 @@ class Trainer:
         while not status:
             step = progress.step + 1
             profiler.begin(step)
-            parts.task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
+            parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(parts, batches, step, interval)
             self.group.rank_status.at(step, "update")
             rate = parts.schedule.rate(step) * progress.rate_factor
@@ -179,11 +176,11 @@ class Trainer:
             rank_status.at(step, "forward")
             # one address for each micro-batch of the run, whichever rank computes it
             address = (step, micro * world.size + world.rank)
-            batch = parts.task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *address))
+            batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
             parts.micro_batches.append(batch)
             parts.latest = batch
             moved = self.device.move(batch)
-            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *address))
+            torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_DRAWS, *address))
             with nullcontext() if micro + 1 == accumulate else self.group.no_sync(wrapped):
                 with self.precision.autocast(self.device.name):
                     loss: Loss = wrapped(moved)
@@ -220,7 +217,7 @@ class Trainer:
         rate = parts.schedule.rate(self.progress.step + 1)
 
         def step(batch: Batch) -> None:
-            parts.task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
+            parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, 0))
             weight, healthy, _, _ = self._accumulate(parts, itertools.repeat(batch), 0, Interval())
             self._step(parts, weight, healthy, rate, is_real=False)
 
