@@ -28,10 +28,19 @@ from omegaconf import DictConfig
 
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import build
+from speechtrain.config.build import (
+    build_data,
+    build_device,
+    build_encoder,
+    build_model,
+    build_optimizer,
+    build_precision,
+    build_schedule,
+    build_tokenizer,
+    build_tracker,
+)
 from speechtrain.config.resolved import load
 from speechtrain.counter_rng import RunStream, seed_at
-from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
@@ -95,8 +104,7 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
 
     Raises MachineError if device and precision do not fit.
     """
-    device: Device = build(config, "device")
-    precision: Precision = build(config, "precision")
+    device, precision = build_device(config), build_precision(config)
     device.check_precision(precision)
     device.open(local_rank)
     if reason := device.precision_fallback_reason(precision.dtype):
@@ -117,17 +125,9 @@ def autotune(device: Device, group: Group, run_dir: Path) -> dict[str, Any]:
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     """The task, its weights drawn from the run's seed, and its tokenizer."""
-    tokenizer: Tokenizer = build(config, "tokenizer")
+    tokenizer = build_tokenizer(config)
     torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
-    encoder = build(config, "encoder", augment=build(config, "augment"))
-    return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
-
-
-def build_data(config: DictConfig, task: Task, tokenizer: Tokenizer) -> DataModule:
-    """The data module, with what it takes from the task: predicted memory and normalised audio."""
-    offers = {"tokenizer": tokenizer, "footprint": task.footprint(), "normalise": task.normalise_audio}
-    data: DataModule = build(config, "data", **offers)
-    return data
+    return build_model(config, tokenizer, build_encoder(config)), tokenizer
 
 
 def _begin_with(path: str | None, task: Task) -> dict[str, int]:
@@ -290,7 +290,7 @@ def train(
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
     apply_policy(task, device.policy(precision.dtype))
-    data = build_data(config, task, tokenizer)
+    data = build_data(config, tokenizer, task)
     with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
     device.validate_shapes(data.shapes())
@@ -299,15 +299,13 @@ def train(
 
     per_epoch = data.micro_batches_per_epoch / (world.size * settings.accumulate)
     planned = planned_steps(settings, per_epoch)
-    offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
-    schedule = build(config, "schedule", **offers)
-    flags = {name: value for name, value in device.optimizer_flags.items() if name in config.optimizer}
-    optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **flags)
+    schedule = build_schedule(config, max(1, round(per_epoch)), planned)
+    optimizer = build_optimizer(config, task.parameter_groups(), **device.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
     group.shard(module, optimizer)
     attempt.metric = task.metric  # warnings of the other ranks go to their own logs
-    attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")
+    attempt.tracker = tracker = Trackers() if world.rank else build_tracker(config)
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     early.setTarget(_Warnings(tracker))
     early.close()

@@ -221,12 +221,12 @@ def _libraries() -> Finding:
 def devices() -> Finding:
     """The finding on devices: those of this machine with their precisions, and what the others lack."""
     from speechtrain.commands._hydra_app import compose
-    from speechtrain.config.build import build
+    from speechtrain.config.build import build_device
     from speechtrain.precision import NAMES
 
     here, missing = [], []
     for choice in _device_choices():
-        device: Device = build(compose([f"device={choice}"], None), "device")
+        device = build_device(compose([f"device={choice}"], None))
         try:
             device.check(1)
         except MachineError as error:
@@ -272,11 +272,11 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
 
 def recipe(config: DictConfig) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
-    from speechtrain.config.build import build
-    from speechtrain.train_rank import build_data, build_task, open_device
+    from speechtrain.config.build import build_data, build_device
+    from speechtrain.train_rank import build_task, open_device
 
     try:
-        device: Device = build(config, "device")
+        device = build_device(config)
     except Exception as error:  # a doctor reports whatever it finds
         yield failure("device", error)
         return
@@ -299,7 +299,7 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     parameters = sum(p.numel() for p in task.parameters())
     yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
     try:
-        data = build_data(config, task, tokenizer)
+        data = build_data(config, tokenizer, task)
     except Exception as error:  # as above
         yield _data_failure(config, error)
         return
@@ -476,11 +476,11 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     import torch
 
     from speechtrain.compute_policy import apply_policy
-    from speechtrain.config.build import build
+    from speechtrain.config.build import build_optimizer
 
     apply_policy(task, device.policy(precision.dtype))
     batch = task.prepare(largest_batch(data), seed=0)
-    optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
+    optimizer = build_optimizer(config, task.parameter_groups())
     torch.manual_seed(0)
     begun = time.perf_counter()
     with precision.autocast(device.name):
