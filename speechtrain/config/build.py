@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.config.targets import target_class
-from speechtrain.errors import ConfigError, first_line
+from speechtrain.errors import ConfigError, SpeechtrainError, first_line
 
 if TYPE_CHECKING:  # a command that builds nothing must not import torch
     from torch.optim import Optimizer
@@ -88,9 +89,16 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
     taken = {name: offer for name, offer in offers.items() if name in inspect.signature(found).parameters}
     try:
         return found(**{**arguments, **taken})
+    except SpeechtrainError as error:
+        raise type(error)(_with_path(path, str(error), arguments)) from error
     except (ValueError, TypeError, OverflowError) as error:
-        message = first_line(error)
+        message = _with_path(path, first_line(error), arguments)
         raise ConfigError(message if message.startswith(path) else f"{path}: {message}") from error
+
+
+def _with_path(path: str, message: str, keys: Container[str]) -> str:
+    """``message``, after the config path if it begins with a key: a class names its parameter only."""
+    return f"{path}.{message}" if re.split("[ =:]", message)[0] in keys else message
 
 
 def _construct_nested(path: str, value: Any) -> Any:

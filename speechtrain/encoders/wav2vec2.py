@@ -69,7 +69,7 @@ class Wav2Vec2Encoder(Encoder):
         shares = {"dropout": dropout, "attention_dropout": attention_dropout, "layer_drop": layer_drop}
         shares |= {"activation_dropout": activation_dropout, "input_dropout": input_dropout}
         if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
-            raise ConfigError(f"encoder.{wrong[0]}; it must be at least 0 and below 1")
+            raise ConfigError(f"{wrong[0]}; it must be at least 0 and below 1")
         if conv_layers is None:
             conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
         self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale, conv_form)

@@ -42,13 +42,12 @@ class SpecAugment(nn.Module):
         of_time = {"time_masks": time_masks, "time_width": time_width, "time_width_min": time_width_min}
         for name, value in (of_freq | of_time).items():
             if value < 0:
-                raise ConfigError(f"SpecAugment.{name} is {value}; it must be 0 or more")
+                raise ConfigError(f"{name} is {value}; it must be 0 or more")
         for name, value in (("time_masks", time_masks), ("time_width", time_width)):
             if value > 1 and value != int(value):
-                raise ConfigError(f"SpecAugment.{name} is {value}; it must be a whole number or below 1")
+                raise ConfigError(f"{name} is {value}; it must be a whole number or below 1")
         if freq_width_min > freq_width or (time_width >= 1 and time_width_min > time_width):
-            raise ConfigError("SpecAugment: a minimum width exceeds its maximum; lower freq_width_min or "
-                              "time_width_min")  # fmt: skip
+            raise ConfigError("freq_width_min or time_width_min exceeds its maximum; lower it")
         self.freq_masks, self.freq_width, self.freq_width_min = freq_masks, freq_width, freq_width_min
         self.time_masks, self.time_width, self.time_width_min = time_masks, time_width, time_width_min
 

@@ -121,13 +121,13 @@ class Wav2Vec2(Task, PolicyAware):
         start, floor, decay = temperature or (2.0, 0.5, 0.999995)
         if not (start >= floor > 0 and 0 < decay <= 1):
             raise ConfigError(
-                f"model.temperature is {temperature}; it must be [start, floor, decay], start >= floor > 0 "
+                f"temperature is {temperature}; it must be [start, floor, decay], start >= floor > 0 "
                 "and 0 < decay <= 1"
             )
         if negatives < 1 or contrast_temperature <= 0:
-            raise ConfigError("model.negatives must be at least 1, and model.contrast_temperature above 0")
+            raise ConfigError("negatives must be at least 1, and contrast_temperature above 0")
         if not 0 <= target_dropout < 1:
-            raise ConfigError(f"model.target_dropout is {target_dropout}; it must be from 0 to below 1")
+            raise ConfigError(f"target_dropout is {target_dropout}; it must be from 0 to below 1")
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio
         self.quantizer = GumbelQuantizer(encoder.extractor.channels, code_width, codebooks, codes, code_init)

@@ -44,7 +44,7 @@ class _Planned(Schedule):
     def __init__(self, steps: int | None, planned_steps: int | None) -> None:
         total = planned_steps if steps is None else steps
         if total is None:
-            raise ValueError("steps is null; set schedule.steps, or limit trainer.max_steps or max_epochs")
+            raise ValueError("steps is null; set it, or limit trainer.max_steps or max_epochs")
         if total < 1:
             raise ValueError(f"steps is {total}; it must be above 0")
         self.total = total
