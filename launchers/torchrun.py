@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
@@ -45,7 +46,7 @@ class Torchrun(Launcher):
         # a variable, not an option: torch releases that do not know it ignore it
         variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
         variables |= RESTARTABLE if self.max_restarts else {}
-        return Job(job.config, job.run_dir, job.world_size, {**job.environment, **variables})
+        return replace(job, environment={**job.environment, **variables})
 
     def _command(self, job: Job) -> list[str]:
         return [

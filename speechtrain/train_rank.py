@@ -222,9 +222,10 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun))
 
     def stop(diagnosis: HangDiagnosis, report: HangReport) -> None:
-        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report)
+        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report=report)
 
-    return Watch(group.rank_status, world.rank, world.size, folder, seconds, stop).start()
+    found = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=stop)
+    return found.start()
 
 
 def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
@@ -284,7 +285,7 @@ def train(
     early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there are trackers
     logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
-    group, checkpointer = open_ranks(settings, world, device, run_dir)
+    group, checkpointer = open_ranks(settings, world, device, run_dir=run_dir)
     attempt.group = group
     if is_watched:
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
@@ -320,13 +321,25 @@ def train(
     counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
     folder = rank_folder(run_dir, world.rank)
-    trainer = Trainer(settings, device, precision, group, checkpointer, tracker, config.seed, folder, stop)
+    trainer = Trainer(
+        config=settings,
+        device=device,
+        precision=precision,
+        group=group,
+        checkpointer=checkpointer,
+        tracker=tracker,
+        seed=config.seed,
+        run_dir=folder,
+        stop_requested=stop,
+    )
     attempt.progress = trainer.progress
     try:
         average = average_of(task, settings.ema)
-        attempt.status = trainer.fit(module, data, optimizer, schedule, average, config.resume)
+        attempt.status = trainer.fit(
+            module, data, optimizer, schedule=schedule, average=average, resume=config.resume
+        )
     except (RuntimeError, MemoryError) as error:
-        if explained := device.explain(error, trainer.latest, task.footprint(), tokenizer.size):
+        if explained := device.explain(error, trainer.latest, task.footprint(), classes=tokenizer.size):
             raise explained from error
         raise
     finally:
@@ -402,7 +415,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     for before in (trace, folder / RESULT):
         before.unlink(missing_ok=True)
     try:
-        train(load(path), World.from_environment(os.environ), stop, attempt, is_watched)
+        train(load(path), World.from_environment(os.environ), stop, attempt=attempt, is_watched=is_watched)
         result = attempt.result()
         attempt.group.rank_status.at(attempt.progress.step, "end")
         attempt.group.close()

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Fi
     yield from tried("audio", _libsndfile)
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
-        yield from tried("recipe", lambda: composed(config, overrides, config_dir, folder))
+        yield from tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder))
         if config:
             yield from recipe(config[0])
 
@@ -124,7 +124,7 @@ def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
 def failure(what: str, error: Exception) -> Finding:
     """The red finding of an error."""
     if isinstance(error, SpeechtrainError):
-        return Finding(RED, what, one_line(str(error)), error.exit_code)
+        return Finding(RED, what, one_line(str(error)), exit_code=error.exit_code)
     return Finding(RED, what, one_line(f"{type(error).__name__}: {error}")[:300])
 
 
@@ -304,13 +304,13 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
         yield _data_failure(config, error)
         return
     try:
-        yield from _look_at_data(config, data, task, tokenizer)
+        yield from _look_at_data(config, data, task, tokenizer=tokenizer)
         if device.static_shapes:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("static shapes", lambda: fitness(device, data, watched))
         if opened:
-            yield from tried("one step", lambda: step(config, data, task, device, opened[1]))
+            yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
     finally:
         data.close()
 
@@ -355,9 +355,7 @@ def _data_failure(config: DictConfig, error: Exception) -> Finding:
     unset = "DATASET_DIR" not in os.environ and "oc.env:DATASET_DIR" in OmegaConf.to_yaml(config.data)
     if not unset:
         return finding
-    return Finding(
-        RED, "data", f"{finding.found} (DATASET_DIR is not set; set it to that folder)", finding.exit_code
-    )
+    return replace(finding, found=f"{finding.found} (DATASET_DIR is not set; set it to that folder)")
 
 
 def _look_at_data(
@@ -379,10 +377,10 @@ def _look_at_data(
     yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):
         return
-    yield from transcripts("train", data.index, tokenizer, task, data.sample_rate)
-    for name, batches in sets.items():
-        if isinstance(batches, EvaluationBatches):
-            yield from transcripts(name, batches.chosen.index, tokenizer, task, data.sample_rate)
+    indexes = {"train": data.index}
+    indexes |= {name: b.chosen.index for name, b in sets.items() if isinstance(b, EvaluationBatches)}
+    for name, index in indexes.items():
+        yield from transcripts(name, index, tokenizer, task=task, sample_rate=data.sample_rate)
 
 
 def transcripts(

@@ -70,8 +70,9 @@ def run(argv: list[str]) -> int:
     _choose_sets(opened.config, named, arguments.run)
     data = build_data(opened.config, opened.tokenizer, opened.task)
     try:
+        task, device, precision = opened.task, opened.device, opened.precision
         outcomes = evaluate(
-            opened.task, data.valid(), opened.device, opened.precision, SingleProcess(), examples=None
+            task, data.valid(), device, precision=precision, group=SingleProcess(), examples=None
         )
     finally:
         data.close()

@@ -147,17 +147,17 @@ class SpeechData(DataModule):
             # these become padding rows: they must not widen a shape
             labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
         return Sampler(
-            seconds,
-            self.index.keys[self._kept],
-            self.seed,
-            self.batch,
-            self.speed,
-            self._kept,
-            labels,
-            self.footprint,
-            self.static_shapes,
-            self.sample_rate,
-            self.crop_seconds,
+            seconds=seconds,
+            keys=self.index.keys[self._kept],
+            seed=self.seed,
+            packing=self.batch,
+            speed=self.speed,
+            rows=self._kept,
+            labels=labels,
+            footprint=self.footprint,
+            shapes=self.static_shapes,
+            sample_rate=self.sample_rate,
+            crop_seconds=self.crop_seconds,
         )
 
     @cached_property
@@ -167,8 +167,8 @@ class SpeechData(DataModule):
             self.index,
             self.tokenizer,
             self.sample_rate,
-            self.max_labels_per_second,
-            self.allow_empty,
+            max_labels_per_second=self.max_labels_per_second,
+            allow_empty=self.allow_empty,
             normalise=self.normalise,
             crop_seconds=self.crop_seconds,
             seed=self.seed,
@@ -219,8 +219,10 @@ class SpeechData(DataModule):
     # --- evaluation -----------------------------------------------------------------------------
 
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        sets = ((name, self._set(name)) for name in self._valid)
-        return {name: EvaluationBatches(chosen, self.workers, rank, world_size) for name, chosen in sets}
+        return {
+            name: EvaluationBatches(self._set(name), self.workers, rank, world_size=world_size)
+            for name in self._valid
+        }
 
     def _set(self, name: str) -> EvaluationSet:
         if name not in self._sets:
@@ -229,7 +231,12 @@ class SpeechData(DataModule):
             if self.tokenizer.reads_text and (self.static_shapes or self.valid_batch.memory_gib is not None):
                 labels = index.labels(self.tokenizer)
             plan = evaluation_plan(
-                index.seconds, labels, self.valid_batch, self.footprint, self.static_shapes, self.sample_rate
+                index.seconds,
+                labels,
+                self.valid_batch,
+                footprint=self.footprint,
+                shapes=self.static_shapes,
+                sample_rate=self.sample_rate,
             )
             decoder = BatchLoader(
                 index, self.tokenizer, self.sample_rate, is_evaluation=True, normalise=self.normalise

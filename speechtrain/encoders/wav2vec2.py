@@ -72,25 +72,27 @@ class Wav2Vec2Encoder(Encoder):
             raise ConfigError(f"{wrong[0]}; it must be at least 0 and below 1")
         if conv_layers is None:
             conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
-        self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale, conv_form)
+        self.extractor = ConvExtractor(
+            conv_layers, conv_bias, conv_norm, gradient_scale=gradient_scale, form=conv_form
+        )
         channels = self.extractor.channels
         self.norm = LayerNorm(channels)
         self.projection = nn.Linear(channels, width) if channels != width else nn.Identity()
         self.input_dropout = nn.Dropout(input_dropout)
         self.mask_embedding = nn.Parameter(torch.rand(width))
         self.transformer = Transformer(
-            width,
-            layers,
-            feed_forward,
-            heads,
-            pre_norm,
-            dropout,
-            attention_dropout,
-            activation_dropout,
-            position_kernel,
-            position_groups,
-            attention,
-            length_multiple,
+            width=width,
+            layers=layers,
+            feed_forward=feed_forward,
+            heads=heads,
+            pre_norm=pre_norm,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            activation_dropout=activation_dropout,
+            position_kernel=position_kernel,
+            position_groups=position_groups,
+            attention=attention,
+            length_multiple=length_multiple,
         )
         self.width, self.layer_drop = width, layer_drop
         self.normalise_audio, self.sample_rate = normalise_audio, sample_rate

@@ -63,7 +63,12 @@ class Augment(nn.Module):
         self.noise_probability = noise_probability if noise_db is not None else 0.0
         self.noise_tilt, self.warp_range = noise_tilt, warp
         self.specaugment = SpecAugment(
-            freq_masks, freq_width, freq_width_min, time_masks, time_width, time_width_min
+            freq_masks,
+            freq_width,
+            freq_width_min,
+            time_masks=time_masks,
+            time_width=time_width,
+            time_width_min=time_width_min,
         )
 
     def waveform(self, audio: Tensor, lengths: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class SpecAugment(nn.Module):
         if self.freq_masks:
             sizes = torch.full((rows, 1), float(width), device=x.device)
             limits = sizes.clamp(max=float(self.freq_width))
-            keep = self._keep(width, self.freq_masks, sizes, limits, float(self.freq_width_min))
+            keep = self._keep(width, self.freq_masks, sizes, limits=limits, minimum=self.freq_width_min)
             x = x * keep[:, None, :].to(x.dtype)
         if self.time_masks:
             sizes = lengths[:, None].float()
@@ -71,14 +71,14 @@ class SpecAugment(nn.Module):
                 limits = limits * used
             else:
                 count = int(self.time_masks)
-            keep = self._keep(frames, count, sizes, limits, float(self.time_width_min))
+            keep = self._keep(frames, count, sizes, limits=limits, minimum=self.time_width_min)
             x = x * keep[:, :, None].to(x.dtype)
         return x
 
-    def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: float) -> Tensor:
+    def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: int) -> Tensor:
         """True (B, axis) outside of all masks. Sizes (B, 1) are the rows', limits (B, 1 or N) the masks'."""
         draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
-        least = limits.clamp(max=minimum)
+        least = limits.clamp(max=float(minimum))
         # rand < 1, but its product can round up to the bound.
         widths = torch.minimum(least + (draws[0] * (limits - least + 1.0)).floor(), limits)
         room = sizes - widths

@@ -130,7 +130,9 @@ class Wav2Vec2(Task, PolicyAware):
             raise ConfigError(f"target_dropout is {target_dropout}; it must be from 0 to below 1")
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio
-        self.quantizer = GumbelQuantizer(encoder.extractor.channels, code_width, codebooks, codes, code_init)
+        self.quantizer = GumbelQuantizer(
+            encoder.extractor.channels, code_width, codebooks, entries=codes, init_std=code_init
+        )
         self.project_q = nn.Linear(code_width, final_width)
         self.final_proj = nn.Linear(encoder.width, final_width)
         self.target_dropout = target_dropout
@@ -177,7 +179,7 @@ class Wav2Vec2(Task, PolicyAware):
             "mask": torch.from_numpy(mask),
             "index": index,
             "masked": weight * (batch.weight * torch.tensor(counted))[:, None],
-            "negatives": draw_negatives(counts, entries, self.negatives, seeds[BatchStream.NEGATIVES]),
+            "negatives": draw_negatives(counts, entries, self.negatives, seed=seeds[BatchStream.NEGATIVES]),
         }
         if self.training:
             # every draw is a tensor, none a Python number, so a static device compiles once
@@ -197,7 +199,7 @@ class Wav2Vec2(Task, PolicyAware):
         extra = batch.extra
         features, lengths, penalty = self.encoder.extract(batch.audio, batch.audio_lengths)
         context = self.encoder.contextualise(
-            features, lengths, extra["mask"], extra.get("channel_mask"), extra.get("keep")
+            features, lengths, extra["mask"], channel_mask=extra.get("channel_mask"), keep=extra.get("keep")
         )
         index, weight = extra["index"], extra["masked"]
         # gathered before dropout and projection, which then cost half as much as on all frames
@@ -208,9 +210,9 @@ class Wav2Vec2(Task, PolicyAware):
             self.final_proj(_gathered(context, index)),
             self.project_q(quantized.codes),
             quantized.ids,
-            extra["negatives"],
-            weight,
-            self.contrast_temperature,
+            negatives=extra["negatives"],
+            weight=weight,
+            temperature=self.contrast_temperature,
         )
         count = contrastive.frames
         diversity = times(quantized.diversity(), self.diversity_weight) * count

@@ -97,7 +97,7 @@ class SpanMask:
         if equal and frames:
             least = min([len(f) for f, c in zip(frames, counts, strict=True) if c] or map(len, frames))
             rows = zip(frames, lengths, generators, strict=True)
-            frames = [_resized(f, least, size, rng) for f, size, rng in rows]
+            frames = [_resized(f, least, size, rng=rng) for f, size, rng in rows]
         mask = np.zeros((len(lengths), width), np.bool_)
         for row, f in enumerate(frames):
             mask[row, f] = True

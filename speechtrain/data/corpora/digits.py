@@ -58,7 +58,9 @@ class Digits(Connected):
         seed: int = 0,
         root: str = "",
     ) -> None:
-        super().__init__(split, utterances, min_words, max_words, gap_seconds, seed)
+        super().__init__(
+            split, utterances, min_words, max_words=max_words, gap_seconds=gap_seconds, seed=seed
+        )
         self.clips = WordClips(Path(root).expanduser() if root else EMBEDDED, split)
 
     @property

@@ -76,7 +76,9 @@ class Fsdd(Connected):
         exclude_speakers: list[str] | None = None,
         only_speakers: list[str] | None = None,
     ) -> None:
-        super().__init__(split, utterances, min_words, max_words, gap_seconds, seed)
+        super().__init__(
+            split, utterances, min_words, max_words=max_words, gap_seconds=gap_seconds, seed=seed
+        )
         takes = find_takes(root)
         self.all_speakers = sorted({take.speaker for take in takes})
         self.speakers = self._choose(only_speakers or self.all_speakers, exclude_speakers or [])
@@ -142,7 +144,7 @@ def find_takes(root: str) -> list[Take]:
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
-    takes = [Take(m[2], int(m[1]), int(m[3]), path) for m, path in matches if m]
+    takes = [Take(m[2], int(m[1]), int(m[3]), path=path) for m, path in matches if m]
     if not takes:
         raise DataError(
             f"{folder} has no recordings digit_speaker_index.wav; get them with 'git clone "
