@@ -41,13 +41,12 @@ from cpu_step import noise
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._hydra_app import compose
-from speechtrain.config.build import build
+from speechtrain.config.build import build_precision
 from speechtrain.devices.cpu import CPU, chip
 from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.launcher import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
-from speechtrain.precision import Precision
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.train_rank import build_task
@@ -78,7 +77,7 @@ class Steps:
     """Whole steps of the shared trainer on one batch."""
 
     def __init__(self, group: Group, task: Task, module: torch.nn.Module, batch: Batch, folder: Path) -> None:
-        precision: Precision = build(compose(["precision=fp32"], None), "precision")
+        precision = build_precision(compose(["precision=fp32"], None))
         tracker = Jsonl(str(folder))
         limits = TrainerConfig(clip=1.0)
         self.group, self.task, self.module, self.batch = group, task, module, batch

@@ -138,7 +138,8 @@ class Kubernetes(Launcher):
         if not self.wait:
             delete = shlex.join([*self.kubectl.command, "delete", *kind.objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
-        return Result(_Followed(self.kubectl, kind, name, self.poll_seconds, self.follow).wait())
+        seconds, is_shown = self.poll_seconds, self.follow
+        return Result(_Followed(self.kubectl, kind, name, poll_seconds=seconds, is_shown=is_shown).wait())
 
     def render(self, job: Job) -> str:
         manifest, end = self.manifest(job), "END_OF_MANIFEST"
@@ -160,7 +161,7 @@ class Kubernetes(Launcher):
         """
         name, labels = self._name(job), {_INSTANCE: self._name(job)}
         port = rendezvous_port(job.run_dir)
-        container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", port)
+        container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", port=port)
         index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
         container["env"].insert(0, {"name": "JOB_COMPLETION_INDEX", "valueFrom": index})
         pod = {"restartPolicy": "Never", "subdomain": name, **self._pod([container])}
@@ -180,7 +181,7 @@ class Kubernetes(Launcher):
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": labels}, "spec": pod},
         }
-        return [_document("v1", "Service", name, service), _document("batch/v1", "Job", name, spec)]
+        return [_document("v1", "Service", name, spec=service), _document("batch/v1", "Job", name, spec=spec)]
 
     def pytorchjob(self, job: Job) -> list[dict[str, Any]]:
         """A PyTorchJob with one Master and Workers, without an elastic policy.
@@ -194,13 +195,15 @@ class Kubernetes(Launcher):
         for part, count in (("Master", 1), ("Worker", self.nodes - 1)):
             if not count:
                 continue
-            container = self._container(job, "$(RANK)", "$(MASTER_ADDR)", "$(MASTER_PORT)", _RETRY_FROM)
+            container = self._container(
+                job, "$(RANK)", "$(MASTER_ADDR)", port="$(MASTER_PORT)", retry_from=_RETRY_FROM
+            )
             container["ports"] = [{"name": _PORT, "containerPort": rendezvous_port(job.run_dir)}]
             labels = {_INSTANCE: self._name(job), _COMPONENT: part.lower()}
             template = {"metadata": {"labels": labels}, "spec": self._pod([container])}
             replicas[part] = {"replicas": count, "restartPolicy": "ExitCode", "template": template}
         spec = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": replicas}
-        return [_document("kubeflow.org/v1", "PyTorchJob", self._name(job), spec)]
+        return [_document("kubeflow.org/v1", "PyTorchJob", self._name(job), spec=spec)]
 
     def _container(
         self, job: Job, node: str, address: str, port: object, retry_from: int = 0
@@ -224,7 +227,7 @@ class Kubernetes(Launcher):
         return {
             "name": _CONTAINER,
             "image": self.image,
-            "command": self._command(job, node, address, port, retry_from),
+            "command": self._command(job, node, address, port=port, retry_from=retry_from),
             **{key: value for key, value in given.items() if value},
             "env": [pod_ip, *({"name": n, "value": _literal(v)} for n, v in environment.items())],
             "volumeMounts": mounts,

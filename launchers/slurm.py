@@ -109,7 +109,7 @@ class Slurm(Launcher):
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        _Followed(number, job.run_dir / LOG, self.poll_seconds, self.follow).wait()
+        _Followed(number, job.run_dir / LOG, self.poll_seconds, is_shown=self.follow).wait()
         return Result(0)
 
     def render(self, job: Job) -> str:

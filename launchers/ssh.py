@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -85,7 +86,7 @@ class Ssh(Launcher):
             return self._lacking(job, [host], port=0).get(host, "")
 
         connections = _Connections(
-            clients, self.shutdown_seconds, self.max_restarts, self.rejoin_seconds, lacks
+            clients, self.shutdown_seconds, self.max_restarts, rejoin_seconds=self.rejoin_seconds, lacks=lacks
         )
         return Result(connections.run(), cause=connections.cause)
 
@@ -190,7 +191,7 @@ class Ssh(Launcher):
         ports = [port] + [0] * (len(hosts) - 1)
         try:
             with ThreadPoolExecutor(len(hosts)) as pool:
-                found = pool.map(lambda host, port: self._lacks(host, port, path, token, job), hosts, ports)
+                found = pool.map(partial(self._lacks, path=path, token=token, job=job), hosts, ports)
                 return {host: lack for host, lack in zip(hosts, found, strict=True) if lack}
         finally:
             path.unlink(missing_ok=True)

@@ -7,9 +7,36 @@ of ranks and data workers. Source: the SplitMix64 finaliser (Steele, Lea and Flo
 from __future__ import annotations
 
 import hashlib
+from enum import IntEnum, unique
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+@unique
+class RunStream(IntEnum):
+    """The second part of an address, after the run's seed. A comment gives the parts after it."""
+
+    DEVICE_DRAWS = 1  # update, micro-batch: the seed of the device's generator (dropout, augmentation)
+    INITIAL_WEIGHTS = 2
+    ORDER = 3  # epoch, cut: the order of the cuts
+    SPEED = 4  # epoch, cut: its speed
+    BATCHES = 5  # epoch, micro-batch: the order of the micro-batches
+    CHECKS = 6  # row: which recordings and transcripts of a large set are checked
+    HOST_DRAWS = 7  # update, micro-batch: the seed that ``Task.prepare`` gets
+    UPDATE_DRAWS = 8  # update: the seed that ``Task.advance`` gets
+    CROPS = 9  # epoch, cut: where its crop starts
+
+
+# The other seeds have streams of their own. The parts of their addresses are:
+# ``Task.prepare``'s seed, in pretraining, stream
+BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2, "NOISE": 3})
+# ``Task.prepare``'s seed, in a recogniser, stream; for LAYERS ``Task.advance``'s seed, stream, layer
+EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
+# the embedded corpus's seed, split, stream, utterance; except for SIZE, also the word's position
+DigitsStream = IntEnum("DigitsStream", {"SIZE": 0, "WORD": 1, "GAP": 2})
+# FSDD's seed, speaker, pass, (for GAP) utterance, position, stream
+FsddStream = IntEnum("FsddStream", {"ORDER": 0, "SIZE": 1, "GAP": 2})
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

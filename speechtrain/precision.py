@@ -72,7 +72,7 @@ class FP16(Precision):
     ) -> None:
         if not 0 < floor <= initial_scale or growth_interval < 1:
             raise ValueError(
-                f"precision.initial_scale={initial_scale}, floor={floor}, growth_interval={growth_interval}: "
+                f"initial_scale={initial_scale}, floor={floor}, growth_interval={growth_interval}: "
                 "set 0 < floor <= initial_scale and growth_interval >= 1"
             )
         self.scale = initial_scale

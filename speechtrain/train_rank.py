@@ -28,9 +28,19 @@ from omegaconf import DictConfig
 
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build
+from speechtrain.config.build import (
+    build_data,
+    build_device,
+    build_encoder,
+    build_model,
+    build_optimizer,
+    build_precision,
+    build_schedule,
+    build_tokenizer,
+    build_tracker,
+)
 from speechtrain.config.resolved import load
-from speechtrain.counter_rng import seed_at
+from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
@@ -52,7 +62,6 @@ from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
 
 _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
-_INITIAL_WEIGHTS = 2  # stream number in the address of the initial weights
 _RANK0_HEAD_START_SECONDS = 1.0  # other ranks wait so long: rank 0 prints before torchrun kills all
 _MOST_EARLY = 1000  # warnings kept until the trackers exist
 
@@ -97,8 +106,7 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
 
     Raises MachineError if device and precision do not fit.
     """
-    device: Device = build(config, "device")
-    precision: Precision = build(config, "precision")
+    device, precision = build_device(config), build_precision(config)
     device.check_precision(precision)
     device.open(local_rank)
     if reason := device.precision_fallback_reason(precision.dtype):
@@ -108,13 +116,13 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
 
 
 def resolve_policy(
-    device: Device, precision: Precision, group: Group, run_dir: Path, task: Task, data: DataModule
+    device: Device, precision: Precision, group: Group, *, run_dir: Path, task: Task, data: DataModule
 ) -> tuple[ComputePolicy, dict[str, Any]]:
     """Apply the run's policy, which is rank 0's choice, to ``task``; return it with its record."""
     with group.main_process_first():
         record = read_device(run_dir)
         if not group.world.rank:
-            before, record = record, choose_policy(record, device, precision, task, data)
+            before, record = record, choose_policy(record, device, precision, task=task, data=data)
             if record != before:
                 write_json(run_dir / DEVICE, record)
     policy = ComputePolicy.from_record(record["policy"])
@@ -126,17 +134,9 @@ def resolve_policy(
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     """The task, its weights drawn from the run's seed, and its tokenizer."""
-    tokenizer: Tokenizer = build(config, "tokenizer")
-    torch.manual_seed(seed_at(config.seed, _INITIAL_WEIGHTS))
-    encoder = build(config, "encoder", augment=build(config, "augment"))
-    return build(config, "model", tokenizer=tokenizer, encoder=encoder), tokenizer
-
-
-def build_data(config: DictConfig, task: Task, tokenizer: Tokenizer) -> DataModule:
-    """The data module, with what it takes from the task: predicted memory and normalised audio."""
-    offers = {"tokenizer": tokenizer, "footprint": task.footprint(), "normalise": task.normalise_audio}
-    data: DataModule = build(config, "data", **offers)
-    return data
+    tokenizer = build_tokenizer(config)
+    torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
+    return build_model(config, tokenizer, build_encoder(config)), tokenizer
 
 
 def _begin_with(path: str | None, task: Task) -> dict[str, int]:
@@ -225,9 +225,10 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
     folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(begun))
 
     def stop(diagnosis: HangDiagnosis, report: HangReport) -> None:
-        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report)
+        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report=report)
 
-    return Watch(group.rank_status, world.rank, world.size, folder, seconds, stop).start()
+    found = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=stop)
+    return found.start()
 
 
 def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
@@ -287,31 +288,29 @@ def train(
     early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there are trackers
     logging.getLogger("speechtrain").handlers[:] = [early]
     device, precision = open_device(config, world.local_rank)
-    group, checkpointer = open_ranks(settings, world, device, run_dir)
+    group, checkpointer = open_ranks(settings, world, device, run_dir=run_dir)
     attempt.group = group
     if is_watched:
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
     apply_policy(task, device.policy(precision.dtype))  # before the data: the model's memory depends on it
-    data = build_data(config, task, tokenizer)
+    data = build_data(config, tokenizer, task)
     with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
     device.validate_shapes(data.shapes())
     begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
-    policy, chosen = resolve_policy(device, precision, group, run_dir, task, data)
+    policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
     per_epoch = data.micro_batches_per_epoch / (world.size * settings.accumulate)
     planned = planned_steps(settings, per_epoch)
-    offers = {"steps_per_epoch": max(1, round(per_epoch)), "planned_steps": planned}
-    schedule = build(config, "schedule", **offers)
-    flags = {name: value for name, value in device.facts.optimizer_flags.items() if name in config.optimizer}
-    optimizer = build(config, "optimizer", params=list(task.parameter_groups()), **flags)
+    schedule = build_schedule(config, max(1, round(per_epoch)), planned)
+    optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
     group.shard(module, optimizer)
     attempt.metric = task.metric  # warnings of the other ranks go to their own logs
-    attempt.tracker = tracker = Trackers() if world.rank else build(config, "tracking")
+    attempt.tracker = tracker = Trackers() if world.rank else build_tracker(config)
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     early.setTarget(_Warnings(tracker))
     early.close()
@@ -326,14 +325,25 @@ def train(
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
     folder = rank_folder(run_dir, world.rank)
     trainer = Trainer(
-        settings, device, precision, group, checkpointer, tracker, config.seed, folder, stop, policy
+        config=settings,
+        device=device,
+        precision=precision,
+        policy=policy,
+        group=group,
+        checkpointer=checkpointer,
+        tracker=tracker,
+        seed=config.seed,
+        run_dir=folder,
+        stop_requested=stop,
     )
     attempt.progress = trainer.progress
     try:
         average = average_of(task, settings.ema)
-        attempt.status = trainer.fit(module, data, optimizer, schedule, average, config.resume)
+        attempt.status = trainer.fit(
+            module, data, optimizer, schedule=schedule, average=average, resume=config.resume
+        )
     except (RuntimeError, MemoryError) as error:
-        if explained := device.explain(error, trainer.latest, task.footprint(), tokenizer.size):
+        if explained := device.explain(error, trainer.latest, task.footprint(), classes=tokenizer.size):
             raise explained from error
         raise
     finally:
@@ -409,7 +419,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     for before in (trace, folder / RESULT):
         before.unlink(missing_ok=True)
     try:
-        train(load(path), World.from_environment(os.environ), stop, attempt, is_watched)
+        train(load(path), World.from_environment(os.environ), stop, attempt=attempt, is_watched=is_watched)
         result = attempt.result()
         attempt.group.rank_status.at(attempt.progress.step, "end")
         attempt.group.close()

@@ -54,10 +54,12 @@ MAY_IMPORT = {
     | {"optim.common", "optim.ema", "optim.schedules"},
     "interop": {"checkpoint", "encoders", "models", "nn"},
     "report": {"tracking"},
-    "config": set(),
+    # return types of its builders, for type checkers only
+    "config": {"data.base", "devices.base", "encoders.base"}
+    | {"optim.schedules", "text.vocabulary", "tracking.base"},
     "supervision": set(),
     "launchers": {"supervision"},
-    "train_rank": {"checkpoint", "config", "data.base", "devices.base", "distributed", "interop.weights"}
+    "train_rank": {"checkpoint", "config", "devices.base", "distributed", "interop.weights"}
     | {"optim.ema", "supervision", "text.vocabulary", "tracking", "training"},
     # they compose the parts and show them; blocks of networks and trackers are none of their business
     "commands": {"checkpoint", "config", "data", "devices", "distributed", "interop", "report", "supervision"}

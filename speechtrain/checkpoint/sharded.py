@@ -59,7 +59,7 @@ class ShardedCheckpointer(Checkpointer):
         with self._together(step, temporary):
             if is_first:
                 self._write(temporary, held, evaluated)
-                self._end(folder, temporary, SHARDED, step, metric)
+                self._end(folder, temporary, SHARDED, step=step, metric=metric)
         with self._together(step, None):
             if is_first:
                 self._choose(folder, metric)

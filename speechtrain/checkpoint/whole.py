@@ -136,7 +136,7 @@ class Checkpointer:
         try:
             held = {name: on_host(part.state_dict()) for name, part in states.items()}
             self._write(temporary, held, weights)
-            self._end(folder, temporary, WHOLE, step, metric)
+            self._end(folder, temporary, WHOLE, step=step, metric=metric)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             self._drop(temporary)
             raise OSError(

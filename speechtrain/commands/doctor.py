@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Fi
     yield from tried("audio", _libsndfile)
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
-        yield from tried("recipe", lambda: composed(config, overrides, config_dir, folder))
+        yield from tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder))
         if config:
             yield from recipe(config[0])
 
@@ -125,7 +125,7 @@ def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
 def failure(what: str, error: Exception) -> Finding:
     """The red finding of an error."""
     if isinstance(error, SpeechtrainError):
-        return Finding(RED, what, one_line(str(error)), error.exit_code)
+        return Finding(RED, what, one_line(str(error)), exit_code=error.exit_code)
     return Finding(RED, what, one_line(f"{type(error).__name__}: {error}")[:300])
 
 
@@ -222,12 +222,12 @@ def _libraries() -> Finding:
 def devices() -> Finding:
     """The finding on devices: those of this machine with their precisions, and what the others lack."""
     from speechtrain.commands._hydra_app import compose
-    from speechtrain.config.build import build
+    from speechtrain.config.build import build_device
     from speechtrain.precision import NAMES
 
     here, missing = [], []
     for choice in choices(None)["device"]:
-        device: Device = build(compose([f"device={choice}"], None), "device")
+        device = build_device(compose([f"device={choice}"], None))
         try:
             device.check(1)
         except MachineError as error:
@@ -266,11 +266,11 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
 
 def recipe(config: DictConfig) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
-    from speechtrain.config.build import build
-    from speechtrain.train_rank import build_data, build_task, open_device
+    from speechtrain.config.build import build_data, build_device
+    from speechtrain.train_rank import build_task, open_device
 
     try:
-        device: Device = build(config, "device")
+        device = build_device(config)
     except Exception as error:  # a doctor reports whatever it finds
         yield failure("device", error)
         return
@@ -293,18 +293,18 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     parameters = sum(p.numel() for p in task.parameters())
     yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
     try:
-        data = build_data(config, task, tokenizer)
+        data = build_data(config, tokenizer, task)
     except Exception as error:  # as above
         yield _data_failure(config, error)
         return
     try:
-        yield from _look_at_data(config, data, task, tokenizer)
+        yield from _look_at_data(config, data, task, tokenizer=tokenizer)
         if device.static_shapes:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("static shapes", lambda: fitness(device, data, watched))
         if opened:
-            yield from tried("one step", lambda: step(config, data, task, device, opened[1]))
+            yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
     finally:
         data.close()
 
@@ -349,9 +349,7 @@ def _data_failure(config: DictConfig, error: Exception) -> Finding:
     unset = "DATASET_DIR" not in os.environ and "oc.env:DATASET_DIR" in OmegaConf.to_yaml(config.data)
     if not unset:
         return finding
-    return Finding(
-        RED, "data", f"{finding.found} (DATASET_DIR is not set; set it to that folder)", finding.exit_code
-    )
+    return replace(finding, found=f"{finding.found} (DATASET_DIR is not set; set it to that folder)")
 
 
 def _look_at_data(
@@ -373,10 +371,10 @@ def _look_at_data(
     yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):
         return
-    yield from transcripts("train", data.index, tokenizer, task, data.sample_rate)
-    for name, batches in sets.items():
-        if isinstance(batches, EvaluationBatches):
-            yield from transcripts(name, batches.chosen.index, tokenizer, task, data.sample_rate)
+    indexes = {"train": data.index}
+    indexes |= {name: b.chosen.index for name, b in sets.items() if isinstance(b, EvaluationBatches)}
+    for name, index in indexes.items():
+        yield from transcripts(name, index, tokenizer, task=task, sample_rate=data.sample_rate)
 
 
 def transcripts(
@@ -470,12 +468,12 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     import torch
 
     from speechtrain.compute_policy import apply_policy
-    from speechtrain.config.build import build
+    from speechtrain.config.build import build_optimizer
 
     policy = device.policy(precision.dtype)
     apply_policy(task, policy)
     batch = task.prepare(largest_batch(data), seed=0)
-    optimizer = build(config, "optimizer", params=list(task.parameter_groups()))
+    optimizer = build_optimizer(config, task.parameter_groups())
     torch.manual_seed(0)
     begun = time.perf_counter()
     with policy.autocast(device.name):

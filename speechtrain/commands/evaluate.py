@@ -62,17 +62,16 @@ def run(argv: list[str]) -> int:
     if arguments.out:
         _check_writable(arguments.out)
     from speechtrain.commands._load_run import open_run
+    from speechtrain.config.build import build_data
     from speechtrain.distributed.group import SingleProcess
-    from speechtrain.train_rank import build_data
     from speechtrain.training.evaluation import evaluate
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
     _choose_sets(opened.config, named, arguments.run)
-    data = build_data(opened.config, opened.task, opened.tokenizer)
+    data = build_data(opened.config, opened.tokenizer, opened.task)
     try:
-        outcomes = evaluate(
-            opened.task, data.valid(), opened.device, opened.policy, SingleProcess(), examples=None
-        )
+        task, device, policy = opened.task, opened.device, opened.policy
+        outcomes = evaluate(task, data.valid(), device, policy=policy, group=SingleProcess(), examples=None)
     finally:
         data.close()
     if arguments.out:

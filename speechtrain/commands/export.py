@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
     try:
-        differences.append(_write(pretrained, arguments.form, out, updates))
+        differences.append(_write(pretrained, arguments.form, out, updates=updates))
     except OSError as error:
         raise MachineError(
             f"--out {out} cannot be written ({error.strerror or error}); name another path"

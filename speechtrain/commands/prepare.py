@@ -144,7 +144,9 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
     with _out(arguments.out):
-        train_sentencepiece(texts, arguments.out, arguments.kind, arguments.size, coverage)
+        train_sentencepiece(
+            texts, arguments.out, arguments.kind, size=arguments.size, character_coverage=coverage
+        )
     made = SentencePiece(str(arguments.out), arguments.normaliser)
     unspelt = sum(bool(made.unknown(text)) for text in texts)
     spoken = [text for text in texts if text]
@@ -435,7 +437,9 @@ class Converter:
         first = (cut.get("supervisions") or [{}])[0]
         told = {"speaker": first.get("speaker"), "language": first.get("language")}
         seconds = samples / self.rate
-        return simple_cut(cut["id"], str(path.absolute()), 0.0, seconds, text_of(cut), rate=self.rate, **told)
+        return simple_cut(
+            cut["id"], str(path.absolute()), 0.0, duration=seconds, text=text_of(cut), rate=self.rate, **told
+        )
 
 
 def convert_source(arguments: argparse.Namespace) -> int:

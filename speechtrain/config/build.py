@@ -1,16 +1,74 @@
-"""Builds the objects of a checked config."""
+"""Builds the parts of a checked config, each by a function with its interface as return type."""
 
 from __future__ import annotations
 
 import inspect
-import typing
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Container, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.config.targets import target_class
-from speechtrain.errors import ConfigError, first_line
+from speechtrain.errors import ConfigError, SpeechtrainError, first_line
+
+if TYPE_CHECKING:  # a command that builds nothing must not import torch
+    from torch.optim import Optimizer
+
+    from speechtrain.data.base import DataModule
+    from speechtrain.devices.base import Device
+    from speechtrain.encoders.base import Encoder
+    from speechtrain.launcher import Launcher
+    from speechtrain.optim.schedules import Schedule
+    from speechtrain.precision import Precision
+    from speechtrain.task import Task
+    from speechtrain.text.vocabulary import Tokenizer
+    from speechtrain.tracking.base import Tracker
+
+
+def build_device(config: DictConfig) -> Device:
+    return cast("Device", build(config, "device"))
+
+
+def build_precision(config: DictConfig) -> Precision:
+    return cast("Precision", build(config, "precision"))
+
+
+def build_launcher(config: DictConfig) -> Launcher:
+    return cast("Launcher", build(config, "launcher"))
+
+
+def build_tracker(config: DictConfig) -> Tracker:
+    return cast("Tracker", build(config, "tracking"))
+
+
+def build_tokenizer(config: DictConfig) -> Tokenizer:
+    return cast("Tokenizer", build(config, "tokenizer"))
+
+
+def build_encoder(config: DictConfig) -> Encoder:
+    return cast("Encoder", build(config, "encoder", augment=build(config, "augment")))
+
+
+def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> Task:
+    return cast("Task", build(config, "model", tokenizer=tokenizer, encoder=encoder))
+
+
+def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = None) -> DataModule:
+    """The data module; ``task`` tells it what memory a batch needs and whether to normalise audio."""
+    offers = {} if task is None else {"footprint": task.footprint(), "normalise": task.normalise_audio}
+    return cast("DataModule", build(config, "data", tokenizer=tokenizer, **offers))
+
+
+def build_optimizer(config: DictConfig, groups: Iterable[dict[str, Any]], **flags: Any) -> Optimizer:
+    """The optimizer of parameter ``groups``; a device's ``flags`` replace keys that the config has."""
+    taken = {name: value for name, value in flags.items() if name in config.optimizer}
+    return cast("Optimizer", build(config, "optimizer", params=list(groups), **taken))
+
+
+def build_schedule(config: DictConfig, steps_per_epoch: int, planned_steps: int | None) -> Schedule:
+    offers = {"steps_per_epoch": steps_per_epoch, "planned_steps": planned_steps}
+    return cast("Schedule", build(config, "schedule", **offers))
 
 
 def build(config: DictConfig, group: str, **offers: Any) -> Any:
@@ -22,7 +80,7 @@ def build(config: DictConfig, group: str, **offers: Any) -> Any:
     """
     node = OmegaConf.to_container(config[group], resolve=True)
     assert isinstance(node, dict)
-    return _construct(group, typing.cast("dict[str, Any]", node), offers)
+    return _construct(group, cast("dict[str, Any]", node), offers)
 
 
 def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) -> Any:
@@ -31,9 +89,16 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
     taken = {name: offer for name, offer in offers.items() if name in inspect.signature(found).parameters}
     try:
         return found(**{**arguments, **taken})
+    except SpeechtrainError as error:
+        raise type(error)(_with_path(path, str(error), arguments)) from error
     except (ValueError, TypeError, OverflowError) as error:
-        message = first_line(error)
+        message = _with_path(path, first_line(error), arguments)
         raise ConfigError(message if message.startswith(path) else f"{path}: {message}") from error
+
+
+def _with_path(path: str, message: str, keys: Container[str]) -> str:
+    """``message``, after the config path if it begins with a key: a class names its parameter only."""
+    return f"{path}.{message}" if re.split("[ =:]", message)[0] in keys else message
 
 
 def _construct_nested(path: str, value: Any) -> Any:
@@ -54,15 +119,14 @@ def dry_build(config: DictConfig) -> None:
     """
     import torch  # only here: --cfg job and dry checks of the root need none
 
-    tokenizer = build(config, "tokenizer")
-    weight = torch.nn.Parameter(torch.zeros(2, 2))
-    build(config, "optimizer", params=[{"params": [weight]}])
-    build(config, "schedule", steps_per_epoch=1, planned_steps=1)
-    data = build(config, "data", tokenizer=tokenizer)
+    tokenizer = build_tokenizer(config)
+    build_optimizer(config, [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+    build_schedule(config, steps_per_epoch=1, planned_steps=1)
+    data = build_data(config, tokenizer)
     try:
         with torch.device("meta"):
-            encoder = build(config, "encoder", augment=build(config, "augment"))
-            build(config, "model", tokenizer=tokenizer, encoder=encoder)
+            encoder = build_encoder(config)
+            build_model(config, tokenizer, encoder)
         given, wanted = getattr(data, "sample_rate", None), getattr(encoder, "sample_rate", None)
         if given and wanted and given != wanted:
             raise ConfigError(

@@ -54,7 +54,7 @@ def read_file(path: str, sample_rate: int) -> Samples:
     check_file(path)
     with _or_unusable(path):
         samples, rate = _decode(path, 0.0, None)
-    return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path)
+    return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
 
 
 def change_speed(samples: Samples, percent: int, sample_rate: int) -> Samples:
@@ -152,7 +152,7 @@ def _read_file(cut: Mapping[str, Any], sample_rate: int) -> Samples:
         at = f" from {start:.2f} s" if start else ""
         raise Unusable("wrong_length", f"{path}: {more}{found:.2f} s{at}, {seconds:.2f} s in the manifest")
     samples = samples[:, : max(1, round(seconds * rate))]
-    return _finish(_mono(samples, source.get("channels"), cut.get("channel")), rate, sample_rate, path)
+    return _finish(_mono(samples, source.get("channels"), cut.get("channel")), rate, sample_rate, path=path)
 
 
 def _check_start(path: str, start: float) -> None:
@@ -201,7 +201,7 @@ def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     where = files_of(cut)[0] if files_of(cut) else str(cut["id"])
     if samples.shape[1] == 0:
         raise Unusable("no_samples", where)
-    return _finish(samples.mean(axis=0, dtype=np.float32), int(loaded.sampling_rate), sample_rate, where)
+    return _finish(samples.mean(axis=0, dtype=np.float32), int(loaded.sampling_rate), sample_rate, path=where)
 
 
 def _check_lengths(cut: Mapping[str, Any]) -> None:

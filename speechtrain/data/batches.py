@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.counter_rng import key_of, uniform_at
+from speechtrain.counter_rng import RunStream, key_of, uniform_at
 from speechtrain.data.audio import Samples, Unusable, change_speed, files_of, read_cut, read_file, standardise
 from speechtrain.data.index import Index
 from speechtrain.data.manifests import Record, seconds_of, text_of
@@ -37,7 +37,6 @@ REASONS = {
 """Explanation of each ``Skip.reason``: why a recording is not used."""
 
 _SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs at least one frame
-_CROPS = 9  # stream number in the address of a crop
 
 
 @dataclass
@@ -99,7 +98,8 @@ class BatchLoader:
                 rows.append(_Row(samples=np.zeros(int(length), np.float32)))
         if self.crop_seconds is not None:
             self._crop(rows, planned)
-        return collate(rows, self.sample_rate, planned.shape, planned.epoch, planned.index, tuple(skipped))
+        batch = collate(rows, self.sample_rate, planned.shape)
+        return replace(batch, epoch=planned.epoch, index=planned.index, skipped=tuple(skipped))
 
     def _row(self, cut: Record, percent: int, shape: Shape | None) -> _Row:
         text = self.tokenizer.normalise(text_of(cut))
@@ -117,7 +117,9 @@ class BatchLoader:
             samples = change_speed(samples, percent, self.sample_rate)
         if self.normalise:
             samples = standardise(samples)
-        return _Row(cut["id"], samples, labels, text, weight, len(samples) / self.sample_rate)
+        return _Row(
+            cut["id"], samples, labels, text=text, weight=weight, seconds=len(samples) / self.sample_rate
+        )
 
     def _crop(self, rows: Sequence[_Row], planned: MicroBatch) -> None:
         """Crop the rows of a batch; an unusable row counts with its planned length, so shapes are fixed."""
@@ -125,7 +127,7 @@ class BatchLoader:
         most = crop_samples(self.crop_seconds, self.sample_rate)
         if planned.shape is None:
             most = min(most, *(len(row.samples) for row in rows))
-        draws = uniform_at(self.seed, _CROPS, planned.epoch, self.index.keys[planned.rows])
+        draws = uniform_at(self.seed, RunStream.CROPS, planned.epoch, self.index.keys[planned.rows])
         for row, draw in zip(rows, draws.tolist(), strict=True):
             start = int(draw * (max(0, len(row.samples) - most) + 1))
             row.samples = row.samples[start : start + most]
@@ -147,14 +149,7 @@ class BatchLoader:
         return labels
 
 
-def collate(
-    rows: Sequence[_Row],
-    sample_rate: int,
-    shape: Shape | None = None,
-    epoch: int = 0,
-    index: int = 0,
-    skipped: tuple[Skip, ...] = (),
-) -> Batch:
+def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) -> Batch:
     """Pad rows into a batch: to the longest row, or to ``shape`` with padding rows."""
     shortest = round(_SHORTEST_SECONDS * sample_rate)
     lengths = [max(shortest, len(row.samples)) for row in rows]
@@ -179,10 +174,7 @@ def collate(
         keys=_int64([*(key_of(row.id) for row in rows), *[key_of("")] * filler]),
         ids=(*(row.id for row in rows), *[""] * filler),
         texts=(*(row.text for row in rows), *[""] * filler),
-        epoch=epoch,
-        index=index,
         seconds=sum(row.seconds for row in rows),
-        skipped=skipped,
     )
 
 

@@ -74,7 +74,7 @@ class Fairseq(Manifest):
         rate, line = self.sampling_rate, 0
         for (line, name, frames), text in self._labelled():
             path = os.path.join(self.root, name)
-            cut = simple_cut(f"{self.name}/{name}", path, 0.0, frames / rate, text, rate=rate)
+            cut = simple_cut(f"{self.name}/{name}", path, 0.0, duration=frames / rate, text=text, rate=rate)
             yield Entry(cut, line, -1)
         if not line:
             raise DataError(f"{self.path} lists no recordings; add a line 'path<TAB>frames' for each")

@@ -56,7 +56,8 @@ class Folder(Manifest):
                 text = self._read(stem + ".txt") if stem + ".txt" in names else ""
             path = str(self.path / name)
             seconds, rate = _measure(path)
-            yield Entry(simple_cut(f"{self.name}/{stem}", path, 0.0, seconds, text, rate=rate), number, -1)
+            cut = simple_cut(f"{self.name}/{stem}", path, 0.0, duration=seconds, text=text, rate=rate)
+            yield Entry(cut, number, -1)
 
     def _listed(self, names: set[str]) -> dict[str, str]:
         """Return transcripts by stem from LibriSpeech's lists."""

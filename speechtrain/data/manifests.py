@@ -239,7 +239,7 @@ class Nemo(JsonLines):
         more: Record = {"rate": self.rate(record, "orig_sample_rate", line), "segment": not whole}
         more |= {"speaker": record.get("speaker"), "language": record.get("lang")}
         cut_id, text = f"{self.name}:{line}:{_stem(audio)}", self._transcript(record, line)
-        return simple_cut(cut_id, self.beside(audio), start, duration, text, **more)
+        return simple_cut(cut_id, self.beside(audio), start, duration=duration, text=text, **more)
 
     def _transcript(self, record: Record, line: int) -> str:
         for name in ("text", "normalized_text"):
@@ -281,7 +281,7 @@ class Mlperf(JsonLines):
         duration = self.number(source, "duration" if "duration" in source else "original_duration", line)
         rate = self.rate(file, "sample_rate", line)
         cut_id = f"{self.name}:{line}:{_stem(name)}"
-        return simple_cut(cut_id, self.beside(name), 0.0, duration, text, rate=rate)
+        return simple_cut(cut_id, self.beside(name), 0.0, duration=duration, text=text, rate=rate)
 
 
 def simple_cut(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.counter_rng import uniform_at
+from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import BatchLoader, padding_batch
@@ -38,7 +38,6 @@ _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for exi
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
-_CHECKS = 6  # stream number in the address of the check's sample
 
 
 class SpeechData(DataModule):
@@ -148,17 +147,17 @@ class SpeechData(DataModule):
             # these become padding rows: they must not widen a shape
             labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
         return Sampler(
-            seconds,
-            self.index.keys[self._kept],
-            self.seed,
-            self.batch,
-            self.speed,
-            self._kept,
-            labels,
-            self.footprint,
-            self.static_shapes,
-            self.sample_rate,
-            self.crop_seconds,
+            seconds=seconds,
+            keys=self.index.keys[self._kept],
+            seed=self.seed,
+            packing=self.batch,
+            speed=self.speed,
+            rows=self._kept,
+            labels=labels,
+            footprint=self.footprint,
+            shapes=self.static_shapes,
+            sample_rate=self.sample_rate,
+            crop_seconds=self.crop_seconds,
         )
 
     @cached_property
@@ -168,8 +167,8 @@ class SpeechData(DataModule):
             self.index,
             self.tokenizer,
             self.sample_rate,
-            self.max_labels_per_second,
-            self.allow_empty,
+            max_labels_per_second=self.max_labels_per_second,
+            allow_empty=self.allow_empty,
             normalise=self.normalise,
             crop_seconds=self.crop_seconds,
             seed=self.seed,
@@ -224,8 +223,10 @@ class SpeechData(DataModule):
     # --- evaluation -----------------------------------------------------------------------------
 
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
-        sets = ((name, self._set(name)) for name in self._valid)
-        return {name: EvaluationBatches(chosen, self.workers, rank, world_size) for name, chosen in sets}
+        return {
+            name: EvaluationBatches(self._set(name), self.workers, rank, world_size=world_size)
+            for name in self._valid
+        }
 
     def _set(self, name: str) -> EvaluationSet:
         if name not in self._sets:
@@ -234,7 +235,12 @@ class SpeechData(DataModule):
             if self.tokenizer.reads_text and (self.static_shapes or self.valid_batch.memory_gib is not None):
                 labels = index.labels(self.tokenizer)
             plan = evaluation_plan(
-                index.seconds, labels, self.valid_batch, self.footprint, self.static_shapes, self.sample_rate
+                index.seconds,
+                labels,
+                self.valid_batch,
+                footprint=self.footprint,
+                shapes=self.static_shapes,
+                sample_rate=self.sample_rate,
             )
             decoder = BatchLoader(
                 index, self.tokenizer, self.sample_rate, is_evaluation=True, normalise=self.normalise
@@ -301,7 +307,7 @@ class SpeechData(DataModule):
         """Return ``count`` rows, drawn by the seed, ascending; all rows if there are no more."""
         if len(rows) <= count:
             return rows
-        draws = uniform_at(self.seed, _CHECKS, np.arange(len(rows)))
+        draws = uniform_at(self.seed, RunStream.CHECKS, np.arange(len(rows)))
         return np.sort(rows[np.argpartition(draws, count)[:count]])
 
     # --- state ----------------------------------------------------------------------------------

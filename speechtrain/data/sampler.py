@@ -16,10 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.batch import Footprint
-from speechtrain.counter_rng import addressed, uniform_at
-
-# stream numbers in the addresses of draws; 1 and 2 are the trainer's and the worker's
-_ORDER, _SPEED, _BATCHES = 3, 4, 5
+from speechtrain.counter_rng import RunStream, addressed, uniform_at
 
 Seconds = NDArray[np.floating[Any]]
 Counts = NDArray[np.integer[Any]]
@@ -111,7 +108,7 @@ class Plan:
     def __getitem__(self, index: int) -> MicroBatch:
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         shape = self.shapes[int(self.buckets[index])] if self.shapes else None
-        return MicroBatch(self.rows[part], self.percents[part], shape, self.epoch, index)
+        return MicroBatch(self.rows[part], self.percents[part], shape, epoch=self.epoch, index=index)
 
 
 class Sampler:
@@ -126,6 +123,7 @@ class Sampler:
 
     def __init__(
         self,
+        *,
         seconds: Seconds,
         keys: NDArray[np.int64],
         seed: int,
@@ -153,8 +151,17 @@ class Sampler:
         self.shapes: list[Shape] = []
         if shapes:
             given = None if labels is None else self.labels
-            arguments = (shapes, sample_rate, self.slowest, self.fastest, self.crop_seconds)
-            self.shapes = shape_table(self.seconds, given, packing, self.footprint, *arguments)
+            self.shapes = shape_table(
+                self.seconds,
+                given,
+                packing,
+                footprint=self.footprint,
+                count=shapes,
+                sample_rate=sample_rate,
+                slowest=self.slowest,
+                fastest=self.fastest,
+                crop_seconds=self.crop_seconds,
+            )
         self._plans: dict[int, Plan] = {}
 
     def plan(self, epoch: int) -> Plan:
@@ -192,7 +199,7 @@ class Sampler:
         choices = self.fastest - self.slowest + 1
         if choices == 1:
             return np.full(len(self.keys), self.slowest, np.int16)
-        draws = uniform_at(self.seed, _SPEED, epoch, self.keys)
+        draws = uniform_at(self.seed, RunStream.SPEED, epoch, self.keys)
         return (self.slowest + (draws * choices).astype(np.int16)).astype(np.int16)
 
     def sizes(self, epoch: int) -> NDArray[np.int64]:
@@ -227,7 +234,7 @@ class Sampler:
         return np.minimum(samples, crop_samples(self.crop_seconds, self.sample_rate))
 
     def _make(self, epoch: int) -> Plan:
-        order = np.argsort(addressed(self.seed, _ORDER, epoch, self.keys), kind="stable")
+        order = np.argsort(addressed(self.seed, RunStream.ORDER, epoch, self.keys), kind="stable")
         percents = self.percents(epoch)[order]
         seconds = np.minimum(self.seconds[order] * (100.0 / percents), self.crop_seconds)
         labels = self.labels[order]
@@ -238,13 +245,14 @@ class Sampler:
             mean, mean_labels = float(seconds.mean()), float(labels.mean())
             width = self.packing.window * self.packing.rows(mean, mean_labels, self.footprint)
             again = np.lexsort((-seconds, np.arange(len(seconds)) // width))
-            bounds = pack(seconds[again], labels[again], self.packing, self.footprint, width)
+            bounds = pack(seconds[again], labels[again], self.packing, footprint=self.footprint, width=width)
             bucket_of = np.zeros(0, np.int16)
-        turn = np.argsort(addressed(self.seed, _BATCHES, epoch, np.arange(len(bounds) - 1)), kind="stable")
+        numbers = np.arange(len(bounds) - 1)
+        turn = np.argsort(addressed(self.seed, RunStream.BATCHES, epoch, numbers), kind="stable")
         shuffled, bounds = _reorder(bounds, turn)
         order, percents = order[again][shuffled], percents[again][shuffled]
         buckets = bucket_of[turn] if self.shapes else bucket_of
-        return Plan(epoch, self.rows[order], percents, bounds, buckets, self.shapes)
+        return Plan(epoch, self.rows[order], percents, bounds=bounds, buckets=buckets, shapes=self.shapes)
 
 
 def evaluation_plan(
@@ -262,12 +270,12 @@ def evaluation_plan(
     order = np.argsort(-np.asarray(seconds), kind="stable")
     percents = np.full(len(seconds), 100, np.int16)
     if not shapes or not len(seconds):
-        bounds = pack(seconds[order], labels[order], packing, footprint, max(1, len(seconds)))
-        return Plan(0, order.astype(np.int32), percents, bounds, np.zeros(0, np.int16))
-    table = shape_table(seconds, given, packing, footprint, shapes, sample_rate, 100, 100)
+        bounds = pack(seconds[order], labels[order], packing, footprint=footprint, width=max(1, len(seconds)))
+        return Plan(0, order.astype(np.int32), percents, bounds=bounds, buckets=np.zeros(0, np.int16))
+    table = shape_table(seconds, given, packing, footprint=footprint, count=shapes, sample_rate=sample_rate)
     buckets = fit(table, planned_samples(seconds[order], percents, sample_rate), labels[order])
     again, bounds, bucket_of = _fill_shapes(buckets, table)
-    return Plan(0, order[again].astype(np.int32), percents, bounds, bucket_of, table)
+    return Plan(0, order[again].astype(np.int32), percents, bounds=bounds, buckets=bucket_of, shapes=table)
 
 
 def speed_grid(speed: Sequence[float]) -> tuple[int, int]:
@@ -337,8 +345,8 @@ def shape_table(
     footprint: Footprint,
     count: int,
     sample_rate: int,
-    slowest: int,
-    fastest: int,
+    slowest: int = 100,
+    fastest: int = 100,
     crop_seconds: float = math.inf,
 ) -> list[Shape]:
     """Return at most ``count`` shapes that fit every cut at every speed, with lengths at quantiles.

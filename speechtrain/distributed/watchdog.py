@@ -254,17 +254,19 @@ class Watch:
         """Write this rank's report for all ranks to read."""
         rank_status = self.rank_status
         frame = sys._current_frames().get(self._main)
+        stack, others = _stacks(self._main)
         note = HangReport(
-            self.rank,
-            rank_status.step,
-            rank_status.phase,
-            rank_status.moved,
-            rank_status.is_waiting,
-            rank_status.is_waiting and rank_status.phase not in rank_status.usual,
-            self.still,
-            platform.node(),
-            _innermost(frame),
-            *_stacks(self._main),
+            rank=self.rank,
+            step=rank_status.step,
+            phase=rank_status.phase,
+            moved=rank_status.moved,
+            is_waiting=rank_status.is_waiting,
+            is_odd=rank_status.is_waiting and rank_status.phase not in rank_status.usual,
+            still=self.still,
+            host=platform.node(),
+            at=_innermost(frame),
+            stack=stack,
+            others=others,
         )
         with contextlib.suppress(OSError):
             write_json(self.folder / f"rank-{self.rank}.json", asdict(note), durable=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from speechtrain.batch import Batch
@@ -42,11 +44,11 @@ class LSTMEncoder(Encoder):
         self.augment = augment
         width = features.features
         self.feature_norm = MaskedBatchNorm(width) if feature_norm else None
-        self.pre_rnn = LSTM(width, hidden, pre_layers, dropout, layer_norm, forget_gate_bias, init_scale)
+        lstm = partial(LSTM, hidden=hidden, dropout=dropout, layer_norm=layer_norm)
+        lstm = partial(lstm, forget_gate_bias=forget_gate_bias, init_scale=init_scale)
+        self.pre_rnn = lstm(width, layers=pre_layers)
         self.stack_time = StackTime(stack_time)
-        self.post_rnn = LSTM(
-            hidden * stack_time, hidden, post_layers, dropout, layer_norm, forget_gate_bias, init_scale
-        )
+        self.post_rnn = lstm(hidden * stack_time, layers=post_layers)
         self.width = hidden
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -12,16 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.counter_rng import seed_at, uniform_at
+from speechtrain.counter_rng import EncoderStream, seed_at, uniform_at
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import Transformer, TransformerLayer
-
-# streams of a seed, so that two kinds of draws never use the same numbers
-_FRAMES, _CHANNELS, _LAYERS = 1, 2, 3
 
 
 class Wav2Vec2Encoder(Encoder):
@@ -70,27 +67,27 @@ class Wav2Vec2Encoder(Encoder):
         shares = {"dropout": dropout, "attention_dropout": attention_dropout, "layer_drop": layer_drop}
         shares |= {"activation_dropout": activation_dropout, "input_dropout": input_dropout}
         if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
-            raise ConfigError(f"encoder.{wrong[0]}; it must be at least 0 and below 1")
+            raise ConfigError(f"{wrong[0]}; it must be at least 0 and below 1")
         if conv_layers is None:
             conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
-        self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale)
+        self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale=gradient_scale)
         channels = self.extractor.channels
         self.norm = LayerNorm(channels)
         self.projection = nn.Linear(channels, width) if channels != width else nn.Identity()
         self.input_dropout = nn.Dropout(input_dropout)
         self.mask_embedding = nn.Parameter(torch.rand(width))
         self.transformer = Transformer(
-            width,
-            layers,
-            feed_forward,
-            heads,
-            pre_norm,
-            dropout,
-            attention_dropout,
-            activation_dropout,
-            position_kernel,
-            position_groups,
-            length_multiple,
+            width=width,
+            layers=layers,
+            feed_forward=feed_forward,
+            heads=heads,
+            pre_norm=pre_norm,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            activation_dropout=activation_dropout,
+            position_kernel=position_kernel,
+            position_groups=position_groups,
+            length_multiple=length_multiple,
         )
         self.width, self.layer_drop = width, layer_drop
         self.normalise_audio, self.sample_rate = normalise_audio, sample_rate
@@ -155,11 +152,13 @@ class Wav2Vec2Encoder(Encoder):
         if self.mask is not None:
             frames = [self.frames(length) for length in batch.audio_lengths.tolist()]
             # a very short row may be masked completely: it still has a transcript
-            uncounted = [False] * rows
-            drawn = self.mask.draw(frames, self.frames(samples), seed_at(seed, _FRAMES), counted=uncounted)
+            drawn = self.mask.draw(
+                frames, self.frames(samples), seed_at(seed, EncoderStream.FRAMES), counted=[False] * rows
+            )
             extra["mask"] = torch.from_numpy(drawn)
         if self.channel_mask is not None:
-            drawn = self.channel_mask.draw([self.width] * rows, self.width, seed_at(seed, _CHANNELS))
+            widths = [self.width] * rows
+            drawn = self.channel_mask.draw(widths, self.width, seed_at(seed, EncoderStream.CHANNELS))
             extra["channel_mask"] = torch.from_numpy(drawn)
         if self.layer_drop:
             extra["keep"] = self.draw_keep()
@@ -168,7 +167,7 @@ class Wav2Vec2Encoder(Encoder):
     def draw_keep(self) -> Tensor:
         """Draw the layers' factors (L,) for this update: 0 with probability ``layer_drop``, else 1."""
         layers = np.arange(len(self.transformer.layers), dtype=np.int64)
-        draws = uniform_at(self._update_seed, _LAYERS, layers)
+        draws = uniform_at(self._update_seed, EncoderStream.LAYERS, layers)
         return torch.from_numpy((draws >= self.layer_drop).astype(np.float32))
 
     def frames(self, samples: int) -> int:

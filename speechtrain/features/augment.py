@@ -18,9 +18,9 @@ def _range(
 ) -> tuple[float, float]:
     values = [nothing, nothing] if given is None else [float(value) for value in given]
     if len(values) != 2 or values[0] > values[1]:
-        raise ConfigError(f"Augment.{name} is {values}; it must be two ascending numbers, or null for none")
+        raise ConfigError(f"{name} is {values}; it must be two ascending numbers, or null for none")
     if positive and values[0] <= 0:
-        raise ConfigError(f"Augment.{name} is {values}; both numbers must be above 0")
+        raise ConfigError(f"{name} is {values}; both numbers must be above 0")
     return values[0], values[1]
 
 
@@ -55,15 +55,20 @@ class Augment(nn.Module):
         super().__init__()
         for name, value in (("noise_probability", noise_probability), ("noise_tilt", noise_tilt)):
             if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"Augment.{name} is {value}; it must be from 0 to 1")
+                raise ConfigError(f"{name} is {value}; it must be from 0 to 1")
         if not 0.0 <= warp < 0.5:
-            raise ConfigError(f"Augment.warp is {warp}; it must be 0 or more and below 0.5")
+            raise ConfigError(f"warp is {warp}; it must be 0 or more and below 0.5")
         self.speed = _range("speed", speed, 1.0, positive=True)
         self.noise_db = _range("noise_db", noise_db, 0.0)
         self.noise_probability = noise_probability if noise_db is not None else 0.0
         self.noise_tilt, self.warp_range = noise_tilt, warp
         self.specaugment = SpecAugment(
-            freq_masks, freq_width, freq_width_min, time_masks, time_width, time_width_min
+            freq_masks,
+            freq_width,
+            freq_width_min,
+            time_masks=time_masks,
+            time_width=time_width,
+            time_width_min=time_width_min,
         )
 
     def waveform(self, audio: Tensor, lengths: Tensor) -> Tensor:

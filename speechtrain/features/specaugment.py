@@ -42,13 +42,12 @@ class SpecAugment(nn.Module):
         of_time = {"time_masks": time_masks, "time_width": time_width, "time_width_min": time_width_min}
         for name, value in (of_freq | of_time).items():
             if value < 0:
-                raise ConfigError(f"SpecAugment.{name} is {value}; it must be 0 or more")
+                raise ConfigError(f"{name} is {value}; it must be 0 or more")
         for name, value in (("time_masks", time_masks), ("time_width", time_width)):
             if value > 1 and value != int(value):
-                raise ConfigError(f"SpecAugment.{name} is {value}; it must be a whole number or below 1")
+                raise ConfigError(f"{name} is {value}; it must be a whole number or below 1")
         if freq_width_min > freq_width or (time_width >= 1 and time_width_min > time_width):
-            raise ConfigError("SpecAugment: a minimum width exceeds its maximum; lower freq_width_min or "
-                              "time_width_min")  # fmt: skip
+            raise ConfigError("freq_width_min or time_width_min exceeds its maximum; lower it")
         self.freq_masks, self.freq_width, self.freq_width_min = freq_masks, freq_width, freq_width_min
         self.time_masks, self.time_width, self.time_width_min = time_masks, time_width, time_width_min
 
@@ -60,7 +59,7 @@ class SpecAugment(nn.Module):
         if self.freq_masks:
             sizes = torch.full((rows, 1), float(width), device=x.device)
             limits = sizes.clamp(max=float(self.freq_width))
-            keep = self._keep(width, self.freq_masks, sizes, limits, float(self.freq_width_min))
+            keep = self._keep(width, self.freq_masks, sizes, limits=limits, minimum=self.freq_width_min)
             x = x * keep[:, None, :].to(x.dtype)
         if self.time_masks:
             sizes = lengths[:, None].float()
@@ -72,14 +71,14 @@ class SpecAugment(nn.Module):
                 limits = limits * used
             else:
                 count = int(self.time_masks)
-            keep = self._keep(frames, count, sizes, limits, float(self.time_width_min))
+            keep = self._keep(frames, count, sizes, limits=limits, minimum=self.time_width_min)
             x = x * keep[:, :, None].to(x.dtype)
         return x
 
-    def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: float) -> Tensor:
+    def _keep(self, axis: int, masks: int, sizes: Tensor, limits: Tensor, minimum: int) -> Tensor:
         """True (B, axis) outside of all masks. Sizes (B, 1) are the rows', limits (B, 1 or N) the masks'."""
         draws = torch.rand(2, sizes.shape[0], masks, device=sizes.device)
-        least = limits.clamp(max=minimum)
+        least = limits.clamp(max=float(minimum))
         # rand < 1, but its product can round up to the bound.
         widths = torch.minimum(least + (draws[0] * (limits - least + 1.0)).floor(), limits)
         room = sizes - widths

@@ -107,13 +107,13 @@ def read(path: str | Path) -> Pretrained:
     settings, task, criterion = _settings(content, bool(prefix), path)
     tensors = _tensors(stored, prefix, path)
     try:
-        encoder = _encoder_arguments(settings, task, tensors, path)
+        encoder = _encoder_arguments(settings, task, tensors, path=path)
         has_targets = "final_proj.weight" in tensors or not prefix
         model = _model_arguments(settings, criterion, encoder) if has_targets else {}
         shapes = Pretrained(encoder, model, {}).shapes()
     except (ConfigError, TypeError, ValueError, SyntaxError) as error:
         raise DataError(f"{path}: the settings do not describe a wav2vec 2.0 model: {error}") from None
-    weights = inward(tensors, shapes, lambda name: fairseq_name(name, encoder["conv_norm"]), str(path))
+    weights = inward(tensors, shapes, lambda name: fairseq_name(name, encoder["conv_norm"]), where=str(path))
     return Pretrained(encoder, model, weights)
 
 

@@ -180,7 +180,7 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
         raise DataError(told) from None
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
-    weights = inward(tensors, shapes, huggingface_name, str(folder))
+    weights = inward(tensors, shapes, huggingface_name, where=str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
     kind = transformers.Wav2Vec2Model if is_encoder else transformers.Wav2Vec2ForPreTraining
     try:
@@ -287,8 +287,8 @@ def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pre
         "layer_drop": float(get("layerdrop", 0.1)),
         "normalise_audio": bool(audio.get("do_normalize", norm == "layer")),
         "sample_rate": int(audio.get("sampling_rate", 16000)),
-        "mask": _mask(config, "time", 0.05, 2),
-        "channel_mask": _mask(config, "feature", 0.0, 0) if get("mask_feature_prob") else None,
+        "mask": _mask(config, "time", 0.05, least=2),
+        "channel_mask": _mask(config, "feature", 0.0, least=0) if get("mask_feature_prob") else None,
         **published["encoder"],
     }
     model = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import ComputePolicy, PolicyAware, times
-from speechtrain.counter_rng import seed_at
+from speechtrain.counter_rng import BatchStream, seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError
 from speechtrain.losses.contrastive import bits, contrastive_loss
@@ -25,7 +25,6 @@ from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
 _NEAR_CHANCE = 0.01  # bits; a run that learns nothing is within 0.001 of chance
-_MASKS, _NEGATIVES, _CHANNELS, _NOISE = range(4)  # streams of a micro-batch's draws on the host
 
 
 class CollapseWatch:
@@ -122,16 +121,18 @@ class Wav2Vec2(Task, PolicyAware):
         start, floor, decay = temperature or (2.0, 0.5, 0.999995)
         if not (start >= floor > 0 and 0 < decay <= 1):
             raise ConfigError(
-                f"model.temperature is {temperature}; it must be [start, floor, decay], start >= floor > 0 "
+                f"temperature is {temperature}; it must be [start, floor, decay], start >= floor > 0 "
                 "and 0 < decay <= 1"
             )
         if negatives < 1 or contrast_temperature <= 0:
-            raise ConfigError("model.negatives must be at least 1, and model.contrast_temperature above 0")
+            raise ConfigError("negatives must be at least 1, and contrast_temperature above 0")
         if not 0 <= target_dropout < 1:
-            raise ConfigError(f"model.target_dropout is {target_dropout}; it must be from 0 to below 1")
+            raise ConfigError(f"target_dropout is {target_dropout}; it must be from 0 to below 1")
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio
-        self.quantizer = GumbelQuantizer(encoder.extractor.channels, code_width, codebooks, codes, code_init)
+        self.quantizer = GumbelQuantizer(
+            encoder.extractor.channels, code_width, codebooks, entries=codes, init_std=code_init
+        )
         self.project_q = nn.Linear(code_width, final_width)
         self.final_proj = nn.Linear(encoder.width, final_width)
         self.target_dropout = target_dropout
@@ -170,14 +171,15 @@ class Wav2Vec2(Task, PolicyAware):
         # a row too short for an unmasked frame has weight 0, as a padding row has
         shortest = encoder.mask.shortest()
         counted = [bool(name) and n >= shortest for name, n in zip(batch.ids, lengths, strict=True)]
-        mask = encoder.mask.draw(lengths, width, seed_at(seed, _MASKS), equal=True, counted=counted)
+        seeds = {stream: seed_at(seed, stream) for stream in BatchStream}
+        mask = encoder.mask.draw(lengths, width, seeds[BatchStream.FRAMES], equal=True, counted=counted)
         index, weight = frame_table(mask, encoder.mask.most(width) if self.fixed_width else None)
         counts, entries = mask.sum(1).tolist(), index.shape[1]
         extra = {
             "mask": torch.from_numpy(mask),
             "index": index,
             "masked": weight * (batch.weight * torch.tensor(counted))[:, None],
-            "negatives": draw_negatives(counts, entries, self.negatives, seed_at(seed, _NEGATIVES)),
+            "negatives": draw_negatives(counts, entries, self.negatives, seed=seeds[BatchStream.NEGATIVES]),
         }
         if self.training:
             # every draw is a tensor, none a Python number, so a static device compiles once
@@ -185,10 +187,10 @@ class Wav2Vec2(Task, PolicyAware):
             extra["keep"] = encoder.draw_keep()
             if encoder.channel_mask is not None:
                 rows = [encoder.width] * len(lengths)
-                channels = encoder.channel_mask.draw(rows, encoder.width, seed_at(seed, _CHANNELS))
+                channels = encoder.channel_mask.draw(rows, encoder.width, seeds[BatchStream.CHANNELS])
                 extra["channel_mask"] = torch.from_numpy(channels)
             if self.host_noise:
-                generator = torch.Generator().manual_seed(seed_at(seed, _NOISE))
+                generator = torch.Generator().manual_seed(seeds[BatchStream.NOISE])
                 shape = (*index.shape, self.quantizer.groups, self.quantizer.entries)
                 extra["noise"] = gumbel(torch.rand(shape, generator=generator))
         return replace(batch, extra={**batch.extra, **extra})
@@ -197,7 +199,7 @@ class Wav2Vec2(Task, PolicyAware):
         extra = batch.extra
         features, lengths, penalty = self.encoder.extract(batch.audio, batch.audio_lengths)
         context = self.encoder.contextualise(
-            features, lengths, extra["mask"], extra.get("channel_mask"), extra.get("keep")
+            features, lengths, extra["mask"], channel_mask=extra.get("channel_mask"), keep=extra.get("keep")
         )
         index, weight = extra["index"], extra["masked"]
         # gathered before dropout and projection, which then cost half as much as on all frames
@@ -208,9 +210,9 @@ class Wav2Vec2(Task, PolicyAware):
             self.final_proj(_gathered(context, index)),
             self.project_q(quantized.codes),
             quantized.ids,
-            extra["negatives"],
-            weight,
-            self.contrast_temperature,
+            negatives=extra["negatives"],
+            weight=weight,
+            temperature=self.contrast_temperature,
         )
         count = contrastive.frames
         diversity = times(quantized.diversity(), self.diversity_weight) * count

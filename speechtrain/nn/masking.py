@@ -47,19 +47,19 @@ class SpanMask:
         min_masks: int = 2,
     ) -> None:
         if not 0 <= probability <= 1:
-            raise ConfigError(f"SpanMask.probability is {probability}; it must be from 0 to 1")
+            raise ConfigError(f"probability is {probability}; it must be from 0 to 1")
         if length < 1:
-            raise ConfigError(f"SpanMask.length is {length}; it must be 1 frame or more")
+            raise ConfigError(f"length is {length}; it must be 1 frame or more")
         if probability == length == 1:
-            raise ConfigError("SpanMask.probability is 1 at length 1 and masks every frame; lower it")
+            raise ConfigError("probability is 1 at length 1 and masks every frame; lower it")
         if kind not in KINDS:
-            raise ConfigError(f"SpanMask.kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+            raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
         if other < 0 or (kind == "uniform" and other > 2 * length):
             raise ConfigError(
-                f"SpanMask.other is {other}; it must be 0 or more, and for kind uniform at most 2 × length"
+                f"other is {other}; it must be 0 or more, and for kind uniform at most 2 × length"
             )
         if min_space < 0 or min_masks < 0:
-            raise ConfigError(f"SpanMask.min_space is {min_space}, min_masks {min_masks}; both must be >= 0")
+            raise ConfigError(f"min_space is {min_space}, min_masks {min_masks}; both must be >= 0")
         self.probability, self.length, self.kind, self.other = probability, length, kind, other
         self.overlap, self.min_space, self.min_masks = overlap, min_space, min_masks
 
@@ -97,7 +97,7 @@ class SpanMask:
         if equal and frames:
             least = min([len(f) for f, c in zip(frames, counts, strict=True) if c] or map(len, frames))
             rows = zip(frames, lengths, generators, strict=True)
-            frames = [_resized(f, least, size, rng) for f, size, rng in rows]
+            frames = [_resized(f, least, size, rng=rng) for f, size, rng in rows]
         mask = np.zeros((len(lengths), width), np.bool_)
         for row, f in enumerate(frames):
             mask[row, f] = True

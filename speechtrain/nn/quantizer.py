@@ -104,8 +104,8 @@ class GumbelQuantizer(nn.Module):
                 codes.reshape(*x.shape[:-1], -1),
                 ids,
                 torch.einsum("n,ngv->gv", weight, hard.flatten(0, -3)),
-                torch.einsum("n,ngv->gv", weight, soft.flatten(0, -3)),
-                weight.sum(),
+                soft=torch.einsum("n,ngv->gv", weight, soft.flatten(0, -3)),
+                frames=weight.sum(),
             )
 
     def _one_hot(self, ids: Tensor, like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,9 +28,9 @@ class Schedule(ABC):
         """Restore the plan of an earlier start; it overrides the constructor's."""
 
 
-def _not_negative(**settings: float | None) -> None:
-    for name, value in settings.items():
-        if value is not None and not value >= 0:
+def _not_negative(schedule: Schedule, *names: str) -> None:
+    for name in names:
+        if not (value := getattr(schedule, name)) >= 0:
             raise ValueError(f"{name} is {value}; it must be 0 or above")
 
 
@@ -41,10 +42,13 @@ def _warmup(step: int, warmup_steps: int) -> float:
 class _Planned(Schedule):
     """A decay over a number of updates, which is fixed at the first start and kept by every resume."""
 
-    def __init__(self, steps: int | None, planned_steps: int | None) -> None:
-        total = planned_steps if steps is None else steps
+    steps: int | None
+    planned_steps: int | None
+
+    def __post_init__(self) -> None:
+        total = self.planned_steps if self.steps is None else self.steps
         if total is None:
-            raise ValueError("steps is null; set schedule.steps, or limit trainer.max_steps or max_epochs")
+            raise ValueError("steps is null; set it, or limit trainer.max_steps or max_epochs")
         if total < 1:
             raise ValueError(f"steps is {total}; it must be above 0")
         self.total = total
@@ -62,18 +66,21 @@ class _Planned(Schedule):
         self.total = int(state["steps"])
 
 
+@dataclass
 class Constant(Schedule):
     """A constant rate ``peak``, after a linear warm-up from ``peak / warmup_steps``."""
 
-    def __init__(self, peak: float, warmup_steps: int = 0) -> None:
-        _not_negative(peak=peak, warmup_steps=warmup_steps)
-        self.peak = peak
-        self.warmup_steps = warmup_steps
+    peak: float
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "peak", "warmup_steps")
 
     def rate(self, step: int) -> float:
         return self.peak * _warmup(step, self.warmup_steps)
 
 
+@dataclass
 class WarmupHoldExponential(Schedule):
     """MLPerf's RNN-T: linear warm-up, a plateau, then a factor ``gamma`` for each epoch.
 
@@ -82,27 +89,19 @@ class WarmupHoldExponential(Schedule):
     with epochs counted from 1; never below ``min_lr``. MLPerf, too, counts steps from 1.
     """
 
-    def __init__(
-        self,
-        peak: float,
-        warmup_epochs: int = 6,
-        hold_epochs: int = 40,
-        gamma: float = 0.935,
-        min_lr: float = 1e-5,
-        *,
-        steps_per_epoch: int,
-    ) -> None:
-        _not_negative(peak=peak, warmup_epochs=warmup_epochs, hold_epochs=hold_epochs, min_lr=min_lr)
-        if not 0 < gamma <= 1:
-            raise ValueError(f"gamma is {gamma}; it must be above 0 and at most 1")
-        if steps_per_epoch < 1:
-            raise ValueError(f"steps_per_epoch is {steps_per_epoch}; it must be above 0")
-        self.peak = peak
-        self.warmup_epochs = warmup_epochs
-        self.hold_epochs = hold_epochs
-        self.gamma = gamma
-        self.min_lr = min_lr
-        self.steps_per_epoch = steps_per_epoch
+    peak: float
+    warmup_epochs: int = 6
+    hold_epochs: int = 40
+    gamma: float = 0.935
+    min_lr: float = 1e-5
+    steps_per_epoch: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "peak", "warmup_epochs", "hold_epochs", "min_lr")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}; it must be above 0 and at most 1")
+        if self.steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}; it must be above 0")
 
     def rate(self, step: int) -> float:
         warmup = self.warmup_epochs * self.steps_per_epoch
@@ -124,6 +123,7 @@ class WarmupHoldExponential(Schedule):
         self.steps_per_epoch = int(state["steps_per_epoch"])
 
 
+@dataclass
 class Polynomial(_Planned):
     """fairseq's polynomial decay, the schedule of wav2vec 2.0.
 
@@ -132,22 +132,16 @@ class Polynomial(_Planned):
     update uses ``peak / warmup_steps``, as in fairseq, so the first two updates have the same rate.
     """
 
-    def __init__(
-        self,
-        peak: float,
-        warmup_steps: int = 0,
-        steps: int | None = None,
-        power: float = 1.0,
-        end: float = 0.0,
-        *,
-        planned_steps: int | None = None,
-    ) -> None:
-        _not_negative(peak=peak, warmup_steps=warmup_steps, power=power, end=end)
-        self.peak = peak
-        self.warmup_steps = warmup_steps
-        self.power = power
-        self.end = end
-        super().__init__(steps, planned_steps)
+    peak: float
+    warmup_steps: int = 0
+    steps: int | None = None
+    power: float = 1.0
+    end: float = 0.0
+    planned_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "peak", "warmup_steps", "power", "end")
+        super().__post_init__()
 
     def rate(self, step: int) -> float:
         done = step - 1
@@ -157,6 +151,7 @@ class Polynomial(_Planned):
         return self.end + (self.peak - self.end) * (left**self.power if left else 0.0)
 
 
+@dataclass
 class Cosine(_Planned):
     """Linear warm-up, then half a cosine from ``peak`` to ``end`` (Loshchilov and Hutter, 2017; NeMo).
 
@@ -165,20 +160,15 @@ class Cosine(_Planned):
     at ``end``; the cosine itself would rise again.
     """
 
-    def __init__(
-        self,
-        peak: float,
-        warmup_steps: int = 0,
-        steps: int | None = None,
-        end: float = 0.0,
-        *,
-        planned_steps: int | None = None,
-    ) -> None:
-        _not_negative(peak=peak, warmup_steps=warmup_steps, end=end)
-        self.peak = peak
-        self.warmup_steps = warmup_steps
-        self.end = end
-        super().__init__(steps, planned_steps)
+    peak: float
+    warmup_steps: int = 0
+    steps: int | None = None
+    end: float = 0.0
+    planned_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "peak", "warmup_steps", "end")
+        super().__post_init__()
 
     def rate(self, step: int) -> float:
         if step <= self.warmup_steps:
@@ -187,6 +177,7 @@ class Cosine(_Planned):
         return self.end + (self.peak - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
+@dataclass
 class IntelQuadratic(_Planned):
     """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
 
@@ -194,20 +185,15 @@ class IntelQuadratic(_Planned):
     min_lr)``. As in Intel's code, the first update has rate 0, unless there is no warm-up.
     """
 
-    def __init__(
-        self,
-        peak: float,
-        warmup_steps: int = 8000,
-        steps: int | None = None,
-        min_lr: float = 1e-5,
-        *,
-        planned_steps: int | None = None,
-    ) -> None:
-        _not_negative(peak=peak, warmup_steps=warmup_steps, min_lr=min_lr)
-        self.peak = peak
-        self.warmup_steps = warmup_steps
-        self.min_lr = min_lr
-        super().__init__(steps, planned_steps)
+    peak: float
+    warmup_steps: int = 8000
+    steps: int | None = None
+    min_lr: float = 1e-5
+    planned_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "peak", "warmup_steps", "min_lr")
+        super().__post_init__()
 
     def rate(self, step: int) -> float:
         left = 1.0 - self.progress(step - 1, 0)

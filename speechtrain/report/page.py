@@ -76,10 +76,12 @@ def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:
     metrics = dict.fromkeys(name for run in runs for name in run.valid if name != "loss")
     for name in sorted(metrics, key=lambda name: (not is_error_rate(name), name != "wer")):
         rate = is_error_rate(name)
-        yield Chart(_heading(name), _valid_lines(runs, names, name), "%" * rate, rate, rate)
+        lines = _valid_lines(runs, names, name)
+        yield Chart(_heading(name), lines, "%" * rate, from_zero=rate, maybe_log=rate)
     for name, (title, unit) in _TRAIN_CHARTS.items():
         is_noisy = name == "grad_norm"
-        yield Chart(title, _train_lines(runs, names, name, is_noisy), unit, True, is_noisy)
+        lines = _train_lines(runs, names, name, smooth=is_noisy)
+        yield Chart(title, lines, unit, from_zero=True, maybe_log=is_noisy)
     for name in dict.fromkeys(name for run in runs for name in run.train):
         if name != "loss" and name not in _TRAIN_CHARTS:
             lines = _train_lines(runs, names, name, smooth=True)
@@ -109,7 +111,8 @@ def _valid_lines(runs: Sequence[Run], names: Sequence[str], metric: str) -> list
         return [Line(name, curve, sets.index(name) + 1) for _, name, curve in found]
     beside_training = metric == "loss"
     return [
-        Line(f"{names[i]}, {name}", curve, i, sets.index(name) + beside_training) for i, name, curve in found
+        Line(f"{names[i]}, {name}", curve, i, dash=sets.index(name) + beside_training)
+        for i, name, curve in found
     ]
 
 

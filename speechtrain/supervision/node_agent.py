@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     if given.outcome is not None and outcome(given.outcome) == 0:
         return 0  # the run ended while this node was lost
     log = given.log.with_stem(f"{given.log.stem}-{given.node}") if given.node else given.log
-    code = run(given.command[given.command[:1] == ["--"] :], log, given.address, given.attached)
+    code = run(given.command[given.command[:1] == ["--"] :], log, given.address, attached=given.attached)
     return code if given.outcome is None else leave(given.outcome, given.retry_from)
 
 

@@ -169,7 +169,7 @@ def normaliser(name: str) -> Normaliser:
     for part in name.split("+"):
         if part.strip() not in NORMALISERS:
             raise ConfigError(
-                f"tokenizer.normaliser: {part.strip()!r} is unknown{nearest(part.strip(), NORMALISERS)}; "
+                f"normaliser: {part.strip()!r} is unknown{nearest(part.strip(), NORMALISERS)}; "
                 f"choose from {', '.join(NORMALISERS)}, or join several with '+'"
             )
         steps.append(NORMALISERS[part.strip()])

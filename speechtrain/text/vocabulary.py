@@ -84,7 +84,7 @@ class Characters(Tokenizer):
         twice = sorted({symbol for symbol in alphabet if alphabet.count(symbol) > 1})
         if twice or not alphabet:
             raise ConfigError(
-                f"tokenizer.alphabet {'repeats ' + repr(''.join(twice)) if twice else 'is empty'}; "
+                f"alphabet {'repeats ' + repr(''.join(twice)) if twice else 'is empty'}; "
                 "list each character once"
             )
         self.labels = list(alphabet)
@@ -158,7 +158,7 @@ class SentencePiece(Tokenizer):
             self._model = Path(model).read_bytes()
         except OSError as error:
             raise DataError(
-                f"tokenizer.model: {model}: {error.strerror}; "
+                f"model: {model}: {error.strerror}; "
                 "correct the path, or train a model with speechtrain-prepare tokenizer"
             ) from None
         try:
@@ -166,7 +166,7 @@ class SentencePiece(Tokenizer):
                 raise RuntimeError
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         except RuntimeError:
-            raise DataError(f"tokenizer.model: {model} is not a SentencePiece model; train one") from None
+            raise DataError(f"model: {model} is not a SentencePiece model; train one") from None
         self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
         self._unknown_id = self._pieces.unk_id()
         self._normaliser = normaliser

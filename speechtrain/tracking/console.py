@@ -36,7 +36,7 @@ class Console(Tracker):
     def __init__(self, mode: str = "auto", examples: int = 2, enabled: bool = True) -> None:
         """``mode``: live, plain, or auto (live on a terminal); ``examples``: transcripts shown per set."""
         if mode not in ("auto", "live", "plain"):
-            raise ConfigError(f"tracking.trackers.console.mode is {mode!r}; it must be auto, live or plain")
+            raise ConfigError(f"mode is {mode!r}; it must be auto, live or plain")
         self.mode = mode
         self.examples = examples
         self.enabled = enabled

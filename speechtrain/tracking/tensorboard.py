@@ -79,9 +79,9 @@ class TensorBoard(Tracker):
         step = values.get("step")
         if event == "train":
             figures = {name: values.get(name) for name in PROGRESS if name not in ("step", "steps")}
-            self._write_scalars(writer, "train", {**figures, **metrics_of(values)}, step)
+            self._write_scalars(writer, "train", {**figures, **metrics_of(values)}, step=step)
         elif event == "valid":
-            self._write_scalars(writer, f"valid/{values['set']}", metrics_of(values), step)
+            self._write_scalars(writer, f"valid/{values['set']}", metrics_of(values), step=step)
             writer.flush()
         elif event == "examples":
             rows = [(row["reference"], row["hypothesis"]) for row in values["rows"][: self.examples]]

@@ -36,7 +36,7 @@ def recorded_policy(record: Mapping[str, Any], device: Device, precision: Precis
 
 
 def choose_policy(
-    record: Mapping[str, Any], device: Device, precision: Precision, task: Task, data: DataModule
+    record: Mapping[str, Any], device: Device, precision: Precision, *, task: Task, data: DataModule
 ) -> dict[str, Any]:
     """The content of ``device.json`` for this start: ``policy``, and the medians where it was timed.
 
@@ -54,7 +54,7 @@ def choose_policy(
     batch = data.sample() if len(candidates) > 1 else None
     if batch is None:
         return {**names, "policy": candidates[0].record()}
-    chosen, medians = fastest(candidates, _timer(task, device, precision, batch))
+    chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
     taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
     if chosen.autocast_dtype is None and precision.dtype != torch.float32:
         _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here: {taken} ms")
@@ -62,7 +62,7 @@ def choose_policy(
 
 
 def _timer(
-    task: Task, device: Device, precision: Precision, batch: Batch
+    task: Task, device: Device, precision: Precision, *, batch: Batch
 ) -> Callable[[ComputePolicy], float]:
     """A function that times one training step under a policy, in seconds, and leaves the task unchanged."""
     task.train().advance(_LATE, 0)

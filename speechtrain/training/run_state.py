@@ -45,7 +45,7 @@ class Progress:
         vars(self).update({now: state[name] for name, now in names.items() if hasattr(self, now)})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Parts:
     """What one call of ``Trainer.fit`` trains with."""
 

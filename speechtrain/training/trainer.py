@@ -19,7 +19,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import PLAIN, ComputePolicy, times
-from speechtrain.counter_rng import seed_at
+from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
@@ -36,9 +36,6 @@ from speechtrain.training.profiling import StepProfiler
 from speechtrain.training.recovery import Recovery
 from speechtrain.training.run_state import Interval, Parts, Progress
 from speechtrain.training.validation import Validation
-
-# stream numbers in the addresses drawn here
-_DEVICE_DRAWS, _HOST_DRAWS, _UPDATE_DRAWS = 1, 7, 8
 
 
 class Trainer:
@@ -71,8 +68,10 @@ class Trainer:
         is_static = device.static_shapes
         self.update: Update = (BranchFreeUpdate if is_static else HostCheckedUpdate)(precision, config.clip)
         self.graphs = (WarmedUpGraphs if is_static else Graphs)(device, tracker, config.max_graphs)
-        self.recovery = Recovery(config, tracker, seed, run_dir)
-        self.validation = Validation(device, policy, group, tracker, config.target, stop_requested)
+        self.recovery = Recovery(config, tracker, seed, run_dir=run_dir)
+        self.validation = Validation(
+            device, policy, group, tracker=tracker, target=config.target, stop_requested=stop_requested
+        )
         self.parts: Parts | None = None
         self._started = 0.0  # when the run would have started, had it never been interrupted
 
@@ -100,7 +99,15 @@ class Trainer:
         ``on_collapse`` is ``stop``; RunError for ``must`` without a usable checkpoint; ConfigError for an
         ill-formed ``config.profile``.
         """
-        self.parts = Parts(task, data, optimizer, schedule, average, self.precision, self.progress)
+        self.parts = Parts(
+            task=task,
+            data=data,
+            optimizer=optimizer,
+            schedule=schedule,
+            average=average,
+            precision=self.precision,
+            progress=self.progress,
+        )
         found = None
         self.group.rank_status.at(0, "resume")
         if resume != "never":
@@ -132,11 +139,11 @@ class Trainer:
         while not status:
             step = progress.step + 1
             profiler.begin(step)
-            parts.task.advance(progress.step, seed_at(self.seed, _UPDATE_DRAWS, step))
-            weight, healthy, stop, late = self._accumulate(parts, batches, step, interval)
+            parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
+            weight, healthy, stop, late = self._accumulate(parts, batches, step, interval=interval)
             self.group.rank_status.at(step, "update")
             rate = parts.schedule.rate(step) * progress.rate_factor
-            norm = self._step(parts, weight, healthy, rate)
+            norm = self._step(parts, weight, healthy, rate=rate)
             progress.step = step
             progress.wall_s = time.perf_counter() - self._started
             interval.steps += 1
@@ -148,7 +155,7 @@ class Trainer:
             log_due = step % config.log_every == 0 or validate_due or save_due
             self.recovery.count(self.update.outcomes(log_due), parts)
             if log_due:
-                self._log(interval, step / per_epoch, rate, norm, planned)
+                self._log(interval, step / per_epoch, rate, norm=norm, planned=planned)
                 self.graphs.check(step)
                 self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
                 interval = Interval()
@@ -181,11 +188,11 @@ class Trainer:
             rank_status.at(step, "forward")
             # one address for each micro-batch of the run, whichever rank computes it
             address = (step, micro * world.size + world.rank)
-            batch = parts.task.prepare(batch, seed_at(self.seed, _HOST_DRAWS, *address))
+            batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
             parts.micro_batches.append(batch)
             parts.latest = batch
             moved = self.device.move(batch)
-            torch.manual_seed(seed_at(self.seed, _DEVICE_DRAWS, *address))
+            torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_DRAWS, *address))
             with nullcontext() if micro + 1 == accumulate else self.group.no_sync(wrapped):
                 with self.policy.autocast(self.device.name):
                     loss: Loss = wrapped(moved)
@@ -213,7 +220,7 @@ class Trainer:
         healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor([float(is_real)]))[0]
         # full_like: a Python number would make a lazy tensor () fp64
         scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
-        norm = self.update(parts.trained, rate, scale, healthy)
+        norm = self.update(parts.trained, rate, scale, healthy=healthy)
         self.device.mark_step()
         return norm
 
@@ -222,9 +229,9 @@ class Trainer:
         rate = parts.schedule.rate(self.progress.step + 1)
 
         def step(batch: Batch) -> None:
-            parts.task.advance(self.progress.step, seed_at(self.seed, _UPDATE_DRAWS, 0))
-            weight, healthy, _, _ = self._accumulate(parts, itertools.repeat(batch), 0, Interval())
-            self._step(parts, weight, healthy, rate, is_real=False)
+            parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, 0))
+            weight, healthy, _, _ = self._accumulate(parts, itertools.repeat(batch), 0, interval=Interval())
+            self._step(parts, weight, healthy, rate=rate, is_real=False)
 
         def evaluate(batches: list[Batch]) -> None:
             self.validation.evaluate(parts, {"warm-up": batches})
@@ -289,7 +296,7 @@ class Trainer:
             metric = self.progress.metrics.get(parts.task.metric) if is_validated else None
             try:
                 weights = parts.average.averaged_state_dict(parts.task)
-                path = self.checkpointer.save(self.progress.step, parts.states, weights, metric)
+                path = self.checkpointer.save(self.progress.step, parts.states, weights, metric=metric)
                 self.tracker.log("checkpoint", {"step": self.progress.step, "path": str(path)})
             except OSError as error:
                 if self.config.on_save_error == "stop":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
@@ -14,24 +15,16 @@ from speechtrain.training.evaluation import Interrupted, Outcome, evaluate
 from speechtrain.training.run_state import Parts
 
 
+@dataclass(frozen=True)
 class Validation:
     """Evaluates the averaged weights on every named set and keeps the metrics in the progress."""
 
-    def __init__(
-        self,
-        device: Device,
-        policy: ComputePolicy,
-        group: Group,
-        tracker: Tracker,
-        target: float | None,
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self._device = device
-        self._policy = policy
-        self._group = group
-        self._tracker = tracker
-        self._target = target
-        self._stop_requested = stop_requested
+    device: Device
+    policy: ComputePolicy
+    group: Group
+    tracker: Tracker
+    target: float | None
+    stop_requested: Callable[[], bool]
 
     def is_due(self, parts: Parts, status: str, every: int) -> bool:
         """True where the weights must be evaluated before anything else.
@@ -44,11 +37,11 @@ class Validation:
 
     def run(self, parts: Parts) -> str:
         """Evaluate; ``target`` where the target is reached, ``preempted`` where a stop request came first."""
-        group, progress = self._group, parts.progress
+        group, progress = self.group, parts.progress
 
         def stop() -> bool:  # before every batch
             group.rank_status.at(progress.step, "validation")
-            return group.any(self._stop_requested())
+            return group.any(self.stop_requested())
 
         sets = parts.data.valid(group.world.rank, group.world.size)
         try:
@@ -67,24 +60,25 @@ class Validation:
     def reached(self, parts: Parts) -> bool:
         """True where the latest validation reached ``trainer.target``."""
         metric = parts.progress.metrics.get(parts.task.metric)
-        return self._target is not None and metric is not None and metric <= self._target
+        return self.target is not None and metric is not None and metric <= self.target
 
     def evaluate(
         self, parts: Parts, sets: dict[str, Iterable[Batch]], stop: Callable[[], bool] = lambda: False
     ) -> dict[str, Outcome]:
         """Evaluate with the averaged weights, in graphs of their own: an update's stays as it was."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._device.mark_step)
+            stack.callback(self.device.mark_step)
             stack.enter_context(parts.average.swapped(parts.task))
-            self._device.mark_step()
-            return evaluate(parts.task, sets, self._device, self._policy, self._group, stop_requested=stop)
+            self.device.mark_step()
+            task, group = parts.task, self.group
+            return evaluate(task, sets, self.device, policy=self.policy, group=group, stop_requested=stop)
 
     def _report(self, outcomes: dict[str, Outcome], step: int) -> None:
         for name, outcome in outcomes.items():
             values = {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics}
-            self._tracker.log("valid", values)
+            self.tracker.log("valid", values)
             rows = [vars(example) for example in outcome.examples]
-            self._tracker.log("examples", {"step": step, "set": name, "rows": rows})
+            self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
 
 
 def _noting(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:

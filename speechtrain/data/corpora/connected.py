@@ -141,7 +141,7 @@ def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut
 
     lengths = [utterance.length(clips) for utterance in plan]
     samples = sum(lengths)
-    path = _ensure_wav(name, clips, plan, samples)
+    path = _ensure_wav(name, clips, plan, samples=samples)
     recording = Recording(
         id=name,
         sources=[AudioSource(type="file", channels=[0], source=str(path))],
@@ -174,7 +174,7 @@ def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -
                 free = shutil.disk_usage(folder).free
                 if free < 2 * samples:
                     raise OSError(None, f"{free / 1e6:.0f} MB free")
-                _write_wav(temporary, clips, plan, samples)
+                _write_wav(temporary, clips, plan, samples=samples)
     except OSError as error:
         raise MachineError(
             f"{folder}: cannot write {2 * samples / 1e6:.0f} MB of joined audio ({error.strerror or error}); "

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from speechtrain.counter_rng import key_of, uniform_at
+from speechtrain.counter_rng import DigitsStream, key_of, uniform_at
 from speechtrain.data.corpora.connected import (
     FORMAT,
     GAP_SECONDS,
@@ -31,7 +31,6 @@ from speechtrain.data.manifests import digest
 from speechtrain.errors import DataError
 
 EMBEDDED = Path(__file__).parent / "digits_audio"
-_SIZE, _WORD, _GAP = 0, 1, 2  # last part of a draw's address
 
 
 class Digits(Connected):
@@ -59,7 +58,9 @@ class Digits(Connected):
         seed: int = 0,
         root: str = "",
     ) -> None:
-        super().__init__(split, utterances, min_words, max_words, gap_seconds, seed)
+        super().__init__(
+            split, utterances, min_words, max_words=max_words, gap_seconds=gap_seconds, seed=seed
+        )
         self.clips = WordClips(Path(root).expanduser() if root else EMBEDDED, split)
 
     @property
@@ -70,10 +71,10 @@ class Digits(Connected):
     def plan(self) -> list[Joined]:
         clips, key = self.clips, key_of(self.split)
         rows, columns = np.arange(self.utterances)[:, None], np.arange(self.max_words)
-        spread = self.max_words - self.min_words + 1
-        sizes = self.min_words + (uniform_at(self.seed, key, _SIZE, rows[:, 0]) * spread).astype(int)
-        words = (uniform_at(self.seed, key, _WORD, rows, columns) * len(clips.words)).astype(int)
-        gaps = gap_samples(uniform_at(self.seed, key, _GAP, rows, columns), self.gap_seconds)
+        draws = uniform_at(self.seed, key, DigitsStream.SIZE, rows[:, 0])
+        sizes = self.min_words + (draws * (self.max_words - self.min_words + 1)).astype(int)
+        words = (uniform_at(self.seed, key, DigitsStream.WORD, rows, columns) * len(clips.words)).astype(int)
+        gaps = gap_samples(uniform_at(self.seed, key, DigitsStream.GAP, rows, columns), self.gap_seconds)
         plan = []
         for i, size in enumerate(sizes.tolist()):
             voice, chosen = i % len(clips.voices), words[i, :size].tolist()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speechtrain.counter_rng import addressed, key_of, uniform_at
+from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
 from speechtrain.data.corpora.connected import (
     GAP_SECONDS,
     SAMPLE_RATE,
@@ -33,7 +33,6 @@ from speechtrain.errors import DataError, nearest
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEST_INDICES = range(5)
 _NAME = re.compile(r"(\d)_(.+)_(\d+)\.wav")
-_ORDER, _SIZE, _GAP = 0, 1, 2  # last part of a draw's address
 
 
 @dataclass(frozen=True, order=True)
@@ -77,7 +76,9 @@ class Fsdd(Connected):
         exclude_speakers: list[str] | None = None,
         only_speakers: list[str] | None = None,
     ) -> None:
-        super().__init__(split, utterances, min_words, max_words, gap_seconds, seed)
+        super().__init__(
+            split, utterances, min_words, max_words=max_words, gap_seconds=gap_seconds, seed=seed
+        )
         takes = find_takes(root)
         self.all_speakers = sorted({take.speaker for take in takes})
         self.speakers = self._choose(only_speakers or self.all_speakers, exclude_speakers or [])
@@ -115,14 +116,14 @@ class Fsdd(Connected):
                     speaker=speaker,
                     text=" ".join(WORDS[self.takes[clip].digit] for clip in group),
                     clips=group,
-                    gaps=tuple(gap_samples(uniform_at(*address, _GAP), self.gap_seconds).tolist()),
+                    gaps=tuple(gap_samples(uniform_at(*address, FsddStream.GAP), self.gap_seconds).tolist()),
                 )
 
     def _groups(self, speaker: str, turn: int) -> Iterator[tuple[int, ...]]:
         own = np.array([i for i, take in enumerate(self.takes) if take.speaker == speaker])
         numbers, address = np.arange(len(own)), (self.seed, key_of(speaker), turn)
-        left = own[np.argsort(addressed(*address, numbers, _ORDER), kind="stable")].tolist()
-        for draw in uniform_at(*address, numbers, _SIZE):
+        left = own[np.argsort(addressed(*address, numbers, FsddStream.ORDER), kind="stable")].tolist()
+        for draw in uniform_at(*address, numbers, FsddStream.SIZE):
             if len(left) <= self.max_words:
                 break
             most = max(self.min_words, min(self.max_words, len(left) - self.min_words))
@@ -143,7 +144,7 @@ def find_takes(root: str) -> list[Take]:
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
-    takes = [Take(m[2], int(m[1]), int(m[3]), path) for m, path in matches if m]
+    takes = [Take(m[2], int(m[1]), int(m[3]), path=path) for m, path in matches if m]
     if not takes:
         raise DataError(
             f"{folder} has no recordings digit_speaker_index.wav; get them with 'git clone "

@@ -16,7 +16,7 @@ from speechtrain.config.resolved import dump, load, resolved
 from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, SpeechtrainError
 
 
 @pytest.fixture
@@ -264,3 +264,27 @@ def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
     config.data.sample_rate = 8000
     with pytest.raises(ConfigError, match=r"data\.sample_rate=8000: the encoder expects 16000"):
         dry_build(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["encoder=wav2vec2", "encoder.mask.length=0"],
+            "encoder.mask.length is 0; it must be 1 frame or more",
+        ),
+        (["data.batch.window=0"], "data.batch.window=0: it must be at least 1 (plain shuffling)"),
+        (["data.shapes=-1"], "data.workers=-1, shapes=-1: need workers >= -1 (-1: automatic), shapes >= 0"),
+        (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'; list each character once"),
+        (
+            ["tokenizer=sentencepiece", "tokenizer.model=/no"],
+            "tokenizer.model: /no: No such file or directory",
+        ),
+        (["augment.warp=1"], "augment.warp is 1; it must be 0 or more and below 0.5"),
+        (["model=wav2vec2", "encoder=wav2vec2", "encoder.mask=null"], "encoder.mask is null"),
+    ],
+)
+def test_an_error_of_a_class_names_the_key(overrides: list[str], message: str) -> None:
+    with pytest.raises(SpeechtrainError) as caught:
+        dry_build(compose(overrides, None))
+    assert str(caught.value).startswith(message)

@@ -124,10 +124,10 @@ def test_unmasked_values_gradients_and_precision_pass_unchanged() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"freq_masks": -1}, "SpecAugment.freq_masks is -1"),
-        ({"time_width": -0.1}, "SpecAugment.time_width is -0.1"),
-        ({"time_masks": 2.5}, "SpecAugment.time_masks is 2.5"),
-        ({"time_width": 1.5}, "SpecAugment.time_width is 1.5"),
+        ({"freq_masks": -1}, "freq_masks is -1"),
+        ({"time_width": -0.1}, "time_width is -0.1"),
+        ({"time_masks": 2.5}, "time_masks is 2.5"),
+        ({"time_width": 1.5}, "time_width is 1.5"),
         ({"freq_width_min": 21}, "freq_width_min"),
         ({"time_width": 5, "time_width_min": 6}, "time_width_min"),
     ],

@@ -213,12 +213,12 @@ def test_probability_zero_masks_nothing_and_rows_longer_than_the_batch_are_refus
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"probability": 1.5}, "SpanMask.probability is 1.5"),
-        ({"length": 0}, "SpanMask.length is 0"),
-        ({"probability": 1.0, "length": 1}, "SpanMask.probability is 1"),
-        ({"kind": "gamma"}, "SpanMask.kind is 'gamma'"),
-        ({"other": -1.0}, "SpanMask.other is -1.0"),
-        ({"kind": "uniform", "other": 21.0}, "SpanMask.other is 21.0"),
+        ({"probability": 1.5}, "probability is 1.5"),
+        ({"length": 0}, "length is 0"),
+        ({"probability": 1.0, "length": 1}, "probability is 1"),
+        ({"kind": "gamma"}, "kind is 'gamma'"),
+        ({"other": -1.0}, "other is -1.0"),
+        ({"kind": "uniform", "other": 21.0}, "other is 21.0"),
         ({"min_space": -1}, "min_space"),
         ({"min_masks": -1}, "min_masks"),
     ],

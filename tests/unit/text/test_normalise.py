@@ -161,7 +161,5 @@ def test_normalisers_join_from_left_to_right() -> None:
 
 
 def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
-    with pytest.raises(
-        ConfigError, match=r"tokenizer\.normaliser: 'englsh' is unknown; did you mean 'english'"
-    ):
+    with pytest.raises(ConfigError, match=r"normaliser: 'englsh' is unknown; did you mean 'english'"):
         normaliser("lower+englsh")

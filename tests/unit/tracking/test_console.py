@@ -114,8 +114,8 @@ def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:
     assert b"je\\u015b\\u0107" in done.stdout
 
 
-def test_an_unknown_mode_names_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"tracking\.trackers\.console\.mode is 'lively'; it must be"):
+def test_an_unknown_mode_names_the_parameter() -> None:
+    with pytest.raises(ConfigError, match=r"mode is 'lively'; it must be"):
         Console(mode="lively")
 
 

@@ -12,11 +12,12 @@ import torch
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import PLAIN, ComputePolicy
+from speechtrain.config.build import build_data
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.precision import BF16, FP32, Precision
 from speechtrain.task import Task
-from speechtrain.train_rank import build_data, build_task
+from speechtrain.train_rank import build_task
 from speechtrain.training import autotune
 from speechtrain.training.autotune import choose_policy, recorded_policy
 
@@ -46,19 +47,19 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, DataModule]:
         None,
     )  # fmt: skip
     task, tokenizer = build_task(config)
-    return task, build_data(config, task, tokenizer)
+    return task, build_data(config, tokenizer, task)
 
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> dict[ComputePolicy, float]:
     """Seconds of a step by policy, in place of a timing."""
     seconds: dict[ComputePolicy, float] = {}
-    monkeypatch.setattr(autotune, "_timer", lambda *parts: seconds.__getitem__)
+    monkeypatch.setattr(autotune, "_timer", lambda *parts, batch: seconds.__getitem__)
     return seconds
 
 
 def choose(record: dict[str, Any], chip: CPU, parts: tuple[Task, DataModule], precision: Precision) -> Any:
-    return choose_policy(record, chip, precision, *parts)
+    return choose_policy(record, chip, precision, task=parts[0], data=parts[1])
 
 
 def test_the_fastest_is_chosen_and_kept_with_its_times(
@@ -114,7 +115,7 @@ def test_a_timing_changes_neither_weights_nor_the_order_of_training(parts: tuple
     state = data.state_dict()
     sample = data.sample()
     assert isinstance(sample, Batch)
-    seconds = autotune._timer(task, CPU(), FP32(), sample)(ComputePolicy(lstm="loop"))
+    seconds = autotune._timer(task, CPU(), FP32(), batch=sample)(ComputePolicy(lstm="loop"))
     assert seconds > 0
     assert all(torch.equal(value, before[name]) for name, value in task.state_dict().items())
     assert all(parameter.grad is None for parameter in task.parameters())
