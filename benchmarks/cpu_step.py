@@ -35,6 +35,8 @@ from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.models import rnnt
 from speechtrain.models.rnnt import RNNT
+from speechtrain.nn.joint import Joint
+from speechtrain.nn.prediction import LSTMPrediction
 from speechtrain.text.vocabulary import Tokenizer
 
 BASELINE = "torch's LSTM, full lattice, fp32"
@@ -129,8 +131,8 @@ def model(is_small: bool) -> RNNT:
     """MLPerf's base model, 1023 subwords."""
     torch.manual_seed(0)
     encoder = LSTMEncoder(LogMel(), Augment(), hidden=64 if is_small else 1024)
-    sizes = {"prediction_hidden": 32, "prediction_embedding": 32, "joint_hidden": 32} if is_small else {}
-    return RNNT(Numbers(31 if is_small else 1023), encoder, **sizes).train()
+    nodes = (LSTMPrediction(32, 32), Joint(32)) if is_small else (LSTMPrediction(), Joint())
+    return RNNT(Numbers(31 if is_small else 1023), encoder, *nodes).train()
 
 
 def noise(rows: int, seconds: float, labels: int, classes: int) -> Batch:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 TRAIN = Path(sys.executable).parent / "speechtrain-train"
-NO_NORMS = ["encoder.layer_norm=false", "model.prediction_norm=false", "model.ctc_weight=0"]
+NO_NORMS = ["encoder.layer_norm=false", "model.prediction.layer_norm=false", "model.ctc_weight=0"]
 
 
 def run(name: str, overrides: list[str]) -> dict[str, object]:

@@ -344,7 +344,7 @@ PHASES = {
     "validation": Phase(
         [
             *(LONG, "trainer.validate_every=1", "data.valid.unheard.utterances=100"),
-            *("data.valid_batch.count=1", "model.max_symbols=300"),
+            *("data.valid_batch.count=1", "decoder.max_symbols=300"),
         ],
         ready=_has_trained_on,
         delay=1.0,

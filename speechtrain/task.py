@@ -67,6 +67,15 @@ class Task(nn.Module, ABC):
     normalise_audio: bool = False
     """Whether each recording is normalised to zero mean and unit variance before cropping and padding."""
 
+    writes_text: bool = False
+    """Whether evaluation decodes, so that the task needs a decoder."""
+
+    decoder: Any = None
+    """The search of every evaluation (``speechtrain.decoding.base.Decoder``); the builder sets it."""
+
+    final_decoder: Any = None
+    """The search of one more evaluation at the end of training, if it searches at all."""
+
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
         """Compute the loss sum of one micro-batch; all randomness is from the seeded global generators."""

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import (
     build_data,
     build_device,
@@ -41,7 +41,6 @@ from speechtrain.config.build import (
 )
 from speechtrain.config.resolved import load
 from speechtrain.counter_rng import RunStream, seed_at
-from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
@@ -50,14 +49,14 @@ from speechtrain.files import write_json
 from speechtrain.launcher import PARENT, World
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import DEVICE, ERROR, RESULT, STUCK, RunLock, rank_folder, read_device
+from speechtrain.run_directory import ERROR, RESULT, STUCK, RunLock, rank_folder
 from speechtrain.supervision.process_tree import ancestors_of, is_running, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig, planned_steps
-from speechtrain.training.autotune import choose_policy
+from speechtrain.training.autotune import resolve_policy
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
 
@@ -113,23 +112,6 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
         _LOG.warning(f"precision={precision.name}: {reason}")
         precision = FP32()
     return device, precision
-
-
-def resolve_policy(
-    device: Device, precision: Precision, group: Group, *, run_dir: Path, task: Task, data: DataModule
-) -> tuple[ComputePolicy, dict[str, Any]]:
-    """Apply the run's policy, which is rank 0's choice, to ``task``; return it with its record."""
-    with group.main_process_first():
-        record = read_device(run_dir)
-        if not group.world.rank:
-            before, record = record, choose_policy(record, device, precision, task=task, data=data)
-            if record != before:
-                write_json(run_dir / DEVICE, record)
-    policy = ComputePolicy.from_record(record["policy"])
-    assert policy is not None
-    policy = replace(policy, mark_step=device.mark_step)
-    apply_policy(task, policy)
-    return policy, {**record, "policy": policy.describe()}
 
 
 def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:

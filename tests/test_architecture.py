@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "interop": {"checkpoint", "encoders", "models", "nn"},
     "report": {"tracking"},
     # return types of its builders, for type checkers only
-    "config": {"data.base", "devices.base", "encoders.base"}
+    "config": {"data.base", "decoding.base", "devices.base", "encoders.base"}
     | {"optim.schedules", "text.vocabulary", "tracking.base"},
     "supervision": set(),
     "launchers": {"supervision"},

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
-    *("model=rnnt_small", "encoder.hidden=16", "encoder.features.mels=8", "model.prediction_embedding=8"),
-    *("model.prediction_hidden=16", "model.joint_hidden=16", "data.train.utterances=8", "data.workers=0"),
+    *("model=rnnt_small", "encoder.hidden=16", "encoder.features.mels=8", "model.prediction.embedding=8"),
+    *("model.prediction.hidden=16", "model.joint.hidden=16", "data.train.utterances=8", "data.workers=0"),
     *(
         "data.batch.count=4",
         "optimizer=adamw",
@@ -28,6 +28,8 @@ SMALL = (
 )
 OWN_MODEL = '''
 from speechtrain.models.rnnt import RNNT
+from speechtrain.nn.joint import Joint
+from speechtrain.nn.prediction import LSTMPrediction
 
 
 class Shouting(RNNT):
@@ -35,8 +37,7 @@ class Shouting(RNNT):
 
     def __init__(self, tokenizer, encoder, joint_hidden: int = 16, volume: int = 1) -> None:
         super().__init__(
-            tokenizer, encoder, prediction_embedding=8, prediction_hidden=16, prediction_layers=1,
-            joint_hidden=joint_hidden,
+            tokenizer, encoder, LSTMPrediction(8, 16, 1), Joint(joint_hidden)
         )
         self.volume = volume
 

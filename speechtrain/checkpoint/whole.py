@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speechtrain.checkpoint.migrations import migrate_2_to_3, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import RunError
 from speechtrain.files import flush, read_json, sha256, write_json
@@ -82,6 +83,7 @@ def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor
             parameters |= {f"{name}/state/{index}": p.detach() for index, p in enumerate(trained)}
 
     def find(path: str, value: Tensor) -> Tensor | None:
+        path = path if path in models else migrate_2_to_3(path)
         model = models.get(path, parameters.get(path.rpartition("/")[0]))
         return model if model is not None and is_sharded(model) and model.shape == value.shape else None
 
@@ -103,6 +105,17 @@ def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
     if missing:
         load_shares(shards, missing)
     return placed
+
+
+def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
+    """``saved`` with the model's present names of weights, also in their average."""
+    if not isinstance(task := states.get("task"), torch.nn.Module):
+        return dict(saved)
+    known = task.state_dict().keys()
+    average = dict(saved.get("average", {}))
+    if "average" in average:
+        average["average"] = migrate_names(average["average"], known)
+    return {**saved, "task": migrate_names(saved["task"], known), **({"average": average} if average else {})}
 
 
 class Checkpointer:
@@ -260,7 +273,7 @@ class Checkpointer:
             saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             if set(saved) != set(states):
                 raise RunError(f"{folder} holds {sorted(saved)}, but this run needs {sorted(states)}")
-            saved = _placed(saved, states, folder / SHARDS)
+            saved = _migrated(_placed(saved, states, folder / SHARDS), states)
             for name, part in states.items():
                 part.load_state_dict(saved[name])
             return int(manifest["step"])

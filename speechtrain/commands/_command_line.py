@@ -70,9 +70,10 @@ def rewrite(argv: Sequence[str]) -> list[str]:
     """Translate arguments as users of other toolkits type them into Hydra's syntax.
 
     ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would read it as a sweep), and
-    ``data.valid.NAME=…`` may add a name. ``allow_targets=`` moves to the environment, so that no
-    file can set it.
+    ``data.valid.NAME=…`` may add a name. ``final_decoder=`` chooses from the group of decoders.
+    ``allow_targets=`` moves to the environment, so that no file can set it.
     """
+    from speechtrain.config.schema import PLACES
     from speechtrain.config.targets import ALLOW_TARGETS
 
     rewritten = []
@@ -87,6 +88,8 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             if key.startswith("data.valid."):
                 key = "++" + key
             argument = f"{key}={value}"
+        if equals and key in PLACES:
+            argument = f"{PLACES[key]}={value}"
         rewritten.append(argument)
     return rewritten
 

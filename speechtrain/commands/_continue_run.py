@@ -16,9 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
+from speechtrain.config.migrations import migrate_overrides
 from speechtrain.config.resolved import resolved
 from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of, typed_fields
-from speechtrain.config.schema import INTERFACES
+from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line
 from speechtrain.run_directory import ABOUT, CONFIG, read_about
 
@@ -100,7 +101,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
         shares["world_size"] = command.together.world.size
     refused = _share_out(config, shares, run_dir)
     for key, value in changes.items():
-        if key in (*INTERFACES, "recipe"):
+        if key in (*INTERFACES, *NODES, "recipe"):
             if is_volatile(key):
                 choose(config, key, str(value))
             else:
@@ -172,7 +173,7 @@ def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | No
     """Print one line if a new run with these overrides would have other values than this run."""
     own = flat(resolved(config))
     try:
-        new = flat(resolved(compose(list(typed), folder)))
+        new = flat(resolved(compose(migrate_overrides(typed), folder)))
         kept = [
             f"{key}={own[key]}" for key in own if key in new and not _is_place(key) and new[key] != own[key]
         ]

@@ -19,11 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.check import mismatch
 from speechtrain.config.resolved import load
 from speechtrain.config.resume_fields import flat
+from speechtrain.config.schema import PLACES
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, RunError, first_line, nearest, one_line
@@ -33,7 +35,7 @@ from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.train_rank import build_task, open_device
 from speechtrain.training.autotune import recorded_policy
 
-_CHOICES = ("device", "precision")
+_CHOICES = ("device", "precision", "decoder")
 """Groups whose choice may change when a trained run is opened."""
 
 
@@ -95,7 +97,7 @@ def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> Opened
     task, tokenizer = build_task(config)
     apply_policy(task, policy)
     try:
-        task.load_state_dict(weights)
+        task.load_state_dict(migrate_names(weights, task.state_dict()))
     except RuntimeError as error:
         raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {one_line(str(error), 200)}") from None
     task.to(device.tensor(torch.zeros(())).device)
@@ -148,7 +150,7 @@ def choose(config: DictConfig, group: str, choice: str) -> None:
     from speechtrain.commands._hydra_app import compose, explain
 
     try:
-        node = compose([f"{group}={choice}"])[group]
+        node = compose([f"{PLACES.get(group, group)}={choice}"])[group]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, []) from None
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))

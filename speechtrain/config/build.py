@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # a command that builds nothing must not import torch
     from torch.optim import Optimizer
 
     from speechtrain.data.base import DataModule
+    from speechtrain.decoding.base import Decoder
     from speechtrain.devices.base import Device
     from speechtrain.encoders.base import Encoder
     from speechtrain.launcher import Launcher
@@ -51,7 +52,16 @@ def build_encoder(config: DictConfig) -> Encoder:
 
 
 def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> Task:
-    return cast("Task", build(config, "model", tokenizer=tokenizer, encoder=encoder))
+    """The model with its decoders. Raises ConfigError for a model that writes text but has no decoder."""
+    task = cast("Task", build(config, "model", tokenizer=tokenizer, encoder=encoder))
+    task.decoder, task.final_decoder = build_decoder(config), build_decoder(config, "final_decoder")
+    if task.writes_text and not task.decoder.searches:
+        raise ConfigError("decoder=none: this model writes text; set decoder=greedy")
+    return task
+
+
+def build_decoder(config: DictConfig, part: str = "decoder") -> Decoder:
+    return cast("Decoder", build(config, part))
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = None) -> DataModule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from speechtrain.errors import ConfigError
@@ -28,9 +28,51 @@ def migrate_1_to_2(plain: dict[str, Any]) -> None:
     _rename(plain.get("device"), {"bind": "pin", "reserve": "comm_cores"})
 
 
+_PREDICTION = {
+    "prediction_embedding": "embedding",
+    "prediction_hidden": "hidden",
+    "prediction_layers": "layers",
+    "prediction_dropout": "dropout",
+    "prediction_norm": "layer_norm",
+    "forget_gate_bias": "forget_gate_bias",
+    "init_scale": "init_scale",
+}
+_JOINT = {"joint_hidden": "hidden", "joint_dropout": "dropout", "joint_bias": "bias"}
+_GREEDY = {"max_symbols_per_step": "max_symbols_per_step", "max_symbols": "max_symbols"}
+
+
+_KEYS_2_TO_3 = {
+    **{f"model.{old}": f"model.prediction.{new}" for old, new in _PREDICTION.items()},
+    **{f"model.{old}": f"model.joint.{new}" for old, new in _JOINT.items()},
+    **{f"model.{old}": f"decoder.{new}" for old, new in _GREEDY.items()},
+    **dict.fromkeys(("device.lstm", "encoder.conv_form", "encoder.attention"), ""),
+    **dict.fromkeys(("encoder.features.fourier", "encoder.features.block_frames"), ""),
+}
+
+
+def migrate_overrides(overrides: Sequence[str]) -> list[str]:
+    """KEY=VALUE pairs as typed for an earlier release, with the present keys; removed keys are left out."""
+    pairs = [text.partition("=") for text in overrides]
+    named = [(_KEYS_2_TO_3.get(key, key), equals, value) for key, equals, value in pairs]
+    return [key + equals + value for key, equals, value in named if key]
+
+
 def migrate_2_to_3(plain: dict[str, Any]) -> None:
-    """Remove the keys that selected kernels; the compute policy selects them now."""
-    encoder = plain.get("encoder")
+    """Remove the keys that selected kernels; give RNN-T its nodes and every model its decoder.
+
+    The names of weights change likewise, in ``checkpoint.migrations``.
+    """
+    encoder, model = plain.get("encoder"), plain.get("model")
+    search = "decoding.greedy.Greedy"
+    if isinstance(model, dict):
+        node = _take(model, _GREEDY)
+        if model.get("_target_") == "speechtrain.models.rnnt.RNNT":
+            model["prediction"] = _part("nn.prediction.LSTMPrediction", _take(model, _PREDICTION))
+            model["joint"] = _part("nn.joint.Joint", _take(model, _JOINT))
+        elif model.get("_target_") == "speechtrain.models.wav2vec2.Wav2Vec2":
+            search = "decoding.base.NoDecoder"
+        plain["decoder"] = _part(search, node)
+        plain["final_decoder"] = _part("decoding.base.NoDecoder", {})
     features = encoder.get("features") if isinstance(encoder, dict) else None
     _remove(plain.get("device"), "lstm")
     _remove(encoder, "conv_form", "attention")
@@ -68,6 +110,15 @@ def _move(node: Any, moved: Mapping[str, str]) -> None:
         node["_target_"] = moved[node["_target_"]]
     for child in children:
         _move(child, moved)
+
+
+def _part(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {"_target_": f"speechtrain.{name}", **keys}
+
+
+def _take(node: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Move the keys of ``names`` out of one node, under their new names."""
+    return {new: node.pop(old) for old, new in names.items() if old in node}
 
 
 def _remove(node: Any, *names: str) -> None:

@@ -11,7 +11,7 @@ PER_START = ("resume", "dry_run")
 """Keys that apply to one start of a run only."""
 
 _VOLATILE = (
-    *("world_size", "run_dir", "launcher", "tracking", "device", *PER_START),
+    *("world_size", "run_dir", "launcher", "tracking", "device", "decoder", "final_decoder", *PER_START),
     *("data.workers", "data.cache", "data.timeout_seconds", "data.max_bad", "data.max_bad_share"),
 )
 _VOLATILE_LIMITS = (

@@ -33,6 +33,8 @@ class Config:
     optimizer: Any = MISSING
     schedule: Any = MISSING
     tracking: Any = MISSING
+    decoder: Any = MISSING
+    final_decoder: Any = MISSING
 
 
 INTERFACES = {
@@ -47,6 +49,8 @@ INTERFACES = {
     "optimizer": "torch.optim.Optimizer",
     "schedule": "speechtrain.optim.schedules.Schedule",
     "tracking": "speechtrain.tracking.base.Tracker",
+    "decoder": "speechtrain.decoding.base.Decoder",
+    "final_decoder": "speechtrain.decoding.base.Decoder",
 }
 """What a group's class must implement; as strings, so that nothing is imported."""
 
@@ -58,5 +62,11 @@ OFFERED = {
     "schedule": {"steps_per_epoch", "planned_steps"},
 }
 """Constructor parameters that the ranks fill in; no YAML file has them."""
+
+NODES = {"prediction": "model.prediction"}
+"""Groups that compose a node inside another part, and its key."""
+
+PLACES = {"final_decoder": "decoder@final_decoder"}
+"""Parts that are chosen from another part's group, in Hydra's syntax."""
 
 ConfigStore.instance().store(name="schema", node=Config)

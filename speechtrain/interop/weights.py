@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
@@ -127,6 +128,7 @@ def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> I
     another shape, and if nothing would be loaded.
     """
     own = module.state_dict()
+    weights = migrate_names(weights, own)
     for name, value in own.items():
         if not name.startswith("encoder."):
             continue

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy, fastest
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
+from speechtrain.distributed.group import Group
+from speechtrain.files import write_json
 from speechtrain.precision import Precision
+from speechtrain.run_directory import DEVICE, read_device
 from speechtrain.task import Task
 
 _LOG = logging.getLogger(__name__)
@@ -59,6 +63,23 @@ def choose_policy(
     if chosen.autocast_dtype is None and precision.dtype != torch.float32:
         _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here: {taken} ms")
     return {**names, "policy": chosen.record(), "milliseconds": taken}
+
+
+def resolve_policy(
+    device: Device, precision: Precision, group: Group, *, run_dir: Path, task: Task, data: DataModule
+) -> tuple[ComputePolicy, dict[str, Any]]:
+    """Apply the run's policy, which is rank 0's choice, to ``task``; return it with its record."""
+    with group.main_process_first():
+        record = read_device(run_dir)
+        if not group.world.rank:
+            before, record = record, choose_policy(record, device, precision, task=task, data=data)
+            if record != before:
+                write_json(run_dir / DEVICE, record)
+    policy = ComputePolicy.from_record(record["policy"])
+    assert policy is not None
+    policy = replace(policy, mark_step=device.mark_step)
+    apply_policy(task, policy)
+    return policy, {**record, "policy": policy.describe()}
 
 
 def _timer(

@@ -160,7 +160,7 @@ class Trainer:
                 self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
                 interval = Interval()
             if validate_due:
-                status = self.validation.run(parts) or status
+                status = self.validation.run(parts, status) or status
                 progress.wall_s = time.perf_counter() - self._started
             if save_due or validate_due:
                 self._save(parts)
@@ -246,7 +246,7 @@ class Trainer:
         if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
             status = "target"  # the previous start reached it, and was killed before it wrote its result
         if self.validation.is_due(parts, status, validate_every):
-            status = self.validation.run(parts) or status
+            status = self.validation.run(parts, status) or status
             self._save(parts)
         elif status == "preempted" and not progress.step:  # stopped before the first update: save that, too
             self._save(parts)

@@ -35,27 +35,40 @@ class Validation:
         is_due = bool(status) or step % every == 0
         return is_due and status != "preempted" and step > parts.progress.validated
 
-    def run(self, parts: Parts) -> str:
-        """Evaluate; ``target`` where the target is reached, ``preempted`` where a stop request came first."""
-        group, progress = self.group, parts.progress
+    def run(self, parts: Parts, status: str = "") -> str:
+        """Evaluate; ``target`` where the target is reached, ``preempted`` where a stop request came first.
+
+        With a ``status`` that ends the run, or the target, the final decoder evaluates the sets once more.
+        """
+        task, progress = parts.task, parts.progress
+        try:
+            outcomes = self._of_all_sets(parts)
+            named = list(outcomes.items())
+            first = next((o.metrics for _, o in named), {})  # it selects checkpoints; a sweep reads it
+            progress.metrics = {**first}
+            found = "target" if self.reached(parts) else ""
+            if (status or found) and task.final_decoder is not None and task.final_decoder.searches:
+                usual, task.decoder = task.decoder, task.final_decoder
+                try:
+                    named += [(f"final/{name}", o) for name, o in self._of_all_sets(parts).items()]
+                finally:
+                    task.decoder = usual
+        except Interrupted:
+            return "preempted"
+        self._report(dict(named), progress.step)
+        progress.metrics |= {f"{name}/{key}": value for name, o in named for key, value in o.metrics.items()}
+        progress.validated = progress.step
+        return found
+
+    def _of_all_sets(self, parts: Parts) -> dict[str, Outcome]:
+        group = self.group
 
         def stop() -> bool:  # before every batch
-            group.rank_status.at(progress.step, "validation")
+            group.rank_status.at(parts.progress.step, "validation")
             return group.any(self.stop_requested())
 
         sets = parts.data.valid(group.world.rank, group.world.size)
-        try:
-            outcomes = self.evaluate(
-                parts, {name: _noting(batches, parts) for name, batches in sets.items()}, stop
-            )
-        except Interrupted:
-            return "preempted"
-        self._report(outcomes, progress.step)
-        metrics = {f"{name}/{key}": value for name, o in outcomes.items() for key, value in o.metrics.items()}
-        first = next((o.metrics for o in outcomes.values()), {})  # it selects checkpoints; a sweep reads it
-        progress.metrics = {**first, **metrics}
-        progress.validated = progress.step
-        return "target" if self.reached(parts) else ""
+        return self.evaluate(parts, {name: _noting(batches, parts) for name, batches in sets.items()}, stop)
 
     def reached(self, parts: Parts) -> bool:
         """True where the latest validation reached ``trainer.target``."""

@@ -29,7 +29,7 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
-from speechtrain.config.schema import INTERFACES, OFFERED
+from speechtrain.config.schema import INTERFACES, NODES, OFFERED, PLACES
 from speechtrain.config.targets import target_class
 from speechtrain.launcher import Job
 from speechtrain.task import Task
@@ -137,8 +137,7 @@ def test_every_key_can_be_set_without_a_plus(group: str, choice: str, required: 
 
 
 def test_every_group_has_its_interface_and_its_default() -> None:
-    assert {folder for folder, _ in ALL} - {"recipe", "sweep"} <= set(INTERFACES)
-    assert set(INTERFACES) <= {folder for folder, _ in ALL}
+    assert {folder for folder, _ in ALL} - {"recipe", "sweep"} == {*INTERFACES, *NODES} - {*PLACES}
 
 
 def _inherited(group: str, name: str) -> list[str]:
@@ -405,7 +404,7 @@ def _shrunk(config: DictConfig) -> DictConfig:
     return config
 
 
-@pytest.mark.parametrize(("group", "choice"), [c for c in ALL if c[0] in ("model", "encoder")])
+@pytest.mark.parametrize(("group", "choice"), [c for c in ALL if c[0] in ("model", "encoder", "prediction")])
 def test_network_learns_and_evaluates(group: str, choice: str, required: dict[str, str]) -> None:
     torch.manual_seed(0)
     task, tokenizer = _task(_shrunk(_config(required, group, choice)))

@@ -25,8 +25,8 @@ COMMON = [
     *("data.train.utterances=24", "data.valid.unheard.utterances=4"),
 ]
 RNNT = [
-    *("recipe=demo", "encoder.hidden=32", "encoder.features.mels=20", "model.prediction_hidden=32"),
-    *("model.prediction_embedding=16", "model.joint_hidden=32", "model.max_symbols=30"),
+    *("recipe=demo", "encoder.hidden=32", "encoder.features.mels=20", "model.prediction.hidden=32"),
+    *("model.prediction.embedding=16", "model.joint.hidden=32", "decoder.max_symbols=30"),
 ]
 WAV2VEC2 = ["model=wav2vec2_small", "data=digits"]
 

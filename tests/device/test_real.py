@@ -30,9 +30,9 @@ COMMON = [
 ]
 RECIPES = {
     "rnnt": [
-        *("recipe=demo", "encoder.hidden=32", "encoder.features.mels=20", "model.prediction_hidden=32"),
-        *("model.prediction_embedding=16", "model.joint_hidden=32", "model.max_symbols=30"),
-        *("encoder.dropout=0", "model.prediction_dropout=0", "model.joint_dropout=0"),
+        *("recipe=demo", "encoder.hidden=32", "encoder.features.mels=20", "model.prediction.hidden=32"),
+        *("model.prediction.embedding=16", "model.joint.hidden=32", "decoder.max_symbols=30"),
+        *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0"),
         *("encoder.features.dither=0", "augment.warp=0"),
     ],
     "wav2vec2": [

@@ -27,8 +27,8 @@ STARTER = Starter()
 TINY = [
     *("recipe=demo", "device.threads=1", "device.autotune=false", "tracking=jsonl", "data.workers=0"),
     *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
-    *("encoder.hidden=32", "encoder.features.mels=20", "model.prediction_hidden=32"),
-    *("model.prediction_embedding=16", "model.joint_hidden=32", "model.max_symbols=30"),
+    *("encoder.hidden=32", "encoder.features.mels=20", "model.prediction.hidden=32"),
+    *("model.prediction.embedding=16", "model.joint.hidden=32", "decoder.max_symbols=30"),
     *("trainer.max_epochs=null", "trainer.max_steps=30", "trainer.log_every=1"),
     *("trainer.save_every=3", "trainer.validate_every=10", "schedule.warmup_steps=5"),
 ]

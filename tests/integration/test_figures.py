@@ -79,3 +79,25 @@ def test_a_target_ends_a_run_and_its_result_is_returned(command: Callable[..., C
     (run.run_dir / "result.json").unlink()  # killed before it could say so
     assert finish(run.start_worker()).returncode == 0
     assert (run.result()["status"], run.result()["steps"]) == ("target", 4)
+
+
+def test_the_final_decoder_is_used_once_and_chooses_nothing(command: Callable[..., Command]) -> None:
+    run = command(
+        "run",
+        "trainer.max_steps=12",
+        "trainer.validate_every=6",
+        "final_decoder=greedy",
+        "final_decoder.max_symbols=1",
+    )
+    assert run.run().returncode == 0
+    sets = [event["set"] for event in run.events("valid")]
+    assert sets == ["unheard", "unheard", "final/unheard"]
+    metrics = run.result()["metrics"]
+    assert metrics["final/unheard/loss"] == metrics["unheard/loss"]
+    assert metrics["wer"] == metrics["unheard/wer"]
+    texts = [event for event in run.events("examples") if event["set"] == "final/unheard"]
+    assert texts[-1]["rows"]
+    assert all(len(row["hypothesis"]) <= 1 for row in texts[-1]["rows"])
+    run.arguments += ["trainer.max_steps=13", "decoder.max_symbols=2"]
+    continued = run.run()  # no decoder belongs to the run
+    assert continued.returncode == 0, continued.stderr

@@ -22,9 +22,9 @@ COMMON = [
 MODELS = {
     "rnnt": [
         *("recipe=demo", "schedule=constant", "data.train.utterances=8", "trainer.accumulate=1"),
-        *("encoder.hidden=16", "encoder.features.mels=20", "model.prediction_hidden=16"),
-        *("model.prediction_embedding=8", "model.joint_hidden=16", "model.max_symbols=20"),
-        *("encoder.dropout=0", "model.prediction_dropout=0", "model.joint_dropout=0"),
+        *("encoder.hidden=16", "encoder.features.mels=20", "model.prediction.hidden=16"),
+        *("model.prediction.embedding=8", "model.joint.hidden=16", "decoder.max_symbols=20"),
+        *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0"),
         *("encoder.features.dither=0", "augment.warp=0", "trainer.ema=0.9"),
     ],
     "wav2vec2": [

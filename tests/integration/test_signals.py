@@ -70,7 +70,7 @@ def test_signals_in_training_then_a_continued_run(command: Callable[..., Command
 
 def test_a_signal_in_a_validation_is_obeyed_and_made_up_for(command: Callable[..., Command]) -> None:
     slow = ["data.valid.unheard.utterances=120", "data.valid_batch.count=1", "trainer.validate_every=4"]
-    run = command("run", *slow, "trainer.max_steps=4", "trainer.save_every=100", "model.max_symbols=300")
+    run = command("run", *slow, "trainer.max_steps=4", "trainer.save_every=100", "decoder.max_symbols=300")
     process = run.start()
     wait_for(lambda: len(run.events("train")) == 4, process)
     process.send_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ from .conftest import RECORDED, Command, finish, wait_for
 from .test_signals import _state
 
 UPDATES = 12
-SLOW = ["data.valid.unheard.utterances=300", "data.valid_batch.count=1", "model.max_symbols=300"]
+SLOW = ["data.valid.unheard.utterances=300", "data.valid_batch.count=1", "decoder.max_symbols=300"]
 
 
 def test_a_killed_rank_and_a_signal_to_one_in_a_validation(command: Callable[..., Command]) -> None:

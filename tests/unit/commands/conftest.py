@@ -10,12 +10,12 @@ import pytest
 
 TINY = (
     *("recipe=demo", "device.threads=1", "trainer.max_steps=2", "data.workers=0"),
-    *("data.train.utterances=16", "data.valid.unheard.utterances=4", "model.max_symbols=40"),
+    *("data.train.utterances=16", "data.valid.unheard.utterances=4", "decoder.max_symbols=40"),
     *(
         "encoder.hidden=16",
-        "model.prediction_hidden=16",
-        "model.prediction_embedding=8",
-        "model.joint_hidden=16",
+        "model.prediction.hidden=16",
+        "model.prediction.embedding=8",
+        "model.joint.hidden=16",
     ),
 )
 

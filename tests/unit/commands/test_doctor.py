@@ -20,9 +20,9 @@ TINY = (
     *("data.train.utterances=16", "data.valid.unheard.utterances=4"),
     *(
         "encoder.hidden=16",
-        "model.prediction_hidden=16",
-        "model.prediction_embedding=8",
-        "model.joint_hidden=16",
+        "model.prediction.hidden=16",
+        "model.prediction.embedding=8",
+        "model.joint.hidden=16",
     ),
 )
 

@@ -53,7 +53,7 @@ WRONG = [
     (["encoder.features.melz=3"], CONFIG, ["encoder.features.melz", "'encoder.features.mels'"]),
     (["++encoder.features.melz=3"], CONFIG, ["encoder.features.melz", "LogMel", "'mels'"]),
     (["+foo=1"], CONFIG, ["foo", "--cfg job"]),
-    (["+model.joint_hidden=3"], CONFIG, ["without the +"]),
+    (["+model.joint.hidden=3"], CONFIG, ["without the +"]),
     (["~optimizer.lr"], CONFIG, ["schedule.peak", "optimizer.lr"]),
     (["~model"], CONFIG, ["model is not set"]),
     (["~model._target_"], CONFIG, ["model=NAME"]),
@@ -95,8 +95,8 @@ WRONG = [
     (["seed=${foo}"], CONFIG, ["seed", "foo"]),
     (["seed=${oc.env:NOPE}"], CONFIG, ["seed", "NOPE"]),
     (["resume=perhaps"], CONFIG, ["auto, never or must"]),
-    (["model.joint_hidden=abc"], CONFIG, ["model.joint_hidden", "'abc' is not an integer"]),
-    (["model.joint_hidden=-5"], CONFIG, ["model"]),
+    (["model.joint.hidden=abc"], CONFIG, ["model.joint.hidden", "'abc' is not an integer"]),
+    (["model.joint.hidden=-5"], CONFIG, ["model"]),
     (["optimizer.betas=0.9"], CONFIG, ["optimizer.betas", "not a list"]),
     (["optimizer.betas=[0.9]"], CONFIG, ["optimizer", "two numbers"]),
     (["optimizer.lr=nan"], CONFIG, ["optimizer.lr", "finite"]),
@@ -152,7 +152,7 @@ def test_a_bad_file_in_the_config_dir(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = tmp_path / "mine" / "model"
     folder.mkdir(parents=True)
     (folder / "broken.yaml").write_text("_target_: [unclosed")
-    (folder / "typo.yaml").write_text("_target_: speechtrain.models.rnnt.RNNT\njoint_hiden: 3\n")
+    (folder / "typo.yaml").write_text("_target_: speechtrain.models.rnnt.RNNT\nfastemt: 3\n")
     (folder / "stranger.yaml").write_text("_target_: stranger.Model\n")
     (folder / "allowing.yaml").write_text(
         "# @package _global_\nallow_targets: stranger\nmodel:\n  _target_: stranger.Model\n"
@@ -162,7 +162,7 @@ def test_a_bad_file_in_the_config_dir(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     for choice, said in (
         ("broken", "broken.yaml"),
-        ("typo", "did you mean 'joint_hidden'"),
+        ("typo", "did you mean 'fastemit'"),
         ("stranger", "allow_targets=stranger"),
         ("allowing", "allow_targets"),
         ("calling", "hydra.callbacks"),
@@ -194,12 +194,12 @@ def test_a_sweep_over_all_choices_takes_no_base_yaml(capsys: pytest.CaptureFixtu
 def test_a_base_yaml_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "mine" / "model"
     folder.mkdir(parents=True)
-    (folder / "_wide.yaml").write_text("defaults:\n  - rnnt\n  - _self_\n\njoint_hidden: 640\n")
-    (folder / "wide.yaml").write_text("defaults:\n  - _wide\n  - _self_\n\njoint_dropout: 0.1\n")
+    (folder / "_wide.yaml").write_text("defaults:\n  - rnnt\n  - _self_\n\njoint:\n  hidden: 640\n")
+    (folder / "wide.yaml").write_text("defaults:\n  - _wide\n  - _self_\n\njoint:\n  dropout: 0.1\n")
     own = ("--config-dir", str(tmp_path / "mine"))
     assert _run(*own, "model=wide", "--cfg", "job") == 0
     shown = capsys.readouterr().out
-    assert "joint_hidden: 640\n  joint_dropout: 0.1\n" in shown
+    assert "hidden: 640\n    dropout: 0.1\n" in shown
     assert _run(*own, "--help") == 0
     assert "| wide\n" in capsys.readouterr().out
     code, error = _error(capsys, *own, "model=_wide", DRY)

@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_used_stops_no_other(
 
 
 def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, "model.max_symbols=1"]) == 0
+    assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, "decoder.max_symbols=1"]) == 0
     assert len(capsys.readouterr().out.partition("\t")[2].split()) <= 1
 
 

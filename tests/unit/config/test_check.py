@@ -135,7 +135,7 @@ def test_building_refuses_as_the_check_does() -> None:
     ("key", "value", "said"),
     [
         ("model.hiden", 3, "model.hiden: RNNT takes no 'hiden'"),
-        ("model.joint_hiden", 3, "did you mean 'joint_hidden'"),
+        ("model.joint.hiden", 3, "did you mean 'hidden'"),
         ("encoder.features.mels", "x", "encoder.features.mels: 'x' is not an integer"),
         ("encoder.features", None, "encoder.features"),
         ("model.tokenizer", "x", "model.tokenizer: RNNT takes no 'tokenizer'"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.decoding.greedy import best_path
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError
 from speechtrain.models.ctc import CTC
@@ -23,6 +21,7 @@ class Frames(Encoder):
     """One linear layer over windows of audio."""
 
     width = 8
+    sample_rate = 16_000
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,19 +58,6 @@ def a_batch(tokenizer: Characters, *texts: str) -> Batch:
 def model(**arguments: float) -> CTC:
     torch.manual_seed(1)
     return CTC(Characters(), Frames(), **arguments)
-
-
-def test_best_path_merges_repetitions_and_drops_blanks() -> None:
-    torch.manual_seed(0)
-    scores = torch.randn(5, 40, 4)
-    lengths = torch.tensor([40, 1, 17, 0, 39])
-    paths = scores.argmax(-1).tolist()
-    plain = [
-        [label for label, _ in groupby(path[:length]) if label != 3]
-        for path, length in zip(paths, lengths.tolist(), strict=True)
-    ]
-    assert best_path(scores, lengths, blank=3) == plain
-    assert best_path(torch.eye(3)[torch.tensor([[0, 0, 2, 0, 1]])], torch.tensor([5]), blank=2) == [[0, 0, 1]]
 
 
 def test_the_loss_sums_over_utterances_and_forgives_too_long_transcripts() -> None:
@@ -115,7 +101,7 @@ def test_a_frozen_encoder_moves_when_its_time_has_come() -> None:
 
 
 def test_dropout_out_of_range_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.dropout is 1"):
+    with pytest.raises(ValueError, match=r"^dropout is 1\.0"):
         model(dropout=1.0)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
+from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
 from speechtrain.text.vocabulary import Characters, NoText, Tokenizer
@@ -57,7 +58,7 @@ def count(model: RNNT) -> int:
 
 # AIDK's logged run: 256 features, StackTime 8, 2+2 layers of 1024, no norms
 WIDE = ["encoder.features.pad_features_to=32", "encoder.stack_time=8", "encoder.post_layers=2"]
-NO_NORMS = ["encoder.feature_norm=false", "encoder.layer_norm=false", "model.prediction_norm=false"]
+NO_NORMS = ["encoder.feature_norm=false", "encoder.layer_norm=false", "model.prediction.layer_norm=false"]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +129,10 @@ def one_at_a_time(model: RNNT, encoded: Tensor, length: int, limit: int) -> list
     labels: list[int] = []
     output, state = model.prediction.start(1)
     for t in range(length):
-        for _ in range(model.max_symbols_per_step):
-            logits = model.joint_net(torch.relu(model.joint_enc(encoded[t]) + model.joint_pred(output[0])))
-            label = int(logits.argmax())
-            if label == model.blank:
+        for _ in range(model.decoder.max_symbols_per_step):  # type: ignore[attr-defined]
+            hidden = torch.relu(model.joint.encoder(encoded[t]) + model.joint.prediction(output[0]))
+            label = int(model.joint.output(hidden).argmax())
+            if label == model.tokenizer.blank:
                 break
             labels.append(label)
             if len(labels) >= limit:
@@ -143,10 +144,10 @@ def one_at_a_time(model: RNNT, encoded: Tensor, length: int, limit: int) -> list
 @pytest.mark.parametrize("limits", [(30, 300), (2, None), (30, None), (30, 5), (1, 3)])
 def test_greedy_decoding_equals_one_utterance_at_a_time(limits: tuple[int, int | None]) -> None:
     model = built("model=rnnt_small", tokenizer=Pieces()).eval()
-    model.max_symbols_per_step, model.max_symbols = limits
+    model.decoder = Greedy(*limits)
     with torch.no_grad():
-        model.joint_net.weight *= 6.0  # far from the uniform, so that labels and blanks alternate
-        model.joint_net.bias[model.blank] += 6.0
+        model.joint.output.weight *= 6.0  # far from the uniform, so that labels and blanks alternate
+        model.joint.output.bias[model.tokenizer.blank] += 6.0
         batch = a_batch([1.4, 0.3, 0.9, 0.06], [[], [], [], []])
         encoded, lengths = model.encoder(batch)
         together = model.transcribe(batch)

@@ -42,8 +42,8 @@ class Chip(CPU):
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, DataModule]:
     config = compose(
-        ["recipe=demo", "encoder.hidden=16", "model.prediction_hidden=16", "model.prediction_embedding=8",
-         "model.joint_hidden=16", "data.workers=0", f"run_dir={tmp_path_factory.mktemp('run')}"],
+        ["recipe=demo", "encoder.hidden=16", "model.prediction.hidden=16", "model.prediction.embedding=8",
+         "model.joint.hidden=16", "data.workers=0", f"run_dir={tmp_path_factory.mktemp('run')}"],
         None,
     )  # fmt: skip
     task, tokenizer = build_task(config)

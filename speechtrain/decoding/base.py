@@ -1,0 +1,78 @@
+"""Decoders: the search for the text of encoded speech, chosen when a model is used.
+
+Legend: B rows, T frames, V classes with the blank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A decoded utterance."""
+
+    labels: tuple[int, ...]
+    text: str
+    score: float  # log-probability of the path that the search followed
+    times: tuple[float, ...]  # seconds at which each label's frame begins
+
+
+class Scorer(ABC):
+    """What a search asks of a model."""
+
+    blank: int
+    frame_seconds: float
+
+    @abstractmethod
+    def text(self, labels: Sequence[int]) -> str:
+        """Return the text of ``labels``."""
+
+
+class CTCScorer(Scorer):
+    """A model whose frames are log-probabilities (B, T, V) already."""
+
+
+class TransducerScorer(Scorer):
+    """A model whose frames are joined with a state of the labels so far."""
+
+    @abstractmethod
+    def start(self, rows: int) -> tuple[Tensor, Any]:
+        """Return the prediction (B, H) in the joint's space and the state before the first label."""
+
+    @abstractmethod
+    def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return the prediction (B, H) and the state after one more label per row (B,)."""
+
+    @abstractmethod
+    def join(self, frames: Tensor, prediction: Tensor) -> Tensor:
+        """Map frames and predictions, both (B, H), to logits (B, V)."""
+
+    @abstractmethod
+    def select(self, mask: Tensor, new: Any, old: Any) -> Any:
+        """Return the state ``new`` in rows where ``mask`` (B,) is True, else ``old``."""
+
+
+class Decoder(ABC):
+    """A search; it has no weights, so any run can be used with any decoder that fits its model."""
+
+    searches = True
+    """Whether it finds text; False for the null object."""
+
+    @abstractmethod
+    def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
+        """Return the best hypothesis of each row of ``frames`` (B, T, ·) of ``lengths`` (B,)."""
+
+
+class NoDecoder(Decoder):
+    """For models that write no text, and where no other decoder is wanted: every text is empty."""
+
+    searches = False
+
+    def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
+        return [Hypothesis((), "", 0.0, ()) for _ in range(len(lengths))]

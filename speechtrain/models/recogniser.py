@@ -1,0 +1,80 @@
+"""What recognisers share: an encoder, transcripts, and the decoder that writes them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from speechtrain.batch import Batch
+from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
+from speechtrain.decoding.base import Decoder, Hypothesis
+from speechtrain.decoding.greedy import Greedy
+from speechtrain.encoders.base import Encoder
+from speechtrain.errors import ConfigError
+from speechtrain.metrics import error_rates
+from speechtrain.task import Evaluation, Loss, Sums, Task, examples_of
+from speechtrain.text.vocabulary import Tokenizer
+
+
+class Recogniser(Task, PolicyAware):
+    """A model that is trained on transcripts and evaluated by the WER of its decoder.
+
+    The loss of a batch is the sum over its utterances, and its weight is their number. A pretrained encoder
+    does not change for the first ``freeze_encoder_steps`` updates.
+    """
+
+    metric = "wer"
+    writes_text = True
+    decoder: Decoder
+
+    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, freeze_encoder_steps: int) -> None:
+        super().__init__()
+        if not tokenizer.reads_text:
+            name = type(self).__name__
+            raise ConfigError(f"{name} learns from transcripts; replace tokenizer=none by another one")
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        self.normalise_audio = encoder.normalise_audio
+        self.freeze_encoder_steps = freeze_encoder_steps
+        self.skips_parameters = freeze_encoder_steps > 0
+        self.decoder = Greedy()
+        self.policy = PLAIN
+
+    @abstractmethod
+    def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
+        """Compute each row's loss (B,) fp32 from frames (B, T, W), and its parts if there are several."""
+
+    @abstractmethod
+    def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
+        """Decode frames (B, T, W) of ``lengths`` (B,) with the model's decoder."""
+
+    @property
+    def frame_seconds(self) -> float:
+        """Seconds from one encoder frame to the next."""
+        return 100 / self.encoder.frames(100 * self.encoder.sample_rate)
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self.policy = policy
+
+    def advance(self, step: int, seed: int) -> None:
+        self.encoder.frozen = step < self.freeze_encoder_steps
+        self.encoder.advance(step, seed)
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        return self.encoder.prepare(batch, seed)
+
+    def forward(self, batch: Batch) -> Loss:
+        per_row, parts = self.losses(*self.encoder.encode(batch), batch)
+        return Loss((per_row * batch.weight).sum(), batch.weight.sum(), parts)
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        encoded, lengths = self.encoder.encode(batch)
+        per_row, _ = self.losses(encoded, lengths, batch)
+        examples = examples_of(batch, [h.text for h in self.hypotheses(encoded, lengths)])
+        metrics = error_rates((e.reference, e.hypothesis) for e in examples)
+        metrics["loss"] = ((per_row * batch.weight).sum(), batch.weight.sum())
+        return Evaluation(metrics, examples)
+
+    def transcribe(self, batch: Batch) -> list[str]:
+        return [hypothesis.text for hypothesis in self.hypotheses(*self.encoder.encode(batch))]

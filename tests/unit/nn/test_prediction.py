@@ -1,0 +1,84 @@
+"""Prediction networks: one label at a time gives what all labels at once give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from speechtrain.nn.joint import Joint
+from speechtrain.nn.prediction import LSTMPrediction, Prediction, StatelessPrediction
+
+LABELS = torch.tensor([[3, 1, 4, 1, 5], [2, 7, 1, 7, 0]])
+KINDS = [
+    lambda: LSTMPrediction(6, 8, 2, dropout=0.0),
+    lambda: LSTMPrediction(6, 8, 1, layer_norm=True),
+    lambda: StatelessPrediction(6, 8, context=1),
+    lambda: StatelessPrediction(6, 8, context=3),
+]
+
+
+def connected(network: Prediction) -> Prediction:
+    torch.manual_seed(0)
+    network.connect(8)
+    return network.eval()
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_steps_equal_the_whole_sequence(make: object) -> None:
+    network = connected(make())  # type: ignore[operator]
+    whole = network(LABELS)
+    assert whole.shape == (2, 6, network.width)
+    output, state = network.start(2)
+    outputs = [output]
+    for position in range(LABELS.shape[1]):
+        output, state = network.step(LABELS[:, position], state)
+        outputs.append(output)
+    torch.testing.assert_close(torch.stack(outputs, 1), whole)
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_state_is_selected_row_by_row(make: object) -> None:
+    network = connected(make())  # type: ignore[operator]
+    _, old = network.start(2)
+    _, new = network.step(LABELS[:, 0], old)
+    mixed = network.select(torch.tensor([True, False]), new, old)
+    after, _ = network.step(LABELS[:, 1], mixed)
+    torch.testing.assert_close(after[0], network.step(LABELS[:, 1], new)[0][0])
+    torch.testing.assert_close(after[1], network.step(LABELS[:, 1], old)[0][1])
+
+
+def test_a_stateless_network_forgets_what_is_beyond_its_context() -> None:
+    network = connected(StatelessPrediction(6, 8, context=2))
+    one, other = network(LABELS[:1])[0, -1], network(torch.tensor([[0, 0, 0, 1, 5]]))[0, -1]
+    assert torch.equal(one, other)
+    assert not torch.equal(one, network(torch.tensor([[3, 1, 4, 2, 5]]))[0, -1])
+
+
+@pytest.mark.parametrize("bias", ["both", "single"])
+def test_a_joint_is_one_linear_layer_over_the_concatenation(bias: str) -> None:
+    torch.manual_seed(0)
+    joint = Joint(5, bias=bias)
+    joint.connect(4, 3, 7)
+    frames, predicted = torch.randn(2, 4), torch.randn(2, 3)
+    weight = torch.cat((joint.encoder.weight, joint.prediction.weight), 1)
+    shift = joint.encoder.bias if bias == "single" else joint.encoder.bias + joint.prediction.bias
+    hidden = torch.nn.functional.linear(torch.cat((frames, predicted), 1), weight, shift).relu()
+    expected = joint.output(hidden)
+    torch.testing.assert_close(joint(joint.encoder(frames), joint.prediction(predicted)), expected)
+    assert (joint.prediction.bias is None) == (bias == "single")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LSTMPrediction(embedding=0), "embedding is 0"),
+        (lambda: LSTMPrediction(dropout=1.0), "dropout is 1.0"),
+        (lambda: StatelessPrediction(context=0), "context is 0"),
+        (lambda: Joint(hidden=0), "hidden is 0"),
+        (lambda: Joint(bias="none"), "bias is 'none'"),
+        (lambda: Joint(dropout=-0.1), "dropout is -0.1"),
+    ],
+)
+def test_a_wrong_value_names_its_parameter(make: object, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        make()  # type: ignore[operator]
