@@ -103,7 +103,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     for key, value in changes.items():
         if key in (*INTERFACES, *NODES, "recipe"):
             if is_volatile(key):
-                choose(config, key, str(value))
+                choose(config, key, str(value), command.config_dir)
             else:
                 refused.append(f"{key}={value} was not typed when the run started")
         elif is_volatile(key):

@@ -51,7 +51,7 @@ class OpenedRun:
     tokenizer: Tokenizer
 
 
-def open_config(run_dir: Path, overrides: Sequence[str]) -> DictConfig:
+def open_config(run_dir: Path, overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
     """Load a run's config, with KEY=VALUE pairs set and with the paths of its present folder.
 
     Raises RunError if there is no run, ConfigError for a key that its config does not have.
@@ -59,7 +59,7 @@ def open_config(run_dir: Path, overrides: Sequence[str]) -> DictConfig:
     if not (run_dir / CONFIG).is_file():
         raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain-train printed")
     config = own_config(run_dir)
-    apply_overrides(config, overrides)
+    apply_overrides(config, overrides, config_dir)
     return config
 
 
@@ -83,14 +83,16 @@ def _relocate(node: Any, before: str, now: str) -> None:
             node[key] = now
 
 
-def open_run(run_dir: Path, checkpoint: str, overrides: Sequence[str]) -> OpenedRun:
+def open_run(
+    run_dir: Path, checkpoint: str, overrides: Sequence[str], config_dir: str | None = None
+) -> OpenedRun:
     """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
 
     ``overrides`` are KEY=VALUE pairs on its config, such as ``device.threads=1``; the choice of the
-    device and the precision may change as well. Raises RunError if there is no run or no usable
-    checkpoint, ConfigError for a key that the run's config does not have.
+    device, the precision and the decoder may change as well, also to one in ``config_dir``. Raises
+    RunError if there is no run or no usable checkpoint, ConfigError for a key that the config lacks.
     """
-    config = open_config(run_dir, overrides)
+    config = open_config(run_dir, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
     device, precision = open_device(config, 0)
     policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
@@ -127,7 +129,7 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
 # --- overrides ----------------------------------------------------------------------------------
 
 
-def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
+def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
     """Set KEY=VALUE pairs in a config, ``allow_targets=`` in the environment. Raises ConfigError."""
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -136,7 +138,7 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
         if key == "allow_targets":
             os.environ[ALLOW_TARGETS] = text.strip("[]")
         elif key in _CHOICES:
-            choose(config, key, text)
+            choose(config, key, text, config_dir)
         else:
             try:
                 value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
@@ -145,12 +147,12 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str]) -> None:
             set_key(config, key, value)
 
 
-def choose(config: DictConfig, group: str, choice: str) -> None:
+def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
     """Replace a group of a run's config by another choice, whose interpolations that config resolves."""
     from speechtrain.commands._hydra_app import compose, explain
 
     try:
-        node = compose([f"{PLACES.get(group, group)}={choice}"])[group]
+        node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, []) from None
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))

@@ -28,11 +28,12 @@ def parser() -> argparse.ArgumentParser:
         description="Score a run's checkpoint, with the same code and the same figures as in training. "
         "The run may be in progress, and may have been moved.",
         epilog="KEY=VALUE sets a key of the run's config, such as device.threads=1 or "
-        "data.valid_batch.count=4, or precision=CHOICE or device=CHOICE. Exit codes: 0 done, 2 usage, "
+        "data.valid_batch.count=4, or precision=, device= or decoder=CHOICE. Exit codes: 0 done, 2 usage, "
         "3 data, 4 machine, 5 no run or no usable checkpoint.",
     )
     build.add_argument("run", type=Path, help="run directory")
     build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    build.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
     build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument(
         "--set",
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
     from speechtrain.distributed.group import SingleProcess
     from speechtrain.training.evaluation import evaluate
 
-    opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides)
+    opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides, arguments.config_dir)
     _choose_sets(opened.config, named, arguments.run)
     data = build_data(opened.config, opened.tokenizer, opened.task)
     try:

@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     build.add_argument("run", type=Path, help="run directory")
     build.add_argument("audio", nargs="+", metavar="AUDIO", help="audio files")
+    build.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
     build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument("--batch", type=int, default=8, metavar="N", help="files decoded together (default 8)")
     build.add_argument("--json", action="store_true", help="print a JSON object per file, not FILE<tab>TEXT")
@@ -57,7 +58,7 @@ def run(argv: list[str]) -> int:
     from speechtrain.commands._load_run import open_run
     from speechtrain.task import Task
 
-    opened = open_run(arguments.run, arguments.checkpoint, overrides)
+    opened = open_run(arguments.run, arguments.checkpoint, overrides, arguments.config_dir)
     if type(opened.task).transcribe is Task.transcribe:
         raise ConfigError(f"{arguments.run}: {type(opened.task).__name__} does not transcribe speech")
     rate = int(OmegaConf.select(opened.config, "data.sample_rate") or 16_000)

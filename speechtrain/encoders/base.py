@@ -42,3 +42,18 @@ class Encoder(nn.Module, ABC):
     @abstractmethod
     def activation_bytes(self) -> float:
         """The predicted bytes that forward keeps for backward, per second of a row's audio."""
+
+
+class NoEncoder(Encoder):
+    """For models that read the audio themselves; it is never called."""
+
+    width, sample_rate = 0, 0
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        raise TypeError("encoder=none: this model needs an encoder; choose one with encoder=NAME")
+
+    def frames(self, samples: int) -> int:
+        return samples
+
+    def activation_bytes(self) -> float:
+        return 0.0

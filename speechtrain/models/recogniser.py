@@ -33,6 +33,8 @@ class Recogniser(Task, PolicyAware):
         if not tokenizer.reads_text:
             name = type(self).__name__
             raise ConfigError(f"{name} learns from transcripts; replace tokenizer=none by another one")
+        if not encoder.width:
+            raise ConfigError("encoder=none: this model needs one; choose it with encoder=NAME")
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.normalise_audio = encoder.normalise_audio

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -41,13 +40,14 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
-CONF = Path(__file__).parents[2] / "conf"
-CHOICES = sorted(path.stem for path in (CONF / "device").glob("[!_]*.yaml"))
+from .conftest import choices, composed, folder_of
+
+CHOICES = choices("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def device_of(choice: str, *overrides: str) -> Device:
-    device: Device = build(compose([f"device={choice}", *overrides], None), "device")
+    device: Device = build(composed("device", choice, *overrides), "device")
     return device
 
 
@@ -70,7 +70,7 @@ import sys
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
-device = build(compose([f"device={sys.argv[1]}"], None), "device")
+device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")
 try:
     device.check(1)
     device.open(0)
@@ -92,7 +92,11 @@ else:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_open_works_or_says_in_one_sentence_what_is_missing(choice: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _OPEN, choice], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", _OPEN, choice, *folder_of("device", choice), ""],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1

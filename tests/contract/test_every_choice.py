@@ -25,27 +25,33 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.schema import INTERFACES, NODES, OFFERED, PLACES
 from speechtrain.config.targets import target_class
+from speechtrain.encoders.base import Encoder
+from speechtrain.errors import ConfigError
 from speechtrain.launcher import Job
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import train_sentencepiece
 
-CONF = Path(__file__).parents[2] / "conf"
-ALL = sorted((p.parent.name, p.stem) for p in CONF.glob("*/[!_]*.yaml"))
+from .conftest import ALL, CONF, choices, composed, folder_of
+
 BASES = sorted((p.parent.name, p.stem) for p in CONF.glob("*/_*.yaml"))
+NETWORKS = [c for c in ALL if c[0] in ("model", "encoder", "prediction") and c != ("encoder", "none")]
 CONSTRUCTED = [choice for choice in ALL if choice[0] in INTERFACES]
-TOGETHER = {("tokenizer", "none"): "wav2vec2_small"}  # models of choices that a recogniser does not take
+# models of choices that a recogniser does not take
+TOGETHER = dict.fromkeys([("tokenizer", "none"), ("encoder", "none"), ("decoder", "none")], "wav2vec2_small")
 TEXTS = [
     "one two three",
     "four five six",
     "seven eight nine zero",
     "oh a b c d e f g h i j k l m n o p q r s t",
 ]
+
+
+_composed = cache(composed)
 
 
 @pytest.fixture(scope="session")
@@ -72,16 +78,11 @@ def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         yield values
 
 
-@cache
-def _composed(*overrides: str) -> DictConfig:
-    return compose(list(overrides))
-
-
 def _config(required: dict[str, str], group: str, choice: str, **values: Any) -> DictConfig:
     model = (
         [f"model={TOGETHER.get((group, choice), 'rnnt_small')}"] if group not in ("model", "recipe") else []
     )
-    config = _composed(f"{group}={choice}", *model).copy()
+    config = _composed(group, choice, *model).copy()
     for key in sorted(OmegaConf.missing_keys(config)):
         assert key in required, f"{group}={choice} needs {key}: give it a value in the fixture `required`"
         OmegaConf.update(config, key, required[key])
@@ -89,10 +90,6 @@ def _config(required: dict[str, str], group: str, choice: str, **values: Any) ->
     for key, value in values.items():
         OmegaConf.update(config, key.replace("__", "."), value)
     return config
-
-
-def choices(group: str) -> list[str]:
-    return [name for folder, name in ALL if folder == group]
 
 
 def _keys(node: Any, path: str) -> list[str]:
@@ -142,7 +139,8 @@ def test_every_group_has_its_interface_and_its_default() -> None:
 
 def _inherited(group: str, name: str) -> list[str]:
     """What a file's ``defaults`` name of its own group."""
-    listed = OmegaConf.load(CONF / group / f"{name}.yaml").get("defaults", [])
+    (folder,) = folder_of(group, name) or [str(CONF)]
+    listed = OmegaConf.load(Path(folder) / group / f"{name}.yaml").get("defaults", [])
     return [item for item in listed if isinstance(item, str) and item != "_self_"]
 
 
@@ -404,7 +402,7 @@ def _shrunk(config: DictConfig) -> DictConfig:
     return config
 
 
-@pytest.mark.parametrize(("group", "choice"), [c for c in ALL if c[0] in ("model", "encoder", "prediction")])
+@pytest.mark.parametrize(("group", "choice"), NETWORKS)
 def test_network_learns_and_evaluates(group: str, choice: str, required: dict[str, str]) -> None:
     torch.manual_seed(0)
     task, tokenizer = _task(_shrunk(_config(required, group, choice)))
@@ -440,5 +438,40 @@ def test_network_learns_and_evaluates(group: str, choice: str, required: dict[st
         assert len(task.transcribe(batch)) == 2
     task.load_state_dict(task.state_dict())
     assert task.footprint().bytes(2, 1.0, 7) >= 0
-    frames = [task.encoder.frames(samples) for samples in (8_000, 12_000)]
-    assert 0 < frames[0] <= frames[1]
+    if isinstance(encoder := getattr(task, "encoder", None), Encoder):
+        assert 0 < encoder.frames(8_000) <= encoder.frames(12_000)
+
+
+# --- decoder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["rnnt_small", "ctc"])
+@pytest.mark.parametrize("choice", choices("decoder"))
+def test_a_decoder_reads_a_model_or_says_what_it_reads(
+    choice: str, model: str, required: dict[str, str]
+) -> None:
+    torch.manual_seed(0)
+    task, tokenizer = _task(_shrunk(_composed("model", model).copy()))
+    task.decoder = build(_config(required, "decoder", choice), "decoder")
+    task.eval()
+    batch = task.prepare(_batch(tokenizer), seed=3)
+    with torch.no_grad():
+        encoded, lengths = task.encoder.encode(batch)
+        try:
+            found = task.hypotheses(encoded, lengths)
+        except ConfigError as error:
+            refused = str(error)
+        else:
+            refused = ""
+        if refused:
+            assert refused.startswith(f"decoder={choice} ")
+            assert refused.isprintable()
+            return
+        alone = [task.hypotheses(encoded[row, None], lengths[row, None])[0] for row in range(len(lengths))]
+    assert [h.labels for h in found] == [h.labels for h in alone], "it depends on the batch"
+    for hypothesis, length in zip(found, lengths.tolist(), strict=True):
+        assert hypothesis.text == tokenizer.decode(hypothesis.labels)
+        assert len(hypothesis.times) == len(hypothesis.labels)
+        assert list(hypothesis.times) == sorted(hypothesis.times)
+        assert all(0 <= time < length * task.frame_seconds for time in hypothesis.times)
+        assert math.isfinite(hypothesis.score)

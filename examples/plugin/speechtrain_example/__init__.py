@@ -1,0 +1,1 @@
+"""Parts for speechtrain in a package of one's own."""

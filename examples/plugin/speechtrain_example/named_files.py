@@ -1,0 +1,27 @@
+"""A data source: recordings whose names begin with what is said, as in ``seven_theo_3.wav``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lhotse import Recording, SupervisionSegment
+from lhotse.cut import Cut
+
+from speechtrain.data.manifests import digest
+from speechtrain.data.source import Source
+
+
+class NamedFiles(Source):
+    """The WAV files of ``folder``; a transcript is the name up to the first underscore."""
+
+    def __init__(self, folder: str) -> None:
+        self.paths = sorted(Path(folder).expanduser().glob("*.wav"))
+
+    def cuts(self) -> Iterator[Cut]:
+        for path in self.paths:
+            cut = Recording.from_file(path, recording_id=path.stem).to_cut()
+            text = path.stem.partition("_")[0]
+            cut.supervisions = [SupervisionSegment(path.stem, path.stem, 0.0, cut.duration, text=text)]
+            yield cut
+
+    def fingerprint(self) -> str:
+        return digest("named files", *(f"{path} {path.stat().st_size}" for path in self.paths))

@@ -1,0 +1,45 @@
+"""The choices that every contract suite runs over: ours, and those of the packages in ``examples/``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.targets import ALLOW_TARGETS
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+PLUGINS = sorted((ROOT / "examples").glob("*/conf"))
+ALL = sorted((path.parent.name, path.stem) for conf in (CONF, *PLUGINS) for path in conf.glob("*/[!_]*.yaml"))
+
+
+def choices(group: str) -> list[str]:
+    return [name for folder, name in ALL if folder == group]
+
+
+def folder_of(group: str, choice: str) -> list[str]:
+    """The folder of choices that has this one; empty if it is ours."""
+    return [str(conf) for conf in PLUGINS if (conf / group / f"{choice}.yaml").is_file()]
+
+
+def composed(group: str, choice: str, *overrides: str) -> DictConfig:
+    """The config with a choice, from the folder that has it."""
+    return compose([f"{group}={choice}", *overrides], *folder_of(group, choice))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plugins_are_importable() -> Iterator[None]:
+    """In this process and in those that it starts."""
+    folders = [str(conf.parent) for conf in PLUGINS]
+    names = [path.parent.name for folder in folders for path in Path(folder).glob("*/__init__.py")]
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in folders:
+            patch.syspath_prepend(folder)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")])))
+        patch.setenv(ALLOW_TARGETS, ",".join(names))
+        yield

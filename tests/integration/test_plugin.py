@@ -1,0 +1,84 @@
+"""The package in ``examples/plugin``: its parts train, evaluate and decode beside ours, which name none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = ROOT / "examples" / "plugin"
+QUICK = [
+    *("tracking=jsonl", "data.workers=0", "trainer.max_epochs=null", "trainer.max_steps=4"),
+    *("trainer.validate_every=2", "trainer.save_every=2", "schedule=constant", "optimizer=adamw"),
+]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """``run("train", ...)``: a command in an environment that has the package and some recordings."""
+    random = np.random.default_rng(0)
+    for name in (
+        "train/one_a_0",
+        "train/two_a_1",
+        "train/one_b_2",
+        "train/two_b_3",
+        "dev/one_c_0",
+        "dev/two_c_1",
+    ):
+        path = tmp_path / "recordings" / f"{name}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, 0.1 * random.standard_normal(8000), 16_000)
+    environment = {**os.environ, "PYTHONPATH": str(PLUGIN), "DATASET_DIR": str(tmp_path / "recordings")}
+    environment["SPEECHTRAIN_ALLOW_TARGETS"] = "speechtrain_example"
+
+    def start(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", f"speechtrain.commands.{command}", *arguments]
+        return subprocess.run(
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    return start
+
+
+def test_a_model_a_device_and_a_source_of_another_package_train(run: Run, tmp_path: Path) -> None:
+    chosen = ["model=linear_prediction", "device=plain_cpu", "data=named_files", "run_dir=run"]
+    done = run("train", "--config-dir", str(PLUGIN / "conf"), *chosen, *QUICK)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("finished", 4)
+    scored = run("evaluate", "run", "--json")
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["metrics"]["dev"]["loss"] == result["metrics"]["loss"]
+
+
+def test_a_decoder_of_another_package_reads_a_run_of_ours(run: Run, tmp_path: Path) -> None:
+    small = ["encoder=lstm_small", "encoder.hidden=16", "encoder.features.mels=8", "device.threads=1"]
+    folder = ["--config-dir", str(PLUGIN / "conf")]
+    done = run("train", *folder, "model=ctc", "data=named_files", *small, *QUICK, "run_dir=run")
+    assert done.returncode == 0, done.stderr
+    penalty = ["decoder=blank_penalty", "decoder.penalty=50"]
+    done = run("train", *folder, "run_dir=run", *penalty, "trainer.max_steps=6")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    texts = [row["rows"] for row in rows if row["event"] == "examples"]
+    assert all(row["hypothesis"] for row in texts[-1]), "without blanks, every frame has a label"
+    recording = str(tmp_path / "recordings" / "dev" / "one_c_0.wav")
+    text = run("transcribe", "run", recording, *folder, *penalty)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.rpartition("\t")[2].strip()
+
+
+def test_nothing_of_ours_names_the_package() -> None:
+    folders = [ROOT / name for name in ("speechtrain", "conf", "launchers", "tests")]
+    files = [p for folder in folders for p in folder.rglob("*") if p.suffix in (".py", ".yaml")]
+    named = {p.name for p in files if "speechtrain_example" in p.read_text()}
+    assert named == {Path(__file__).name}
