@@ -90,7 +90,8 @@ class ComputePolicy:
     def describe(self) -> str:
         """What differs from the defaults, as ``name=value`` words; ``plain`` if nothing does."""
         mine, plain = self.record(), PLAIN.record()
-        return " ".join(f"{name}={mine[name]}" for name in mine if mine[name] != plain[name]) or "plain"
+        changed = [f"{name}={mine[name]}" for name in mine if mine[name] != plain[name]]
+        return " ".join(changed).replace("torch.", "") or "plain"
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:

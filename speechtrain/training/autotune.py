@@ -61,7 +61,8 @@ def choose_policy(
     chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
     taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
     if chosen.autocast_dtype is None and precision.dtype != torch.float32:
-        _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here: {taken} ms")
+        times = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in taken.items())
+        _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here ({times})")
     return {**names, "policy": chosen.record(), "milliseconds": taken}
 
 
