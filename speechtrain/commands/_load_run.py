@@ -103,7 +103,9 @@ def open_run(
     except RuntimeError as error:
         raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {one_line(str(error), 200)}") from None
     task.to(device.tensor(torch.zeros(())).device)
-    return OpenedRun(config, folder, device, policy, task.eval(), tokenizer)
+    return OpenedRun(
+        config=config, checkpoint=folder, device=device, policy=policy, task=task.eval(), tokenizer=tokenizer
+    )
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:

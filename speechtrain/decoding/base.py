@@ -75,4 +75,4 @@ class NoDecoder(Decoder):
     searches = False
 
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        return [Hypothesis((), "", 0.0, ()) for _ in range(len(lengths))]
+        return [Hypothesis(labels=(), text="", score=0.0, times=()) for _ in range(len(lengths))]

@@ -88,4 +88,5 @@ def _best_path(scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> list[Hypot
 
 def _hypothesis(scorer: Scorer, found: list[tuple[int, float]], score: float) -> Hypothesis:
     labels = tuple(label for label, _ in found)
-    return Hypothesis(labels, scorer.text(labels), score, tuple(time for _, time in found))
+    times = tuple(time for _, time in found)
+    return Hypothesis(labels=labels, text=scorer.text(labels), score=score, times=times)

@@ -37,7 +37,7 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "unbind_copy.int": _unbind,
     "where.self": _where,
 }
-"""Operations that this backend would run on the CPU, though a Gaudi records them, by ones that it records."""
+"""Operations that this backend would run on the CPU, which is a gap of its own, by ones that it records."""
 
 ALLOWED = {
     "aten::copy": "a tensor copied to another (an average swapped in for an evaluation): not within a step",

@@ -52,7 +52,8 @@ class CTC(Recogniser):
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         is_static = self.policy.ctc == "static"
         scores, blank = self.scores(encoded), self.tokenizer.blank
-        return ctc_loss(scores, batch.labels, lengths, batch.label_lengths, blank=blank, static=is_static), {}
+        symbols = batch.label_lengths
+        return ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, static=is_static), {}
 
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
         scores = self.scores(encoded)

@@ -90,11 +90,11 @@ class RNNT(Recogniser):
         transducer = transducer_loss(
             joint.encoder(encoded),
             joint.prediction(self.prediction(batch.labels)),
-            joint.output.weight,
-            joint.output.bias,
-            batch.labels,
-            lengths,
-            batch.label_lengths,
+            weight=joint.output.weight,
+            bias=joint.output.bias,
+            labels=batch.labels,
+            encoder_lengths=lengths,
+            label_lengths=batch.label_lengths,
             blank=blank,
             dropout=joint.dropout if self.training else 0.0,
             # drawn from the generator that the trainer seeds for each micro-batch
@@ -109,7 +109,8 @@ class RNNT(Recogniser):
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1)
         is_static = policy.ctc == "static"
-        ctc = ctc_loss(scores, batch.labels, lengths, batch.label_lengths, blank=blank, static=is_static)
+        symbols = batch.label_lengths
+        ctc = ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, static=is_static)
         count = batch.weight.sum()
         parts: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
@@ -125,7 +126,7 @@ class RNNT(Recogniser):
             # weights once per batch
             prediction, joint = _on_host(prediction), _on_host(joint)
             frames, lengths = frames.cpu(), lengths.cpu()
-        scorer = _Scorer(prediction, joint, self.tokenizer, self.frame_seconds)
+        scorer = _Scorer(prediction, joint, self.tokenizer, frame_seconds=self.frame_seconds)
         return self.decoder.decode(scorer, frames, lengths)
 
     def footprint(self) -> Footprint:
