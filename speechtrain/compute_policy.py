@@ -32,50 +32,23 @@ class ComputePolicy:
     It is resolved once in each rank, logged, and kept in ``RUN/device.json``.
     """
 
-    autocast_dtype: torch.dtype | None = None
-    """Of products and convolutions under autocast; None: no autocast."""
-
-    product_dtype: torch.dtype = torch.float32
-    """Of the products in blocks that cast by themselves: the LSTM's loop, the transducer's joint."""
-
-    fp32_matmul: str = "highest"
-    """Torch's setting for fp32 products: ``highest``, ``high`` or ``medium``."""
-
-    static_shapes: bool = False
-    """No shape depends on data, and the host reads nothing back within a step."""
-
-    lstm: str = "fused"
-    """``fused`` is torch's own, ``loop`` a loop over frames."""
-
-    attention: str = "sdpa"
-    """``sdpa`` is torch's own, ``slices`` basic operations."""
-
-    conv: str = "matmul"
-    """``conv1d``, ``conv2d``, or ``matmul`` over strided views."""
-
-    spectrum: str = "fft"
-    """``fft``, ``matmul`` for devices without an FFT, or ``conv`` without strided views either."""
-
-    ctc: str = "torch"
-    """``torch`` is torch's own, ``static`` a recursion in fixed shapes."""
-
-    transducer: str = "ragged"
-    """``ragged`` visits the cells that matter, ``static`` all cells of the padded lattice."""
-
-    lattice_cells: int = 1024
-    """Cells of the transducer's lattice in memory at once."""
-
-    logit_bytes: int = 32 * 2**20
-    """Bytes of logits that the transducer loss keeps for its gradients."""
-
-    feature_frames: int = 256
-    """Frames of a spectrogram at once: 256 fit into a CPU's cache; 0 is all, for accelerators."""
-
-    lstm_segment: int = 0
-    """Frames of the LSTM's loop between two ends of a graph; 0: the loop is in one graph."""
-
-    mark_step: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
-    """Ends a graph of a lazy device."""
+    autocast_dtype: torch.dtype | None = None  # of products and convolutions; None: no autocast
+    product_dtype: torch.dtype = (
+        torch.float32
+    )  # in blocks that cast themselves: LSTM loop, transducer's joint
+    fp32_matmul: str = "highest"  # torch's setting for fp32 products
+    static_shapes: bool = False  # no shape depends on data, and the host reads nothing within a step
+    lstm: str = "fused"  # torch's own, or a loop over frames
+    attention: str = "sdpa"  # torch's own, or basic operations on slices
+    conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
+    spectrum: str = "fft"  # or matmul where there is no FFT, or conv where there are no strided views either
+    ctc: str = "torch"  # torch's own, or a recursion in static shapes
+    transducer: str = "ragged"  # visits the cells that matter, or all cells of the padded lattice: static
+    lattice_cells: int = 1024  # of the transducer, in memory at once
+    logit_bytes: int = 32 * 2**20  # that the transducer loss keeps for its gradients
+    feature_frames: int = 256  # of a spectrogram at once: so many fit into a CPU's cache; 0: all
+    lstm_segment: int = 0  # frames of the LSTM's loop between two ends of a graph; 0: one graph
+    mark_step: Callable[[], None] = field(default=_nothing, compare=False, repr=False)  # ends a lazy graph
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         """The context for forward passes on the torch device type ``device``."""

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "losses": {"nn"},
     "features": {"nn"},
     "encoders": {"features", "nn"},
-    "decoding": set(),
+    "decoding": {"nn", "text.vocabulary"},
     "text": set(),
     "models": {"decoding", "encoders", "losses", "nn", "text"},
     "devices": set(),

@@ -12,6 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from speechtrain.nn.joint import Joint
+from speechtrain.nn.prediction import Prediction
+from speechtrain.text.vocabulary import Tokenizer
+
 
 @dataclass(frozen=True)
 class Hypothesis:
@@ -23,39 +27,50 @@ class Hypothesis:
     times: tuple[float, ...]  # seconds at which each label's frame begins
 
 
-class Scorer(ABC):
+@dataclass
+class Scorer:
     """What a search asks of a model."""
 
-    blank: int
-    frame_seconds: float
+    tokenizer: Tokenizer
+    frame_seconds: float  # from one frame to the next
 
-    @abstractmethod
+    @property
+    def blank(self) -> int:
+        return self.tokenizer.blank
+
     def text(self, labels: Sequence[int]) -> str:
-        """Return the text of ``labels``."""
+        return self.tokenizer.decode(labels)
 
 
 class CTCScorer(Scorer):
     """A model whose frames are log-probabilities (B, T, V) already."""
 
 
+@dataclass
 class TransducerScorer(Scorer):
-    """A model whose frames are joined with a state of the labels so far."""
+    """A model whose frames (B, T, H), in the joint's space, are joined with a state of the labels so far."""
 
-    @abstractmethod
+    prediction: Prediction
+    joint: Joint
+
     def start(self, rows: int) -> tuple[Tensor, Any]:
         """Return the prediction (B, H) in the joint's space and the state before the first label."""
+        output, state = self.prediction.start(rows)
+        return self.joint.prediction(output), state
 
-    @abstractmethod
     def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the prediction (B, H) and the state after one more label per row (B,)."""
+        output, state = self.prediction.step(labels, state)
+        return self.joint.prediction(output), state
 
-    @abstractmethod
     def join(self, frames: Tensor, prediction: Tensor) -> Tensor:
         """Map frames and predictions, both (B, H), to logits (B, V)."""
+        logits: Tensor = self.joint(frames, prediction)
+        return logits
 
-    @abstractmethod
     def select(self, mask: Tensor, new: Any, old: Any) -> Any:
         """Return the state ``new`` in rows where ``mask`` (B,) is True, else ``old``."""
+        return self.prediction.select(mask, new, old)
 
 
 class Decoder(ABC):

@@ -21,35 +21,18 @@ from speechtrain.precision import NAMES, Precision
 class DeviceFacts:
     """What other parts must know of a device; the defaults are those of a host without an accelerator."""
 
+    # the torch.distributed backend of each torch device type
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
-    """The torch.distributed backend of each torch device type."""
-
-    ddp_options: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of torch's DistributedDataParallel."""
-
-    network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)
-    """Environment variables that name the network interface of the collectives."""
-
-    forwarded_variables: tuple[str, ...] = ()
-    """Patterns of the vendor's environment variables, which ranks on other hosts get, too."""
-
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
+    network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
+    forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too
+    # patterns, in any case: of allocators that raise RuntimeError; of collectives that have lost a rank
     out_of_memory: str = "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
-    """Pattern of what allocators that raise RuntimeError say, in any case."""
-
     peer_lost: str = "gloo"
-    """Pattern of what the collectives say when another rank has ended or does not answer, in any case."""
-
-    optimizer_flags: Mapping[str, bool] = field(default_factory=dict)
-    """Settings of torch's optimizers that this device needs; they override the config."""
-
-    sum_dtype: torch.dtype = torch.float64
-    """The type of sums over ranks: accelerators may lack fp64."""
-
-    fsdp: bool = True
-    """Whether its ranks may shard parameters: not on a device that records graphs of fixed tensors."""
-
-    packages: tuple[str, ...] = ()
-    """Patterns of the vendor's modules; only the device's own file names them."""
+    optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # they override the config's
+    sum_dtype: torch.dtype = torch.float64  # of sums over ranks: accelerators may lack fp64
+    fsdp: bool = True  # whether ranks may shard parameters: not where graphs hold fixed tensors
+    packages: tuple[str, ...] = ()  # patterns of the vendor's modules, named in the device's file only
 
     @property
     def backends(self) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
@@ -14,18 +11,6 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.task import Sums
 from speechtrain.text.vocabulary import Tokenizer
-
-
-@dataclass
-class _Scorer(CTCScorer):
-    tokenizer: Tokenizer
-    frame_seconds: float
-
-    def __post_init__(self) -> None:
-        self.blank = self.tokenizer.blank
-
-    def text(self, labels: Sequence[int]) -> str:
-        return self.tokenizer.decode(labels)
 
 
 class CTC(Recogniser):
@@ -59,7 +44,7 @@ class CTC(Recogniser):
         scores = self.scores(encoded)
         if self.policy.static_shapes:  # merging equal labels has data-dependent shapes, so the host does it
             scores, lengths = scores.cpu(), lengths.cpu()
-        return self.decoder.decode(_Scorer(self.tokenizer, self.frame_seconds), scores, lengths)
+        return self.decoder.decode(CTCScorer(self.tokenizer, self.frame_seconds), scores, lengths)
 
     def footprint(self) -> Footprint:
         return Footprint(self.encoder.activation_bytes())

@@ -6,8 +6,7 @@ Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,32 +31,6 @@ def _on_host(module: _Module) -> _Module:
     copied = copy.deepcopy(module).cpu()
     apply_policy(copied, PLAIN)
     return copied
-
-
-class _Scorer(TransducerScorer):
-    def __init__(
-        self, prediction: Prediction, joint: Joint, tokenizer: Tokenizer, frame_seconds: float
-    ) -> None:
-        self.prediction, self.joint, self.tokenizer = prediction, joint, tokenizer
-        self.blank, self.frame_seconds = tokenizer.blank, frame_seconds
-
-    def text(self, labels: Sequence[int]) -> str:
-        return self.tokenizer.decode(labels)
-
-    def start(self, rows: int) -> tuple[Tensor, Any]:
-        output, state = self.prediction.start(rows)
-        return self.joint.prediction(output), state
-
-    def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
-        output, state = self.prediction.step(labels, state)
-        return self.joint.prediction(output), state
-
-    def join(self, frames: Tensor, prediction: Tensor) -> Tensor:
-        logits: Tensor = self.joint(frames, prediction)
-        return logits
-
-    def select(self, mask: Tensor, new: Any, old: Any) -> Any:
-        return self.prediction.select(mask, new, old)
 
 
 class RNNT(Recogniser):
@@ -126,7 +99,7 @@ class RNNT(Recogniser):
             # weights once per batch
             prediction, joint = _on_host(prediction), _on_host(joint)
             frames, lengths = frames.cpu(), lengths.cpu()
-        scorer = _Scorer(prediction, joint, self.tokenizer, frame_seconds=self.frame_seconds)
+        scorer = TransducerScorer(self.tokenizer, self.frame_seconds, prediction=prediction, joint=joint)
         return self.decoder.decode(scorer, frames, lengths)
 
     def footprint(self) -> Footprint:

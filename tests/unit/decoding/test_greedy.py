@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -14,41 +13,69 @@ from torch import Tensor
 from speechtrain.decoding.base import CTCScorer, NoDecoder, Scorer, TransducerScorer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
+from speechtrain.nn.joint import Joint
+from speechtrain.nn.prediction import Prediction
+from speechtrain.text.vocabulary import Tokenizer
 
 BLANK = 3
 
 
-@dataclass
-class Frames(CTCScorer):
-    blank: int = BLANK
-    frame_seconds: float = 0.5
+class Letters(Tokenizer):
+    """Three labels."""
 
-    def text(self, labels: Sequence[int]) -> str:
-        return "".join("abc"[label] for label in labels)
+    blank, size = BLANK, BLANK + 1
+
+    def normalise(self, text: str) -> str:
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        return ["abc".index(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("abc"[label] for label in ids)
+
+    def unknown(self, text: str) -> set[str]:
+        return set(text) - {*"abc"}
+
+    def state(self) -> dict[str, Any]:
+        return {}
 
 
-@dataclass
-class Table(TransducerScorer):
-    """Logits (T, U + 1, V) by the frame's number, which is its only feature, and the number of labels."""
+FRAMES = CTCScorer(Letters(), 0.5)
 
-    logits: Tensor
-    blank: int = BLANK
-    frame_seconds: float = 0.5
 
-    def text(self, labels: Sequence[int]) -> str:
-        return "".join("abc"[label] for label in labels)
+class Counting(Prediction):
+    """The number of labels so far."""
 
-    def start(self, rows: int) -> tuple[Tensor, Any]:
+    def connect(self, labels: int) -> None:
+        pass
+
+    def forward(self, labels: Tensor) -> Tensor:
+        raise AssertionError("a search takes one label at a time")
+
+    def start(self, rows: int) -> tuple[Tensor, Tensor]:
         return torch.zeros(rows, 1), torch.zeros(rows, dtype=torch.int64)
 
-    def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, labels: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return (state[:, None] + 1).float(), state + 1
 
-    def join(self, frames: Tensor, prediction: Tensor) -> Tensor:
-        return self.logits[frames[:, 0].long(), prediction[:, 0].long()]
-
-    def select(self, mask: Tensor, new: Any, old: Any) -> Any:
+    def select(self, mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
         return torch.where(mask, new, old)
+
+
+class Table(Joint):
+    """Logits (T, U + 1, V) by the frame's number, which is its only feature, and the number of labels."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits, self.prediction = logits, torch.nn.Identity()
+
+    def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
+        return self.logits[encoded[:, 0].long(), predicted[:, 0].long()]
+
+
+def table(logits: Tensor) -> TransducerScorer:
+    return TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Table(logits))
 
 
 def one_hot(*classes: int) -> Tensor:
@@ -64,7 +91,7 @@ def test_best_path_merges_repetitions_and_drops_blanks() -> None:
         tuple(label for label, _ in groupby(path[:length]) if label != BLANK)
         for path, length in zip(paths, lengths.tolist(), strict=True)
     ]
-    found = Greedy().decode(Frames(), scores, lengths)
+    found = Greedy().decode(FRAMES, scores, lengths)
     assert [h.labels for h in found] == plain
     totals = [scores[row, :length].max(-1).values.sum() for row, length in enumerate(lengths.tolist())]
     assert [h.score for h in found] == pytest.approx([float(total) for total in totals], abs=1e-4)
@@ -72,7 +99,7 @@ def test_best_path_merges_repetitions_and_drops_blanks() -> None:
 
 def test_a_ctc_label_begins_at_its_first_frame() -> None:
     scores = one_hot(0, 0, 3, 0, 1)[None]
-    (found,) = Greedy().decode(Frames(), scores, torch.tensor([5]))
+    (found,) = Greedy().decode(FRAMES, scores, torch.tensor([5]))
     assert (found.text, found.times) == ("aab", (0.0, 1.5, 2.0))
 
 
@@ -80,28 +107,27 @@ def test_a_transducer_emits_at_its_frame_and_scores_every_symbol() -> None:
     # frame 0: a, then blank; frame 1: b, c, then blank
     logits = torch.stack([one_hot(0, 3, 3, 3), one_hot(3, 1, 2, 3)])
     frames = torch.tensor([[[0.0], [1.0]]])
-    (found,) = Greedy().decode(Table(logits), frames, torch.tensor([2]))
+    (found,) = Greedy().decode(table(logits), frames, torch.tensor([2]))
     assert (found.text, found.times) == ("abc", (0.0, 0.5, 0.5))
     assert found.score == pytest.approx(5 * float(one_hot(0).max()), abs=1e-5)
-    (short,) = Greedy(max_symbols_per_step=1).decode(Table(logits), frames, torch.tensor([2]))
+    (short,) = Greedy(max_symbols_per_step=1).decode(table(logits), frames, torch.tensor([2]))
     assert short.text == "ab"
-    (shorter,) = Greedy(max_symbols=1).decode(Table(logits), frames, torch.tensor([2]))
+    (shorter,) = Greedy(max_symbols=1).decode(table(logits), frames, torch.tensor([2]))
     assert shorter.text == "a"
 
 
 def test_without_a_limit_a_row_gets_50_labels_a_second() -> None:
     endless = torch.stack([one_hot(*[0] * 80)])
-    (found,) = Greedy(max_symbols_per_step=70).decode(Table(endless), torch.zeros(1, 1, 1), torch.tensor([1]))
+    (found,) = Greedy(max_symbols_per_step=70).decode(table(endless), torch.zeros(1, 1, 1), torch.tensor([1]))
     assert len(found.labels) == 25
 
 
 def test_a_model_that_it_cannot_search_is_named() -> None:
     class Other(Scorer):
-        def text(self, labels: Sequence[int]) -> str:
-            return ""
+        pass
 
     with pytest.raises(ConfigError, match="greedy cannot search Other"):
-        Greedy().decode(Other(), torch.zeros(1, 1, 1), torch.tensor([1]))
+        Greedy().decode(Other(Letters(), 0.5), torch.zeros(1, 1, 1), torch.tensor([1]))
 
 
 @pytest.mark.parametrize("name", ["max_symbols_per_step", "max_symbols"])
@@ -111,5 +137,5 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
 
 
 def test_no_decoder_writes_nothing() -> None:
-    found = NoDecoder().decode(Frames(), torch.zeros(2, 3, 4), torch.tensor([3, 3]))
+    found = NoDecoder().decode(FRAMES, torch.zeros(2, 3, 4), torch.tensor([3, 3]))
     assert [h.text for h in found] == ["", ""]
