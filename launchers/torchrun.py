@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
@@ -11,6 +11,7 @@ from speechtrain.supervision.rendezvous import RESTARTABLE
 from speechtrain.supervision.supervise import supervise
 
 
+@dataclass(eq=False)
 class Torchrun(Launcher):
     """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
 
@@ -20,10 +21,11 @@ class Torchrun(Launcher):
     itself waits at most 30 s.
     """
 
-    def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 10) -> None:
-        self.check_minimum(0, max_restarts=max_restarts, shutdown_seconds=shutdown_seconds)
-        self.max_restarts = max_restarts
-        self.shutdown_seconds = shutdown_seconds
+    max_restarts: int = 0
+    shutdown_seconds: int = 10
+
+    def __post_init__(self) -> None:
+        self.check_minimum(0, "max_restarts", "shutdown_seconds")
 
     def check(self, job: Job) -> None:
         if job.world_size < 1:
