@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import resource
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,7 @@ def has_bf16() -> bool:
     return bool(_BF16_FLAGS & chip()[1])
 
 
+@dataclass(eq=False)
 class CPU(Device):
     """Threads, libraries, core pinning, matmul path and bf16 support of a CPU.
 
@@ -83,35 +84,23 @@ class CPU(Device):
 
     name = "cpu"
 
-    def __init__(
-        self,
-        threads: int = 0,
-        matmul: str = "highest",
-        autotune: bool = True,
-        bf16: str = "auto",
-        allocator: str = "auto",
-        openmp: str = "auto",
-        isa: str | None = None,
-        pin: str = "auto",
-        comm_cores: int = 0,
-    ) -> None:
-        given = {"matmul": matmul, "bf16": bf16, "allocator": allocator}
-        given |= {"openmp": openmp, "pin": pin}
-        for key, value in given.items():
-            if value not in _CHOICES[key]:
-                raise ValueError(f"device.{key} is {value!r}; it is one of {', '.join(_CHOICES[key])}")
-        for key, count in {"threads": threads, "comm_cores": comm_cores}.items():
-            if count < 0:
-                raise ValueError(f"device.{key} is {count}; it is at least 0")
-        self.threads = threads
-        self.matmul = matmul
-        self.autotune = autotune
-        self.bf16 = bf16
-        self.allocator = allocator
-        self.openmp = openmp
-        self.isa = isa
-        self.pin = pin
-        self.comm_cores = comm_cores
+    threads: int = 0
+    matmul: str = "highest"
+    autotune: bool = True
+    bf16: str = "auto"
+    allocator: str = "auto"
+    openmp: str = "auto"
+    isa: str | None = None
+    pin: str = "auto"
+    comm_cores: int = 0
+
+    def __post_init__(self) -> None:
+        for key, known in _CHOICES.items():
+            if (value := getattr(self, key)) not in known:
+                raise ValueError(f"{key} is {value!r}; it is one of {', '.join(known)}")
+        for key in ("threads", "comm_cores"):
+            if (count := getattr(self, key)) < 0:
+                raise ValueError(f"{key} is {count}; it is at least 0")
 
     # --- before Python starts -------------------------------------------------------------------
 
