@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import resource
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,8 +25,10 @@ _CHOICES = {
     "openmp": ("auto", "intel", "default"),
     "pin": ("auto", "cores", "numa", "none"),
 }
-_ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
-_INTEL_OPENMP = ("libiomp5.so",)
+ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
+INTEL_OPENMP = ("libiomp5.so",)
+"""The files of libraries that can be loaded before Python."""
+
 # Intel's settings for training: memory is never returned to the system
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
@@ -129,7 +130,7 @@ class CPU(Device):
         variables: dict[str, str] = {}
         loaded = []
         wanted = {"auto": ["jemalloc", "tcmalloc"], "default": []}.get(self.allocator, [self.allocator])
-        found = {name: preload.library(_ALLOCATORS[name], places) for name in wanted}
+        found = {name: preload.library(ALLOCATORS[name], places) for name in wanted}
         allocator = next((name for name in wanted if found[name]), None)
         if allocator is None and self.allocator not in ("auto", "default"):
             package = {"jemalloc": "libjemalloc2", "tcmalloc": "libtcmalloc-minimal4"}[self.allocator]
@@ -141,7 +142,7 @@ class CPU(Device):
             loaded.append(str(found[allocator]))
         if allocator == "jemalloc":
             variables["MALLOC_CONF"] = _MALLOC_CONF
-        openmp = None if self.openmp == "default" else preload.library(_INTEL_OPENMP, places)
+        openmp = None if self.openmp == "default" else preload.library(INTEL_OPENMP, places)
         if openmp is None and self.openmp == "intel":
             raise MachineError(
                 "device.openmp=intel: libiomp5.so is in no library folder; "
@@ -227,9 +228,6 @@ class CPU(Device):
 
     def move(self, batch: Batch) -> Batch:
         return batch
-
-    def memory(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def is_medium_exact() -> bool:

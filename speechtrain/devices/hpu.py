@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speechtrain.batch import Batch
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, one_line
 
@@ -138,9 +137,6 @@ class HPU(Device):
 
     def tensor(self, value: Tensor) -> Tensor:
         return value.to(self.name, non_blocking=True)
-
-    def move(self, batch: Batch) -> Batch:
-        return batch.to(self.tensor)
 
     def mark_step(self) -> None:
         if self.mode == "lazy":
