@@ -165,10 +165,10 @@ class Transformer(nn.Module):
         sizes |= {"position_kernel": position_kernel, "position_groups": position_groups}
         for name, size in (sizes | {"length_multiple": length_multiple}).items():
             if size < 1:
-                raise ConfigError(f"encoder.{name} is {size}; it must be at least 1")
+                raise ConfigError(f"{name} is {size}; it must be at least 1")
         for name in ("heads", "position_groups"):
             if width % sizes[name]:
-                raise ConfigError(f"encoder.{name} is {sizes[name]}; it must divide encoder.width, {width}")
+                raise ConfigError(f"{name} is {sizes[name]}; it must divide width, {width}")
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
