@@ -185,10 +185,10 @@ class CPU(Device):
             is_useful = processes > 1 and len(nodes) > 1 and not is_bound
             if not is_useful or len(cores) // processes <= self.comm_cores:
                 return set()
-            own = affinity.share(cores, processes, rank, self.comm_cores)
+            own = affinity.share(cores, processes, rank, reserved=self.comm_cores)
             return {cpu for core in own for cpu in core.cpus}  # the data workers use the hyperthreads
         if self.pin == "cores":
-            return {core.first for core in affinity.share(cores, processes, rank, self.comm_cores)}
+            return {core.first for core in affinity.share(cores, processes, rank, reserved=self.comm_cores)}
         if self.pin == "numa":
             return {cpu for core in affinity.on_node(cores, processes, rank) for cpu in core.cpus}
         return set()

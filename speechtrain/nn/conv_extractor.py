@@ -55,7 +55,7 @@ class _StridedProduct(Function):
         frames = (x.shape[1] - kernel) // stride + 1
         y = x.new_empty(x.shape[0], frames, weight.shape[0])
         for row, output in zip(x, y, strict=True):
-            for columns, block in _blocks(row, frames, kernel, stride):
+            for columns, block in _blocks(row, frames, kernel, stride=stride):
                 part = weight[:, columns].t()
                 if columns.start:
                     output.addmm_(block, part)
@@ -79,13 +79,13 @@ class _StridedProduct(Function):
         for index in range(x.shape[0]):
             if to_x is not None:
                 to_x[index, written:] = 0
-                for columns, block in _blocks(to_x[index], frames, ctx.kernel, ctx.stride):
+                for columns, block in _blocks(to_x[index], frames, ctx.kernel, stride=ctx.stride):
                     if written and not columns.start:
                         torch.mm(gradient[index], weight[:, columns], out=block)
                     else:
                         block.addmm_(gradient[index], weight[:, columns])
             if to_weight is not None:
-                for columns, block in _blocks(x[index], frames, ctx.kernel, ctx.stride):
+                for columns, block in _blocks(x[index], frames, ctx.kernel, stride=ctx.stride):
                     to_weight[:, columns].addmm_(gradient[index].t(), block)
         to_bias = gradient.sum((0, 1)) if ctx.biased else None
         return to_x, to_weight, to_bias, None, None
