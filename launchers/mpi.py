@@ -73,8 +73,6 @@ class Mpi(Launcher):
         return found
 
     def check(self, job: Job) -> None:
-        if job.world_size < 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=mpi needs at least 1 process")
         self._first_host()
         is_allowed = "--allow-run-as-root" in (self.options or ()) or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
         if self.found_engine == "openmpi" and not os.geteuid() and not is_allowed:

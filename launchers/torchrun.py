@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
 from speechtrain.supervision.rendezvous import RESTARTABLE
 from speechtrain.supervision.supervise import supervise
@@ -27,15 +26,10 @@ class Torchrun(Launcher):
     def __post_init__(self) -> None:
         self.check_minimum(0, "max_restarts", "shutdown_seconds")
 
-    def check(self, job: Job) -> None:
-        if job.world_size < 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=torchrun needs at least 1 process")
-
     def is_here(self, job: Job) -> bool:
         return True
 
     def launch(self, job: Job) -> Result:
-        self.check(job)
         job = self._prepared(job)
         grace = float(self.shutdown_seconds)
         return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))

@@ -76,8 +76,7 @@ class Launcher(ABC):
             if (value := getattr(self, name)) is not None and value < lowest:
                 raise ValueError(f"{name}={value}: it must be at least {lowest}")
 
-    @abstractmethod
-    def check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:  # noqa: B027 - nothing is a sensible default
         """Raise ConfigError or MachineError if this launcher cannot start ``job``."""
 
     def is_here(self, job: Job) -> bool:
