@@ -21,6 +21,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
+def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
+    """The entry point of a command: ``run`` with the process's arguments, then the exit with its code."""
+    return lambda: sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
 def guarded(command: Callable[[], int]) -> int:
     """Run a command; print a failure as one line and return its exit code.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain import __version__
 from speechtrain.commands._choices import choices
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import console
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ class Finding:
     what: str
     found: str
     exit_code: int = MachineError.exit_code  # of a red finding
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: list[str]) -> int:
@@ -468,6 +463,8 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
         f"peak memory {device.memory() / 2**20:.0f} MiB"
     )
 
+
+main = console(run)
 
 if __name__ == "__main__":
     main()
