@@ -42,6 +42,7 @@ _PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
 _KLOG = re.compile(r"[IWEF]\d{4} ")
 
 
+@dataclass(eq=False)
 class Kubernetes(Launcher):
     """Run ``world_size`` ranks in ``nodes`` pods of ``image``; torchrun starts the ranks of each pod.
 
@@ -57,70 +58,52 @@ class Kubernetes(Launcher):
     and ends the pods, the second ends them at once.
     """
 
-    def __init__(
-        self,
-        image: str,
-        kind: str = "job",
-        nodes: int = 1,
-        namespace: str | None = None,
-        name: str | None = None,
-        python: str = "python",
-        cpus: int | float | str | None = None,
-        memory: str | None = None,
-        resources: dict[str, Any] | None = None,
-        volumes: dict[str, Any] | None = None,
-        shared_memory: str | None = "8Gi",
-        node_selector: dict[str, Any] | None = None,
-        service_account: str | None = None,
-        env_from_secrets: list[str] | None = None,
-        forward: list[str] | None = None,
-        pod: dict[str, Any] | None = None,
-        restarts: int = 3,
-        grace_seconds: int = 300,
-        shutdown_seconds: int = 60,
-        wait: bool = True,
-        follow: bool = True,
-        poll_seconds: float = 5.0,
-        options: list[str] | None = None,
-    ) -> None:
-        self.check_minimum(1, nodes=nodes, grace_seconds=grace_seconds, shutdown_seconds=shutdown_seconds)
-        self.check_minimum(0, restarts=restarts)
-        if poll_seconds <= 0:
-            raise ValueError(f"poll_seconds={poll_seconds}: it must be above 0")
-        if kind not in _KINDS:
-            raise ValueError(f"kind={kind}: it must be {' or '.join(_KINDS)}")
-        if name is not None and not _NAME.fullmatch(name):
-            raise ValueError(f"name={name!r}: use 1 to 50 of a-z, 0-9 and -, a letter first, no - last")
-        for claim, path in (volumes or {}).items():
-            if not PurePosixPath(str(path)).is_absolute():
+    image: str
+    kind: str = "job"
+    nodes: int = 1
+    namespace: str | None = None
+    name: str | None = None
+    python: str = "python"
+    cpus: int | float | str | None = None
+    memory: str | None = None
+    resources: dict[str, Any] | None = None
+    volumes: dict[str, Any] | None = None
+    shared_memory: str | None = "8Gi"
+    node_selector: dict[str, Any] | None = None
+    service_account: str | None = None
+    env_from_secrets: list[str] | None = None
+    forward: list[str] | None = None
+    pod: dict[str, Any] | None = None
+    restarts: int = 3
+    grace_seconds: int = 300
+    shutdown_seconds: int = 60
+    wait: bool = True
+    follow: bool = True
+    poll_seconds: float = 5.0
+    options: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.check_minimum(1, "nodes", "grace_seconds", "shutdown_seconds")
+        self.check_minimum(0, "restarts")
+        if self.poll_seconds <= 0:
+            raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind={self.kind}: it must be {' or '.join(_KINDS)}")
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ValueError(f"name={self.name!r}: use 1 to 50 of a-z, 0-9 and -, a letter first, no - last")
+        self._mounts = {claim: str(path) for claim, path in (self.volumes or {}).items()}
+        for claim, path in self._mounts.items():
+            if not PurePosixPath(path).is_absolute():
                 raise ValueError(f"volumes.{claim}={path}: it must be an absolute path")
-        self.image = image
-        self.kind = _KINDS[kind]
-        self.nodes = nodes
-        self.name = name
-        self.python = python
-        self.amounts = {"cpu": cpus, "memory": memory, **(resources or {})}
-        self.volumes = {claim: str(path) for claim, path in (volumes or {}).items()}
-        self.shared_memory = shared_memory
-        self.node_selector = {key: str(value) for key, value in (node_selector or {}).items()}
-        self.service_account = service_account
-        self.env_from_secrets = env_from_secrets or []
-        self.forward = forward or []
-        self.pod = pod or {}
-        self.restarts = restarts
-        self.grace_seconds = grace_seconds
-        self.shutdown_seconds = shutdown_seconds
-        self.wait = wait
-        self.follow = follow
-        self.poll_seconds = poll_seconds
-        in_namespace = [] if namespace is None else [f"--namespace={namespace}"]
-        self.kubectl = _Kubectl(["kubectl", *(options or []), *in_namespace])
+        self._kind = _KINDS[self.kind]
+        in_namespace = [] if self.namespace is None else [f"--namespace={self.namespace}"]
+        self._kubectl = _Kubectl(["kubectl", *(self.options or []), *in_namespace])
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
         if self._is_mounted(job.run_dir):
             return
-        mounted = ", ".join(self.volumes.values()) or "nothing"
+        mounted = ", ".join(self._mounts.values()) or "nothing"
         raise ConfigError(
             f"run_dir={job.run_dir}: the pods do not see it (mounted: {mounted}); mount the claim with it at "
             "the same path, as in 'launcher.volumes={CLAIM: /shared}', and set run_dir below that path"
@@ -130,28 +113,29 @@ class Kubernetes(Launcher):
         self.check(job)
         if shutil.which("kubectl") is None:
             raise MachineError("launcher=kubernetes: there is no kubectl on this machine; install it")
-        name, kind, manifest = self._name(job), self.kind, self.manifest(job)
+        name, kind, manifest = self._name(job), self._kind, self.manifest(job)
         self._clear(name)
-        self.kubectl.must("apply", "--filename=-", text=manifest)
+        self._kubectl.must("apply", "--filename=-", text=manifest)
         (job.run_dir / MANIFEST).write_text(manifest)
         print(f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}", flush=True)
         if not self.wait:
-            delete = shlex.join([*self.kubectl.command, "delete", *kind.objects(name)])
+            delete = shlex.join([*self._kubectl.command, "delete", *kind.objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
-        seconds, is_shown = self.poll_seconds, self.follow
-        return Result(_Followed(self.kubectl, kind, name, poll_seconds=seconds, is_shown=is_shown).wait())
+        log = _Log(self._kubectl, is_shown=self.follow)
+        followed = _Followed(self._kubectl, kind, name, poll_seconds=self.poll_seconds, log=log)
+        return Result(followed.wait())
 
     def render(self, job: Job) -> str:
         manifest, end = self.manifest(job), "END_OF_MANIFEST"
         while end in manifest:
             end += "_"
-        line = shlex.join([*self.kubectl.command, "apply", "--filename=-"])
+        line = shlex.join([*self._kubectl.command, "apply", "--filename=-"])
         return f"{line} <<'{end}'\n{manifest}{end}\n"
 
     def manifest(self, job: Job) -> str:
         """The documents to submit, as YAML."""
         form = {"sort_keys": False, "width": sys.maxsize, "explicit_start": True}
-        return str(yaml.dump_all(self.kind.documents(self, job), Dumper=_Dumper, **form))
+        return str(yaml.dump_all(self._kind.documents(self, job), Dumper=_Dumper, **form))
 
     def job(self, job: Job) -> list[dict[str, Any]]:
         """An Indexed Job, and the Service that gives its pods names; the ranks meet in pod 0.
@@ -215,13 +199,14 @@ class Kubernetes(Launcher):
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
         }
         pod_ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-        quantities = {name: str(amount) for name, amount in self.amounts.items() if amount is not None}
+        amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
+        quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
         given = {
             "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",
-            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets],
+            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
             "resources": {"requests": quantities, "limits": quantities} if quantities else {},
         }
-        mounts = [{"name": _volume(n), "mountPath": path} for n, path in enumerate(self.volumes.values())]
+        mounts = [{"name": _volume(n), "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
             mounts.append({"name": _MEMORY, "mountPath": "/dev/shm"})
         return {
@@ -249,22 +234,23 @@ class Kubernetes(Launcher):
     def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:
         volumes: list[dict[str, Any]] = [
             {"name": _volume(n), "persistentVolumeClaim": {"claimName": claim}}
-            for n, claim in enumerate(self.volumes)
+            for n, claim in enumerate(self._mounts)
         ]
         if self.shared_memory is not None:  # the runtime's 64 MiB are too small for loaders and collectives
             memory = {"medium": "Memory", "sizeLimit": self.shared_memory}
             volumes.append({"name": _MEMORY, "emptyDir": memory})
-        given = {"nodeSelector": self.node_selector, "serviceAccountName": self.service_account}
+        labels = {key: str(value) for key, value in (self.node_selector or {}).items()}
+        given = {"nodeSelector": labels, "serviceAccountName": self.service_account}
         return {
             "terminationGracePeriodSeconds": self.grace_seconds,
             **{key: value for key, value in given.items() if value},
             "containers": containers,
             "volumes": volumes,
-            **self.pod,
+            **(self.pod or {}),
         }
 
     def _is_mounted(self, path: Path) -> bool:
-        return any(path.is_relative_to(mount) for mount in self.volumes.values())
+        return any(path.is_relative_to(mount) for mount in self._mounts.values())
 
     def _name(self, job: Job) -> str:
         """The objects' name, the same for each command on a run, so that two do not train it at once."""
@@ -272,13 +258,15 @@ class Kubernetes(Launcher):
 
     def _clear(self, name: str) -> None:
         """Remove the objects of an earlier command. Raises RunError if they are still at work."""
-        found = self.kubectl.must(*self.kind.get(name))
+        found = self._kubectl.must(*self._kind.get(name))
         if not found.strip():
             return
-        if self.kind.end(json.loads(found)) is None:
-            delete = shlex.join([*self.kubectl.command, "delete", *self.kind.objects(name)])
-            raise RunError(f"{self.kind.resource}/{name} is still in the cluster; wait for it, or `{delete}`")
-        self.kubectl.must("delete", *self.kind.objects(name), "--ignore-not-found", "--cascade=foreground")
+        if self._kind.end(json.loads(found)) is None:
+            delete = shlex.join([*self._kubectl.command, "delete", *self._kind.objects(name)])
+            raise RunError(
+                f"{self._kind.resource}/{name} is still in the cluster; wait for it, or `{delete}`"
+            )
+        self._kubectl.must("delete", *self._kind.objects(name), "--ignore-not-found", "--cascade=foreground")
 
 
 @dataclass(frozen=True)
@@ -312,11 +300,11 @@ _KINDS = {
 }
 
 
+@dataclass(frozen=True)
 class _Kubectl:
     """The kubectl client, with the options of every call."""
 
-    def __init__(self, command: list[str]) -> None:
-        self.command = command
+    command: list[str]
 
     def must(self, *arguments: str, text: str = "") -> str:
         """The output of a call. Raises MachineError with the cluster's own message if the call fails."""
@@ -352,104 +340,102 @@ class _Kubectl:
         )
 
 
+@dataclass(eq=False)
 class _Followed:
     """Follow an object until it is over or deleted. The first signal saves, the second ends it at once."""
 
-    def __init__(
-        self, kubectl: _Kubectl, kind: _Kind, name: str, poll_seconds: float, is_shown: bool
-    ) -> None:
-        self._kubectl = kubectl
-        self._kind = kind
-        self._name = name
-        self._poll_seconds = poll_seconds
-        self._log = _Log(kubectl, is_shown)
-        self._received = 0
-        self._waits_for = ""
+    kubectl: _Kubectl
+    kind: _Kind
+    name: str
+    poll_seconds: float
+    log: _Log
+    received: int = 0
+    waits_for: str = ""
 
     def wait(self) -> int:
         """Return 0 after success or deletion, else 1. Raises KeyboardInterrupt after two signals."""
         with stop_signals(self._receive):
-            asked, pause = 0, min(0.1, self._poll_seconds)
+            asked, pause = 0, min(0.1, self.poll_seconds)
             while True:
-                if (received := self._received) > asked and self._stop():
+                if (received := self.received) > asked and self._stop():
                     asked = received
                 if (code := self._ended()) is not None:
                     break
                 self._show()
-                until = time.monotonic() + self._poll_seconds
+                until = time.monotonic() + self.poll_seconds
                 time.sleep(pause)  # also while a signal waits for a cluster that does not answer
-                while time.monotonic() < until and self._received == asked:
+                while time.monotonic() < until and self.received == asked:
                     time.sleep(pause)
         self._show()
-        self._log.finish()
-        if self._kind.has_service and not self._received:
-            self._kubectl.said("delete", f"service/{self._name}", "--ignore-not-found", "--wait=false")
-        if self._received > 1:
+        self.log.finish()
+        if self.kind.has_service and not self.received:
+            self.kubectl.said("delete", f"service/{self.name}", "--ignore-not-found", "--wait=false")
+        if self.received > 1:
             raise KeyboardInterrupt
         return code
 
     def _ended(self) -> int | None:
         """The exit code of an object that is over or deleted; None while it works or nothing answers."""
-        found = self._kubectl.said(*self._kind.get(self._name))
+        found = self.kubectl.said(*self.kind.get(self.name))
         if found is None:
             return None
         if not found.strip():
             return 0
-        end = self._kind.end(json.loads(found))
+        end = self.kind.end(json.loads(found))
         if end is None or end[0]:
             return None if end is None else 0
-        if not self._received:
-            print(f"speechtrain: {self._kind.resource}/{self._name}: {end[1]}", file=sys.stderr, flush=True)
+        if not self.received:
+            print(f"speechtrain: {self.kind.resource}/{self.name}: {end[1]}", file=sys.stderr, flush=True)
         return 1
 
     def _stop(self) -> bool:
         """Delete the object after its pods (SIGTERM, grace period). Returns whether the cluster accepts."""
-        calls = [[*self._kind.objects(self._name), "--cascade=foreground"]]
-        if self._received > 1:
-            calls.append(["pods", f"--selector={_INSTANCE}={self._name}", "--now"])
-        said = [self._kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
+        calls = [[*self.kind.objects(self.name), "--cascade=foreground"]]
+        if self.received > 1:
+            calls.append(["pods", f"--selector={_INSTANCE}={self.name}", "--now"])
+        said = [self.kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
         return None not in said
 
     def _show(self) -> None:
-        listed = self._kubectl.said("get", "pods", f"--selector={_INSTANCE}={self._name}", "--output=json")
+        listed = self.kubectl.said("get", "pods", f"--selector={_INSTANCE}={self.name}", "--output=json")
         pods = [pod for pod in json.loads(listed)["items"] if _is_first(pod)] if listed else []
         if not pods:
             return
         newest = max(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
         if newest.get("status", {}).get("phase", "Pending") != "Pending":
-            self._log.of(newest["metadata"]["name"])
+            self.log.of(newest["metadata"]["name"])
             return
         reason = _waiting(newest)
-        if reason != self._waits_for:
-            self._waits_for = reason
+        if reason != self.waits_for:
+            self.waits_for = reason
             if reason:
                 print(f"{newest['metadata']['name']} waits: {reason}", flush=True)
 
     def _receive(self) -> None:
-        self._received += 1
+        self.received += 1
 
 
+@dataclass(eq=False)
 class _Log:
     """Print the log of the first pod and its successors; each line once, even if connections end."""
 
-    def __init__(self, kubectl: _Kubectl, is_shown: bool) -> None:
-        self._kubectl = kubectl
-        self._is_shown = is_shown
-        self._pod = ""
-        self._latest = ""
-        self._client: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
+    kubectl: _Kubectl
+    is_shown: bool
+    pod: str = ""
+    latest: str = ""
+    client: subprocess.Popen[str] | None = None
+    reader: threading.Thread | None = None
 
     def of(self, pod: str) -> None:
         """Start to print the log of ``pod``, unless a log is being printed."""
-        if not self._is_shown or (self._reader is not None and self._reader.is_alive()):
+        if not self.is_shown or (self.reader is not None and self.reader.is_alive()):
             return
         self._end()
-        if pod != self._pod:
-            self._pod, self._latest = pod, ""
-        since = [f"--since-time={self._latest}"] if self._latest else []
-        self._client = subprocess.Popen(
-            [*self._kubectl.command, "logs", pod, "--follow", "--timestamps", *since],
+        if pod != self.pod:
+            self.pod, self.latest = pod, ""
+        since = [f"--since-time={self.latest}"] if self.latest else []
+        self.client = subprocess.Popen(
+            [*self.kubectl.command, "logs", pod, "--follow", "--timestamps", *since],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -457,30 +443,30 @@ class _Log:
             errors="backslashreplace",
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._copy, args=(self._client,), daemon=True)
-        self._reader.start()
+        self.reader = threading.Thread(target=self._copy, args=(self.client,), daemon=True)
+        self.reader.start()
 
     def finish(self) -> None:
         """Print the rest of the log, as far as it arrives in time."""
-        if self._reader is not None:
-            self._reader.join(_LAST_WORDS_SECONDS)
+        if self.reader is not None:
+            self.reader.join(_LAST_WORDS_SECONDS)
         self._end()
 
     def _copy(self, client: subprocess.Popen[str]) -> None:
         assert client.stdout is not None
-        already = self._latest
+        already = self.latest
         with client.stdout:
             for line in client.stdout:
                 stamp, _, words = line.partition(" ")
                 if stamp > already:
-                    self._latest = stamp
+                    self.latest = stamp
                     sys.stdout.write(words)
                     sys.stdout.flush()
 
     def _end(self) -> None:
-        if self._client is not None:
-            self._client.kill()  # does nothing if the client has ended
-            self._client.wait()
+        if self.client is not None:
+            self.client.kill()  # does nothing if the client has ended
+            self.client.wait()
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations

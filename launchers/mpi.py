@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _PROGRAMS = {"openmpi": "mpirun.openmpi", "intel": "mpirun", "mpich": "mpirun.mp
 _HOSTS = {"openmpi": "--hostfile", "intel": "-f", "mpich": "-f"}
 
 
+@dataclass(eq=False)
 class Mpi(Launcher):
     """Start ``world_size`` ranks with mpirun; they communicate through torch, not through MPI.
 
@@ -34,29 +36,22 @@ class Mpi(Launcher):
     directory). ``options`` are further options for mpirun.
     """
 
-    def __init__(
-        self,
-        engine: str = "auto",
-        program: str | None = None,
-        hostfile: str | None = None,
-        port: int | None = None,
-        options: list[str] | None = None,
-        forward: list[str] | None = None,
-    ) -> None:
-        if engine not in ("auto", *_SAYS):
-            raise ValueError(f"engine={engine}: it must be auto, {', '.join(_SAYS)}")
-        self.named = engine
-        self.named_program = program
-        self.hostfile = hostfile
-        self.port = port
-        self.options = options or []
-        self.forward = forward or []
+    engine: str = "auto"
+    program: str | None = None
+    hostfile: str | None = None
+    port: int | None = None
+    options: list[str] | None = None
+    forward: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("auto", *_SAYS):
+            raise ValueError(f"engine={self.engine}: it must be auto, {', '.join(_SAYS)}")
 
     @cached_property
-    def program(self) -> str:
+    def found_program(self) -> str:
         """The mpirun to call. Raises MachineError if there is none."""
-        usual = [_PROGRAMS.get(self.named, "mpirun"), "mpirun"]
-        names = [self.named_program] if self.named_program else usual
+        usual = [_PROGRAMS.get(self.engine, "mpirun"), "mpirun"]
+        names = [self.program] if self.program else usual
         for name in names:
             if shutil.which(name):
                 return name
@@ -66,25 +61,21 @@ class Mpi(Launcher):
         )
 
     @cached_property
-    def engine(self) -> str:
-        """The MPI that ``program`` belongs to. Raises MachineError if it is not the one that is set."""
+    def found_engine(self) -> str:
+        """The MPI that the program belongs to. Raises MachineError if it is not the one that is set."""
         said = subprocess.run(
-            [self.program, "--version"], capture_output=True, text=True, timeout=60, check=False
+            [self.found_program, "--version"], capture_output=True, text=True, timeout=60, check=False
         )
         found = next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
-        if not found or self.named not in ("auto", found):
-            raise MachineError(
-                f"launcher=mpi: {self.program} is {found or 'an unknown MPI'}, not engine={self.named}; "
-                "set launcher.engine or launcher.program"
-            )
+        if not found or self.engine not in ("auto", found):
+            fault = f"{self.found_program} is {found or 'an unknown MPI'}, not engine={self.engine}"
+            raise MachineError(f"launcher=mpi: {fault}; set launcher.engine or launcher.program")
         return found
 
     def check(self, job: Job) -> None:
-        if job.world_size < 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=mpi needs at least 1 process")
         self._first_host()
-        is_allowed = "--allow-run-as-root" in self.options or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
-        if self.engine == "openmpi" and not os.geteuid() and not is_allowed:
+        is_allowed = "--allow-run-as-root" in (self.options or ()) or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
+        if self.found_engine == "openmpi" and not os.geteuid() and not is_allowed:
             raise MachineError(
                 "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container set "
                 "launcher.options=[--allow-run-as-root]"
@@ -103,14 +94,15 @@ class Mpi(Launcher):
             "MASTER_ADDR": self._first_host(),
             "MASTER_PORT": str(self._port(job)),
         }
-        hosts = [_HOSTS[self.engine], self.hostfile] if self.hostfile else []
+        engine = self.found_engine
+        hosts = [_HOSTS[engine], self.hostfile] if self.hostfile else []
         # Hydra's proxies pass this machine's whole environment to the ranks, on other hosts, too
         alone = ["-u", PARENT] if self.hostfile else []
         # with `env`: the engines' own options cut values at commas, line breaks or equals signs
         assignments = [f"{name}={value}" for name, value in environment.items()]
         return [
-            *(self.program, "-n", str(job.world_size), *hosts, *_OPTIONS[self.engine].split(), *self.options),
-            *("env", *alone, *assignments, *job.command),
+            *(self.found_program, "-n", str(job.world_size), *hosts, *_OPTIONS[engine].split()),
+            *(*(self.options or ()), "env", *alone, *assignments, *job.command),
         ]
 
     def _first_host(self) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -28,8 +29,12 @@ _OVER = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 )
 _PLAIN = re.compile(r"[^\s\x00-\x1f]+")
+# options of sbatch, and the parameters with their values
+_SETTINGS = {"job-name": "name", **{key: key for key in ("nodes", "time", "partition", "account")}}
+_SETTINGS |= {"cpus-per-task": "cpus_per_rank", "gpus-per-node": "gpus_per_node"}
 
 
+@dataclass(eq=False)
 class Slurm(Launcher):
     """Submit a job in which srun starts ``world_size`` ranks on ``nodes`` nodes.
 
@@ -40,49 +45,28 @@ class Slurm(Launcher):
     makes the ranks save and exit, the second cancels the job. ``options`` are further options of sbatch.
     """
 
-    def __init__(
-        self,
-        nodes: int = 1,
-        time: str | None = None,
-        partition: str | None = None,
-        account: str | None = None,
-        cpus_per_rank: int | None = None,
-        gpus_per_node: int | None = None,
-        name: str = "speechtrain",
-        warn_seconds: int = 120,
-        requeue: bool = True,
-        segments: int = 1,
-        wait: bool = True,
-        follow: bool = True,
-        poll_seconds: float = 5.0,
-        options: list[str] | None = None,
-    ) -> None:
-        self.check_minimum(1, nodes=nodes, segments=segments, warn_seconds=warn_seconds)
-        if poll_seconds <= 0:
-            raise ValueError(f"poll_seconds={poll_seconds}: it must be above 0")
-        self.nodes = nodes
-        self.warn_seconds = warn_seconds
-        self.requeue = requeue
-        self.segments = segments
-        self.wait = wait
-        self.follow = follow
-        self.poll_seconds = poll_seconds
-        self.options = options or []
-        self.settings: dict[str, str | int | None] = {
-            "job-name": name,
-            "nodes": nodes,
-            "time": time,
-            "partition": partition,
-            "account": account,
-            "cpus-per-task": cpus_per_rank,
-            "gpus-per-node": gpus_per_node,
-        }
-        keys = {"job-name": "name", "cpus-per-task": "cpus_per_rank", "gpus-per-node": "gpus_per_node"}
-        for option, setting in self.settings.items():
-            if setting is not None and not _PLAIN.fullmatch(str(setting)):
-                raise ValueError(
-                    f"{keys.get(option, option)}={setting!r}: it must be a word without spaces or line breaks"
-                )
+    nodes: int = 1
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    cpus_per_rank: int | None = None
+    gpus_per_node: int | None = None
+    name: str = "speechtrain"
+    warn_seconds: int = 120
+    requeue: bool = True
+    segments: int = 1
+    wait: bool = True
+    follow: bool = True
+    poll_seconds: float = 5.0
+    options: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.check_minimum(1, "nodes", "segments", "warn_seconds")
+        if self.poll_seconds <= 0:
+            raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
+        for key in _SETTINGS.values():
+            if (setting := getattr(self, key)) is not None and not _PLAIN.fullmatch(str(setting)):
+                raise ValueError(f"{key}={setting!r}: it must be a word without spaces or line breaks")
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
@@ -121,7 +105,7 @@ class Slurm(Launcher):
     def script(self, job: Job) -> str:
         """The batch script."""
         directives = {
-            **self.settings,
+            **{option: getattr(self, key) for option, key in _SETTINGS.items()},
             "ntasks-per-node": job.ranks_per_node(self.nodes),
             "signal": f"TERM@{self.warn_seconds}",  # to the ranks, not to the batch script
             "requeue" if self.requeue else "no-requeue": "",
@@ -146,62 +130,64 @@ class Slurm(Launcher):
 
     def _submission(self, job: Job) -> list[str]:
         log = str(job.run_dir / LOG).replace("%", "%%")  # sbatch replaces patterns such as %j
-        return ["sbatch", "--parsable", f"--output={log}", *self.options]
+        return ["sbatch", "--parsable", f"--output={log}", *(self.options or [])]
 
 
+@dataclass(eq=False)
 class _Followed:
     """Follow a job until it has left the queue. The first signal saves, the second cancels."""
 
-    def __init__(self, number: str, log: Path, poll_seconds: float, is_shown: bool) -> None:
-        self._number = number
-        self._log = log
-        self._poll_seconds = poll_seconds
-        self._is_shown = is_shown
-        self._received = 0
-        self._shown = log.stat().st_size if log.exists() else 0  # the output of earlier jobs
+    number: str
+    log: Path
+    poll_seconds: float
+    is_shown: bool
+    received: int = 0
+
+    def __post_init__(self) -> None:
+        self.shown = self.log.stat().st_size if self.log.exists() else 0  # the output of earlier jobs
 
     def wait(self) -> None:
         """Return when the job has ended. Raises KeyboardInterrupt after a second signal."""
         with stop_signals(self._receive):
             asked = 0
             while self._states():
-                if self._received > asked:
-                    asked = self._received
+                if self.received > asked:
+                    asked = self.received
                     self._stop()
                 self._show()
-                until = time.monotonic() + self._poll_seconds
-                while time.monotonic() < until and self._received == asked:
-                    time.sleep(min(0.1, self._poll_seconds))
+                until = time.monotonic() + self.poll_seconds
+                while time.monotonic() < until and self.received == asked:
+                    time.sleep(min(0.1, self.poll_seconds))
         self._show()
-        if self._received > 1:
+        if self.received > 1:
             raise KeyboardInterrupt
 
     def _states(self) -> list[str]:
         """The states of the job's unfinished parts; ``UNKNOWN`` while the controller does not answer."""
-        listed = _said("squeue", "--noheader", "--jobs", self._number, "--format=%T", "--states=all")
+        listed = _said("squeue", "--noheader", "--jobs", self.number, "--format=%T", "--states=all")
         if listed is None:
             known = _said("squeue", "--noheader", "--format=%T")
             return [] if known is not None else ["UNKNOWN"]
         return [state for state in listed.split() if state not in _OVER]
 
     def _stop(self) -> None:
-        if self._received > 1 or "RUNNING" not in self._states():
-            _said("scancel", self._number)
+        if self.received > 1 or "RUNNING" not in self._states():
+            _said("scancel", self.number)
             return
-        _said("scontrol", "update", f"JobId={self._number}", "Requeue=0")
-        _said("scancel", "--signal=TERM", self._number)
+        _said("scontrol", "update", f"JobId={self.number}", "Requeue=0")
+        _said("scancel", "--signal=TERM", self.number)
 
     def _show(self) -> None:
-        if not self._is_shown:
+        if not self.is_shown:
             return
-        with suppress(OSError), self._log.open(errors="backslashreplace") as file:
-            file.seek(self._shown)
+        with suppress(OSError), self.log.open(errors="backslashreplace") as file:
+            file.seek(self.shown)
             sys.stdout.write(file.read())
             sys.stdout.flush()
-            self._shown = file.tell()
+            self.shown = file.tell()
 
     def _receive(self) -> None:
-        self._received += 1
+        self.received += 1
 
 
 def _said(*command: str) -> str | None:

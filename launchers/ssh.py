@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -30,6 +31,7 @@ _LOST = 255  # ssh's own exit code
 _SSH = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 
 
+@dataclass(eq=False)
 class Ssh(Launcher):
     """Start ``world_size`` ranks, divided evenly among the hosts that ``hostfile`` names.
 
@@ -47,32 +49,21 @@ class Ssh(Launcher):
     a terminal there (``ssh -tt``) would merge its outputs and change their bytes.
     """
 
-    def __init__(
-        self,
-        hostfile: str,
-        nodes: int | None = None,
-        port: int | None = None,
-        python: str | None = None,
-        options: list[str] | None = None,
-        forward: list[str] | None = None,
-        login_seconds: int = 20,
-        shutdown_seconds: int = 60,
-        max_restarts: int = 0,
-        rejoin_seconds: int = 600,
-    ) -> None:
-        self.check_minimum(1, login_seconds=login_seconds, shutdown_seconds=shutdown_seconds)
-        self.check_minimum(1, rejoin_seconds=rejoin_seconds, nodes=1 if nodes is None else nodes)
-        self.check_minimum(0, max_restarts=max_restarts)
-        self.hostfile = Path(hostfile)
-        self.nodes = nodes
-        self.port = port
-        self.python = python or sys.executable
-        self.options = options or []
-        self.forward = forward or []
-        self.login_seconds = login_seconds
-        self.shutdown_seconds = shutdown_seconds
-        self.max_restarts = max_restarts
-        self.rejoin_seconds = rejoin_seconds
+    hostfile: str
+    nodes: int | None = None
+    port: int | None = None
+    python: str | None = None
+    options: list[str] | None = None
+    forward: list[str] | None = None
+    login_seconds: int = 20
+    shutdown_seconds: int = 60
+    max_restarts: int = 0
+    rejoin_seconds: int = 600
+
+    def __post_init__(self) -> None:
+        self.check_minimum(1, "login_seconds", "shutdown_seconds", "rejoin_seconds", "nodes")
+        self.check_minimum(0, "max_restarts")
+        self._python = self.python or sys.executable
 
     def check(self, job: Job) -> None:
         self._ranks_per_host(job, self._hosts())
@@ -96,7 +87,7 @@ class Ssh(Launcher):
 
     def _hosts(self) -> list[str]:
         try:
-            lines = self.hostfile.read_text().splitlines()
+            lines = Path(self.hostfile).read_text().splitlines()
         except OSError as error:
             raise ConfigError(
                 f"launcher.hostfile={self.hostfile}: {error.strerror}; name a file with one address per line"
@@ -130,7 +121,8 @@ class Ssh(Launcher):
         return rendezvous_port(job.run_dir) if self.port is None else self.port
 
     def _remote(self, host: str, command: str) -> list[str]:
-        return ["ssh", *_SSH, f"-oConnectTimeout={self.login_seconds}", *self.options, "--", host, command]
+        options = [*_SSH, f"-oConnectTimeout={self.login_seconds}", *(self.options or ())]
+        return ["ssh", *options, "--", host, command]
 
     def _commands(self, job: Job, hosts: list[str]) -> list[list[str]]:
         """The ssh command of each host: change to this folder, then run one command with its environment."""
@@ -145,11 +137,11 @@ class Ssh(Launcher):
         for index, host in enumerate(hosts):
             log = job.run_dir / (f"agent-{index}.log" if index else AGENT)
             agent = [
-                *(self.python, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
+                *(self._python, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
                 *(f"--nproc-per-node={ranks}", *self._meeting(job, hosts, index)),
-                *("--no-python", self.python, *escape_for_torchrun(job.command[1:])),
+                *("--no-python", self._python, *escape_for_torchrun(job.command[1:])),
             ]
-            node = [self.python, "-m", MODULE, "run", f"--attached={self.shutdown_seconds}"]
+            node = [self._python, "-m", MODULE, "run", f"--attached={self.shutdown_seconds}"]
             node += [f"--address={host}", str(log), "--", *agent]
             line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *assignments, *node])}"
             commands.append(self._remote(host, line))
@@ -198,7 +190,7 @@ class Ssh(Launcher):
 
     def _lacks(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
         """What ``host`` lacks, with the fix; empty if nothing is missing. Port 0 is always free."""
-        probe = [self.python, "-m", MODULE, "look", str(path), str(port), host if port else ""]
+        probe = [self._python, "-m", MODULE, "look", str(path), str(port), host if port else ""]
         # among them PYTHONPATH, if it is forwarded
         kept = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
@@ -223,7 +215,7 @@ class Ssh(Launcher):
         try:
             seen = json.loads(login.stdout.strip().splitlines()[-1])
         except (IndexError, ValueError):
-            cause = f"speechtrain does not run there with {self.python} ({words[0]})"
+            cause = f"speechtrain does not run there with {self._python} ({words[0]})"
             return f"{cause}; install it there, or set launcher.python"
         if seen["token"] != token:
             return f"does not see {job.run_dir}; set run_dir to a folder that all hosts share"
@@ -236,26 +228,26 @@ class Ssh(Launcher):
         return ""
 
 
+@dataclass(eq=False)
 class _Client:
     """The ssh client of one host, and its state."""
 
-    def __init__(self, host: str, command: list[str]) -> None:
-        self.host = host
-        self.is_over = False
-        """The client has ended, and its host is not waited for."""
-        self.lost_at: float | None = None
-        """When its host was lost and is waited for, in seconds of the monotonic clock; else None."""
-        self.is_back = threading.Event()
-        self.starts = 0
-        self._command = command
-        self._process: subprocess.Popen[bytes] | None = None
-        self._readers: list[threading.Thread] = []
+    host: str
+    command: list[str]
+    is_over: bool = False
+    """The client has ended, and its host is not waited for."""
+    lost_at: float | None = None
+    """When its host was lost and is waited for, in seconds of the monotonic clock; else None."""
+    is_back: threading.Event = field(default_factory=threading.Event)
+    starts: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    readers: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> None:
         """Connect, and print the output, each line with the host in front."""
         pipe = subprocess.PIPE
-        self._process = process = subprocess.Popen(
-            self._command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        self.process = process = subprocess.Popen(
+            self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         self.starts += 1
         self.lost_at = None
@@ -263,30 +255,31 @@ class _Client:
         for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             reader = threading.Thread(target=_copy, args=(stream, target, self.host), daemon=True)
             reader.start()
-            self._readers.append(reader)
+            self.readers.append(reader)
 
     @property
     def code(self) -> int | None:
         """The exit code; None while the client runs, 0 before its start."""
-        return self._process.poll() if self._process else 0
+        return self.process.poll() if self.process else 0
 
     def say(self, word: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None:
+        if self.process is not None and self.process.stdin is not None:
             with suppress(OSError, ValueError):  # it has ended
-                self._process.stdin.write(word)
-                self._process.stdin.flush()
+                self.process.stdin.write(word)
+                self.process.stdin.flush()
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     def join(self, seconds: float) -> None:
         """Wait until all output is printed, ``seconds`` at most for each stream."""
-        for reader in self._readers:
+        for reader in self.readers:
             reader.join(seconds)
 
 
+@dataclass(eq=False)
 class _Connections:
     """The running ssh clients, one per host.
 
@@ -295,70 +288,62 @@ class _Connections:
     the agents restart ranks, a lost host is waited for: ``lacks`` returns what it still lacks.
     """
 
-    def __init__(
-        self,
-        clients: list[_Client],
-        grace: float,
-        max_restarts: int,
-        rejoin_seconds: float,
-        lacks: Callable[[str], str],
-    ) -> None:
-        self.cause = ""
-        """The lost host that has ended the run, in one line."""
-        self._clients = clients
-        self._grace = grace
-        self._max_restarts = max_restarts
-        self._rejoin_seconds = rejoin_seconds
-        self._lacks = lacks
-        self._received = 0
+    clients: list[_Client]
+    grace: float
+    max_restarts: int
+    rejoin_seconds: float
+    lacks: Callable[[str], str]
+    cause: str = ""
+    """The lost host that has ended the run, in one line."""
+    received: int = 0
 
     def run(self) -> int:
         """Wait for all clients; return the highest exit code. Raises KeyboardInterrupt after two signals."""
         with stop_signals(self._receive):
-            for client in self._clients:
+            for client in self.clients:
                 client.start()
-            if self._received:
+            if self.received:
                 self._say(STOP)  # the signal came between two starts
             try:
                 self._wait()
             finally:
-                for client in self._clients:
+                for client in self.clients:
                     client.is_over = True
                     client.kill()
-        for client in self._clients:
-            client.join(self._grace)
-        if self._received > 1:
+        for client in self.clients:
+            client.join(self.grace)
+        if self.received > 1:
             raise KeyboardInterrupt
-        return max(abs(client.code or 0) for client in self._clients)
+        return max(abs(client.code or 0) for client in self.clients)
 
     def _wait(self) -> None:
         said, first_end, asked = time.monotonic(), None, False
-        while not all(client.is_over for client in self._clients):
+        while not all(client.is_over for client in self.clients):
             now = time.monotonic()
-            for client in self._clients:
+            for client in self.clients:
                 if not client.is_over and client.code is not None:
                     self._ended(client, now)
             if now - said > _ALIVE_SECONDS:
                 said = now
                 self._say(ALIVE)
-            if first_end is None and any(client.is_over for client in self._clients):
+            if first_end is None and any(client.is_over for client in self.clients):
                 first_end = now
-            if first_end is not None and not asked and now - first_end > self._grace / 2:
+            if first_end is not None and not asked and now - first_end > self.grace / 2:
                 asked = True
                 self._say(STOP)
-            if first_end is not None and now - first_end > self._grace:
+            if first_end is not None and now - first_end > self.grace:
                 self._say(KILL)
                 first_end = now
             time.sleep(_POLL_SECONDS)
 
     def _ended(self, client: _Client, now: float) -> None:
         """Decide about a client that does not run: it is over, is waited for, or starts again."""
-        is_leaving = bool(self._received) or any(other.is_over for other in self._clients)
+        is_leaving = bool(self.received) or any(other.is_over for other in self.clients)
         if client.lost_at is None:
             if is_leaving or (client.code or 0) <= _KILLED:
                 client.is_over = True
-            elif client is self._clients[0] or client.starts > self._max_restarts:
-                role = ", where the ranks meet," if client is self._clients[0] else ""
+            elif client is self.clients[0] or client.starts > self.max_restarts:
+                role = ", where the ranks meet," if client is self.clients[0] else ""
                 self._end_with(client, f"{client.host}{role} is lost: {self._how(client)}")
             else:
                 self._tell(f"{client.host} is lost ({self._how(client)}); it joins again once it is back")
@@ -370,14 +355,14 @@ class _Connections:
         elif client.is_back.is_set():
             self._tell(f"{client.host} is back and joins again")
             client.start()
-        elif now - client.lost_at > self._rejoin_seconds:
-            self._end_with(client, f"{client.host} is lost for more than {self._rejoin_seconds:g} s")
+        elif now - client.lost_at > self.rejoin_seconds:
+            self._end_with(client, f"{client.host} is lost for more than {self.rejoin_seconds:g} s")
             self._say(KILL)
 
     def _watch_for(self, client: _Client) -> None:
         """Check a lost host until it can take part again; runs in a thread of its own."""
         while not client.is_over:
-            if not self._lacks(client.host):
+            if not self.lacks(client.host):
                 client.is_back.set()
                 return
             time.sleep(_LOOK_AGAIN_SECONDS)
@@ -393,12 +378,12 @@ class _Connections:
         print(f"speechtrain: {line}", file=sys.stderr, flush=True)
 
     def _say(self, word: bytes) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.say(word)
 
     def _receive(self) -> None:
-        self._received += 1
-        self._say(STOP if self._received == 1 else KILL)
+        self.received += 1
+        self._say(STOP if self.received == 1 else KILL)
 
 
 def _copy(stream: IO[bytes], target: IO[str], host: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
 from speechtrain.supervision.rendezvous import RESTARTABLE
 from speechtrain.supervision.supervise import supervise
 
 
+@dataclass(eq=False)
 class Torchrun(Launcher):
     """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
 
@@ -20,20 +20,16 @@ class Torchrun(Launcher):
     itself waits at most 30 s.
     """
 
-    def __init__(self, max_restarts: int = 0, shutdown_seconds: int = 10) -> None:
-        self.check_minimum(0, max_restarts=max_restarts, shutdown_seconds=shutdown_seconds)
-        self.max_restarts = max_restarts
-        self.shutdown_seconds = shutdown_seconds
+    max_restarts: int = 0
+    shutdown_seconds: int = 10
 
-    def check(self, job: Job) -> None:
-        if job.world_size < 1:
-            raise ConfigError(f"world_size={job.world_size}: launcher=torchrun needs at least 1 process")
+    def __post_init__(self) -> None:
+        self.check_minimum(0, "max_restarts", "shutdown_seconds")
 
     def is_here(self, job: Job) -> bool:
         return True
 
     def launch(self, job: Job) -> Result:
-        self.check(job)
         job = self._prepared(job)
         grace = float(self.shutdown_seconds)
         return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, grace=grace))

@@ -70,15 +70,13 @@ class Result:
 class Launcher(ABC):
     """A way to start a job's processes."""
 
-    @staticmethod
-    def check_minimum(lowest: int, **settings: int) -> None:
-        """Raise ValueError if one of ``settings`` is below ``lowest``."""
-        for name, value in settings.items():
-            if value < lowest:
+    def check_minimum(self, lowest: int, *names: str) -> None:
+        """Raise ValueError if one of the settings ``names`` is below ``lowest``; null passes."""
+        for name in names:
+            if (value := getattr(self, name)) is not None and value < lowest:
                 raise ValueError(f"{name}={value}: it must be at least {lowest}")
 
-    @abstractmethod
-    def check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:  # noqa: B027 - nothing is a sensible default
         """Raise ConfigError or MachineError if this launcher cannot start ``job``."""
 
     def is_here(self, job: Job) -> bool:
@@ -99,13 +97,13 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def forwarded_environment(job: Job, patterns: Iterable[str]) -> dict[str, str]:
+def forwarded_environment(job: Job, patterns: Iterable[str] | None) -> dict[str, str]:
     """The environment of a job's processes on other machines.
 
     It holds the job's variables, with the values that the user has set, and this process's variables
     whose names match one of ``patterns`` (``HF_*``) or of the device's own. Secrets are left out.
     """
-    wanted = (*patterns, *job.forwarded)
+    wanted = (*(patterns or ()), *job.forwarded)
     mine = {n: v for n, v in os.environ.items() if any(fnmatchcase(n, pattern) for pattern in wanted)}
     joined = {**{n: os.environ.get(n, v) for n, v in job.environment.items()}, **mine}
     return {n: v for n, v in sorted(joined.items()) if n != PARENT and not is_secret(n)}

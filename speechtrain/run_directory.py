@@ -24,6 +24,8 @@ RANKS = "ranks"
 STUCK = "stuck"
 """The phase and stacks of each rank when a rank was stuck; one folder per time."""
 
+_LIBRARIES = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
+
 
 class RunLock:
     """An advisory lock that allows one run at a time in a directory; it ends with its process.
@@ -93,18 +95,8 @@ def read_about(run_dir: Path) -> dict[str, Any]:
 
 def about(argv: list[str]) -> dict[str, Any]:
     """The origin of a start: command line, code version, library versions, host."""
-    names = [
-        "speechtrain",
-        "torch",
-        "numpy",
-        "hydra-core",
-        "omegaconf",
-        "lhotse",
-        "soundfile",
-        "sentencepiece",
-    ]
     versions = {"python": platform.python_version()}
-    for name in names:
+    for name in ("speechtrain", *_LIBRARIES):
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -21,11 +21,16 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
-def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
+def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
+    """The entry point of a command: ``run`` with the process's arguments, then the exit with its code."""
+    return lambda: sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+
+def guarded(command: Callable[[], int]) -> int:
     """Run a command; print a failure as one line and return its exit code.
 
     A SpeechtrainError has its own code. Any other exception is a defect of speechtrain: code 1, with
-    the trace in ``trace`` or in a temporary file that the line names.
+    the trace in a temporary file that the line names.
     """
     try:
         return command()
@@ -42,7 +47,7 @@ def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # the boundary of the process
-        path = trace or Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
+        path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
         told = one_line(f"{type(error).__name__}: {error}", 300)
         print(f"speechtrain: internal error: {told} (trace in {path})", file=sys.stderr)

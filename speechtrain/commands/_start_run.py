@@ -58,8 +58,8 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     environment = device.environment(config.world_size)
     environment |= {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
     environment[NETWORK_VARIABLES] = " ".join(device.facts.network_variables)
-    forwarded = device.facts.forwarded_variables
-    job = Job(run_dir / CONFIG, run_dir, config.world_size, environment, forwarded)
+    forwarded, size = device.facts.forwarded_variables, int(config.world_size)
+    job = Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
     launcher.check(job)
     _check_disk(run_dir)
     if config.dry_run:

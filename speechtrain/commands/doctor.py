@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from speechtrain import __version__
 from speechtrain.commands._choices import choices
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import console
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
 
 if TYPE_CHECKING:
@@ -62,11 +62,6 @@ class Finding:
     what: str
     found: str
     exit_code: int = MachineError.exit_code  # of a red finding
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: list[str]) -> int:
@@ -159,9 +154,8 @@ def _threads() -> Finding:
     nodes = sorted({core.node for core in cores})
     shares = [f"{len([c for c in cores if c.node == node])} on memory node {node}" for node in nodes]
     threads = os.environ.get("OMP_NUM_THREADS") or CPU().environment(1)["OMP_NUM_THREADS"]
-    return Finding(
-        GREEN, "threads", f"{threads} for a single rank; physical cores: {', '.join(shares) or 'none'}"
-    )
+    found = f"{threads} for a single rank; physical cores: {', '.join(shares) or 'none'}"
+    return Finding(GREEN, "threads", found)
 
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
@@ -192,9 +186,8 @@ def packages() -> Iterator[Finding]:
     yield _libraries()
     yield devices()
     capability = torch.backends.cpu.get_cpu_capability()
-    yield Finding(
-        GREEN, "device=cpu", f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
-    )
+    found = f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
+    yield Finding(GREEN, "device=cpu", found)
     if not has_bf16():
         yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=bf16 trains in fp32")
 
@@ -202,13 +195,10 @@ def packages() -> Iterator[Finding]:
 def _libraries() -> Finding:
     """The finding on libraries that can be preloaded: allocators and Intel's OpenMP."""
     from speechtrain.devices import preload
+    from speechtrain.devices.cpu import ALLOCATORS, INTEL_OPENMP
 
     places = preload.folders(os.environ)
-    wanted = {
-        "jemalloc": ["libjemalloc.so"],
-        "tcmalloc": ["libtcmalloc.so", "libtcmalloc_minimal.so"],
-        "libiomp5": ["libiomp5.so"],
-    }
+    wanted = {**ALLOCATORS, "libiomp5": INTEL_OPENMP}
     found = {name: preload.library(files, places) for name, files in wanted.items()}
     there = [f"{name} ({path})" for name, path in found.items() if path]
     missing = [name for name, path in found.items() if not path]
@@ -266,36 +256,32 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
 
 def recipe(config: DictConfig) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
+    import torch
+
     from speechtrain.config.build import build_data, build_device
     from speechtrain.train_rank import build_task, open_device
 
+    opened: tuple[Device, Precision] | None = None
+    checked = "device"
     try:
         device = build_device(config)
-    except Exception as error:  # a doctor reports whatever it finds
-        yield failure("device", error)
-        return
-    opened: tuple[Device, Precision] | None = None
-    try:
-        opened = open_device(config, 0)
-        device, precision = opened
-        yield Finding(
-            GREEN, "device", f"{config.device._target_.rpartition('.')[2]}, precision={precision.name}"
-        )
-    except Exception as error:  # as above
-        yield failure("device", error)
-    try:
+        try:
+            opened = open_device(config, 0)
+            device, precision = opened
+            name = config.device._target_.rpartition(".")[2]
+            yield Finding(GREEN, "device", f"{name}, precision={precision.name}")
+        except Exception as error:  # a doctor reports whatever it finds
+            yield failure("device", error)
+        checked = "model"
         task, tokenizer = build_task(config)
         if opened:
-            task.to(device.tensor(_zero()).device)
-    except Exception as error:  # as above
-        yield failure("model", error)
-        return
-    parameters = sum(p.numel() for p in task.parameters())
-    yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
-    try:
+            task.to(device.tensor(torch.zeros(())).device)
+        parameters = sum(p.numel() for p in task.parameters())
+        yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
+        checked = "data"
         data = build_data(config, tokenizer, task)
     except Exception as error:  # as above
-        yield _data_failure(config, error)
+        yield _data_failure(config, error) if checked == "data" else failure(checked, error)
         return
     try:
         yield from _look_at_data(config, data, task, tokenizer=tokenizer)
@@ -335,19 +321,12 @@ def fitness(device: Device, data: DataModule, task: Task) -> str:
     return f"fit: {_GUARDED} micro-batches of {len(known)} shapes read nothing back and have no other shape"
 
 
-def _zero() -> Any:
-    import torch
-
-    return torch.zeros(())
-
-
 def _data_failure(config: DictConfig, error: Exception) -> Finding:
     """The red finding of a data error; it says so if DATASET_DIR is needed and not set."""
     from omegaconf import OmegaConf
 
     finding = failure("data", error)
-    unset = "DATASET_DIR" not in os.environ and "oc.env:DATASET_DIR" in OmegaConf.to_yaml(config.data)
-    if not unset:
+    if "DATASET_DIR" in os.environ or "oc.env:DATASET_DIR" not in OmegaConf.to_yaml(config.data):
         return finding
     return replace(finding, found=f"{finding.found} (DATASET_DIR is not set; set it to that folder)")
 
@@ -383,12 +362,14 @@ def transcripts(
     """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
     import numpy as np
 
+    from speechtrain.data.manifests import text_of
+
     rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
     frames_of = getattr(getattr(task, "encoder", None), "frames", None)
     unspelt, symbols, crowded, worst = 0, set[str](), 0, ""
     for row in rows.tolist():
         cut = index.cut(row)
-        text = tokenizer.normalise(_text_of(cut))
+        text = tokenizer.normalise(text_of(cut))
         try:
             labels = len(tokenizer.encode(text))
         except (KeyError, ValueError):
@@ -402,30 +383,18 @@ def transcripts(
     if unspelt:
         shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
         fate = "are skipped" if name == "train" else "count as errors"
-        yield Finding(
-            AMBER,
-            f"text {name}",
-            f"{unspelt} of {len(rows)} transcripts cannot be spelled ({shown}) and {fate}; "
-            "change tokenizer.normaliser or the vocabulary",
-        )
+        found = f"{unspelt} of {len(rows)} transcripts cannot be spelled ({shown}) and {fate}"
+        yield Finding(AMBER, f"text {name}", f"{found}; change tokenizer.normaliser or the vocabulary")
     else:
-        yield Finding(
-            GREEN, f"text {name}", f"all of {len(rows)} transcripts can be spelled ({len(index)} in all)"
-        )
+        found = f"all of {len(rows)} transcripts can be spelled ({len(index)} in all)"
+        yield Finding(GREEN, f"text {name}", found)
     if crowded:
-        yield Finding(
-            AMBER,
-            f"lengths {name}",
-            f"{crowded} of {len(rows)} have more labels than encoder frames ({worst}), "
-            "which is hard to learn, and impossible for CTC; lower encoder.stack_time, "
-            "or train larger subwords (speechtrain-prepare tokenizer)",
+        found = (
+            f"{crowded} of {len(rows)} have more labels than encoder frames ({worst}), which is hard to "
+            "learn, and impossible for CTC; lower encoder.stack_time, or train larger subwords "
+            "(speechtrain-prepare tokenizer)"
         )
-
-
-def _text_of(cut: dict[str, Any]) -> str:
-    from speechtrain.data.manifests import text_of
-
-    return text_of(cut)
+        yield Finding(AMBER, f"lengths {name}", found)
 
 
 def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
@@ -494,6 +463,8 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
         f"peak memory {device.memory() / 2**20:.0f} MiB"
     )
 
+
+main = console(run)
 
 if __name__ == "__main__":
     main()

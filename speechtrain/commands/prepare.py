@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from typing import IO, Any, TypeVar, cast
 import numpy as np
 import soundfile
 
-from speechtrain.commands._cli import Parser, guarded
+from speechtrain.commands._cli import Parser, console
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
@@ -115,11 +114,6 @@ def _add_format(build: argparse.ArgumentParser) -> None:
 
 def _add_jobs(build: argparse.ArgumentParser) -> None:
     build.add_argument("--jobs", type=int, default=2, metavar="N", help="recordings decoded in parallel (2)")
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: list[str]) -> int:
@@ -541,6 +535,8 @@ def parallel(
             for _, future in waiting:
                 future.cancel()
 
+
+main = console(run)
 
 if __name__ == "__main__":
     main()

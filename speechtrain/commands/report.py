@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import console
 from speechtrain.errors import RunError
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,3 +39,6 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="FILE", help="default: RUN/report.html; for several comparison.html in the first"
     )
     return parser
+
+
+main = console(run)

@@ -178,11 +178,6 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
     )
 
 
-def padding_batch(shape: Shape, sample_rate: int) -> Batch:
-    """Return a batch of padding rows only, for a rank that has no more of an evaluation set."""
-    return collate([], sample_rate, shape)
-
-
 def audio_batch(files: Sequence[str], sample_rate: int, normalise: bool = False) -> Batch:
     """Return whole audio files as a batch without transcripts; ids are the paths.
 

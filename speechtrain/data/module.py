@@ -20,7 +20,7 @@ from speechtrain.compute_policy import usable_cpus
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of
 from speechtrain.data.base import DataModule
-from speechtrain.data.batches import BatchLoader, padding_batch
+from speechtrain.data.batches import BatchLoader, collate
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.manifests import text_of
 from speechtrain.data.sampler import BatchLimits, Plan, Sampler, Shape, evaluation_plan, speed_grid
@@ -383,7 +383,7 @@ class EvaluationBatches(Iterable[Batch]):
         if len(own) < len(self):
             width = int(decoder.tokenizer.reads_text)
             last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)
-            yield padding_batch(last, decoder.sample_rate)
+            yield collate([], decoder.sample_rate, last)
 
 
 def _check_crop(seconds: float | None, tokenizer: Tokenizer) -> None:

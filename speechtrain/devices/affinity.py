@@ -121,7 +121,8 @@ def mask(cores: Iterable[Core]) -> str:
 
 def pin_domains(cores: Sequence[Core], processes: int, reserved: int) -> str:
     """The masks of all ranks in the syntax of ``I_MPI_PIN_DOMAIN``: ``[0x3,0xc,]``."""
-    return "[" + "".join(f"{mask(share(cores, processes, p, reserved))}," for p in range(processes)) + "]"
+    masks = (mask(share(cores, processes, rank, reserved=reserved)) for rank in range(processes))
+    return "[" + "".join(f"{each}," for each in masks) + "]"
 
 
 def pin(cpus: Collection[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,9 +108,9 @@ class Device(ABC):
         """The name of the chip, for which a policy was chosen."""
         return self.name
 
-    @abstractmethod
     def move(self, batch: Batch) -> Batch:
         """The batch with its tensors on the device."""
+        return batch.to(self.tensor)
 
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer
@@ -127,9 +128,9 @@ class Device(ABC):
     def synchronize(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Wait for queued work; called before a clock is read."""
 
-    @abstractmethod
     def memory(self) -> int:
-        """Peak bytes in use so far."""
+        """Peak bytes in use so far: by default, of this process in the host's memory."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def counts(self) -> dict[str, int]:
         """Counts since the run started, for log lines: compilations, cache hits, ends of graphs."""

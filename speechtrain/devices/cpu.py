@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import resource
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,8 +25,10 @@ _CHOICES = {
     "openmp": ("auto", "intel", "default"),
     "pin": ("auto", "cores", "numa", "none"),
 }
-_ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
-_INTEL_OPENMP = ("libiomp5.so",)
+ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
+INTEL_OPENMP = ("libiomp5.so",)
+"""The files of libraries that can be loaded before Python."""
+
 # Intel's settings for training: memory is never returned to the system
 _MALLOC_CONF = (
     "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
@@ -58,6 +59,7 @@ def has_bf16() -> bool:
     return bool(_BF16_FLAGS & chip()[1])
 
 
+@dataclass(eq=False)
 class CPU(Device):
     """Threads, libraries, core pinning, matmul path and bf16 support of a CPU.
 
@@ -83,35 +85,23 @@ class CPU(Device):
 
     name = "cpu"
 
-    def __init__(
-        self,
-        threads: int = 0,
-        matmul: str = "highest",
-        autotune: bool = True,
-        bf16: str = "auto",
-        allocator: str = "auto",
-        openmp: str = "auto",
-        isa: str | None = None,
-        pin: str = "auto",
-        comm_cores: int = 0,
-    ) -> None:
-        given = {"matmul": matmul, "bf16": bf16, "allocator": allocator}
-        given |= {"openmp": openmp, "pin": pin}
-        for key, value in given.items():
-            if value not in _CHOICES[key]:
-                raise ValueError(f"device.{key} is {value!r}; it is one of {', '.join(_CHOICES[key])}")
-        for key, count in {"threads": threads, "comm_cores": comm_cores}.items():
-            if count < 0:
-                raise ValueError(f"device.{key} is {count}; it is at least 0")
-        self.threads = threads
-        self.matmul = matmul
-        self.autotune = autotune
-        self.bf16 = bf16
-        self.allocator = allocator
-        self.openmp = openmp
-        self.isa = isa
-        self.pin = pin
-        self.comm_cores = comm_cores
+    threads: int = 0
+    matmul: str = "highest"
+    autotune: bool = True
+    bf16: str = "auto"
+    allocator: str = "auto"
+    openmp: str = "auto"
+    isa: str | None = None
+    pin: str = "auto"
+    comm_cores: int = 0
+
+    def __post_init__(self) -> None:
+        for key, known in _CHOICES.items():
+            if (value := getattr(self, key)) not in known:
+                raise ValueError(f"{key} is {value!r}; it is one of {', '.join(known)}")
+        for key in ("threads", "comm_cores"):
+            if (count := getattr(self, key)) < 0:
+                raise ValueError(f"{key} is {count}; it is at least 0")
 
     # --- before Python starts -------------------------------------------------------------------
 
@@ -140,7 +130,7 @@ class CPU(Device):
         variables: dict[str, str] = {}
         loaded = []
         wanted = {"auto": ["jemalloc", "tcmalloc"], "default": []}.get(self.allocator, [self.allocator])
-        found = {name: preload.library(_ALLOCATORS[name], places) for name in wanted}
+        found = {name: preload.library(ALLOCATORS[name], places) for name in wanted}
         allocator = next((name for name in wanted if found[name]), None)
         if allocator is None and self.allocator not in ("auto", "default"):
             package = {"jemalloc": "libjemalloc2", "tcmalloc": "libtcmalloc-minimal4"}[self.allocator]
@@ -152,7 +142,7 @@ class CPU(Device):
             loaded.append(str(found[allocator]))
         if allocator == "jemalloc":
             variables["MALLOC_CONF"] = _MALLOC_CONF
-        openmp = None if self.openmp == "default" else preload.library(_INTEL_OPENMP, places)
+        openmp = None if self.openmp == "default" else preload.library(INTEL_OPENMP, places)
         if openmp is None and self.openmp == "intel":
             raise MachineError(
                 "device.openmp=intel: libiomp5.so is in no library folder; "
@@ -195,10 +185,10 @@ class CPU(Device):
             is_useful = processes > 1 and len(nodes) > 1 and not is_bound
             if not is_useful or len(cores) // processes <= self.comm_cores:
                 return set()
-            own = affinity.share(cores, processes, rank, self.comm_cores)
+            own = affinity.share(cores, processes, rank, reserved=self.comm_cores)
             return {cpu for core in own for cpu in core.cpus}  # the data workers use the hyperthreads
         if self.pin == "cores":
-            return {core.first for core in affinity.share(cores, processes, rank, self.comm_cores)}
+            return {core.first for core in affinity.share(cores, processes, rank, reserved=self.comm_cores)}
         if self.pin == "numa":
             return {cpu for core in affinity.on_node(cores, processes, rank) for cpu in core.cpus}
         return set()
@@ -238,9 +228,6 @@ class CPU(Device):
 
     def move(self, batch: Batch) -> Batch:
         return batch
-
-    def memory(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def is_medium_exact() -> bool:

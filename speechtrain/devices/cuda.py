@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from speechtrain.errors import ConfigError, MachineError, one_line
 _BF16_CAPABILITY = (8, 0)  # Ampere
 
 
+@dataclass(eq=False)
 class CUDA(Device):
     """One GPU for each process: TF32, compilation, copies and the allocator.
 
@@ -35,17 +36,10 @@ class CUDA(Device):
         packages=(r"torch\.cuda",),
     )
 
-    def __init__(
-        self,
-        tf32: bool = False,
-        compile: bool = False,
-        pinned: bool = True,
-        allocator: str | None = "expandable_segments:True",
-    ) -> None:
-        self.tf32 = tf32
-        self.compile = compile
-        self.pinned = pinned
-        self.allocator = allocator
+    tf32: bool = False
+    compile: bool = False
+    pinned: bool = True
+    allocator: str | None = "expandable_segments:True"
 
     def environment(self, processes: int) -> dict[str, str]:
         return {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}

@@ -7,13 +7,13 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speechtrain.batch import Batch
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, one_line
 
@@ -30,6 +30,7 @@ _BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "insta
 _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
 
 
+@dataclass(eq=False)
 class HPU(Device):
     """One Gaudi card for each process.
 
@@ -57,31 +58,24 @@ class HPU(Device):
         packages=(_PACKAGE,),
     )
 
-    def __init__(
-        self,
-        mode: str = "lazy",
-        recipe_cache: str | None = None,
-        recipe_cache_mib: int = 1024,
-        graphs_kept: int = 100_000,
-        bf16_ops: list[str] | None = list(_BF16_OPS),  # noqa: B006 - read only
-        fp32_ops: list[str] | None = list(_FP32_OPS),  # noqa: B006
-    ) -> None:
-        if mode not in _MODES:
-            raise ValueError(f"device.mode is {mode!r}; it is one of {', '.join(_MODES)}")
-        for key, value in {"recipe_cache_mib": recipe_cache_mib, "graphs_kept": graphs_kept}.items():
-            if value < 1:
-                raise ValueError(f"device.{key} is {value}; it is at least 1")
-        if recipe_cache is not None and "," in recipe_cache:
-            raise ValueError(f"device.recipe_cache is {recipe_cache!r}; choose a path without a comma")
-        both = sorted(set(bf16_ops or ()) & set(fp32_ops or ()))
+    mode: str = "lazy"
+    recipe_cache: str | None = None
+    recipe_cache_mib: int = 1024
+    graphs_kept: int = 100_000
+    bf16_ops: list[str] | None = field(default_factory=lambda: list(_BF16_OPS))
+    fp32_ops: list[str] | None = field(default_factory=lambda: list(_FP32_OPS))
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(f"mode is {self.mode!r}; it is one of {', '.join(_MODES)}")
+        for key in ("recipe_cache_mib", "graphs_kept"):
+            if (value := getattr(self, key)) < 1:
+                raise ValueError(f"{key} is {value}; it is at least 1")
+        if self.recipe_cache is not None and "," in self.recipe_cache:
+            raise ValueError(f"recipe_cache is {self.recipe_cache!r}; choose a path without a comma")
+        both = sorted(set(self.bf16_ops or ()) & set(self.fp32_ops or ()))
         if both:
-            raise ValueError(f"device.bf16_ops and device.fp32_ops both name {both[0]}; keep it in one")
-        self.mode = mode
-        self.recipe_cache = recipe_cache
-        self.recipe_cache_mib = recipe_cache_mib
-        self.graphs_kept = graphs_kept
-        self.bf16_ops = bf16_ops
-        self.fp32_ops = fp32_ops
+            raise ValueError(f"bf16_ops and fp32_ops both name {both[0]}; keep it in one")
         self._core: Any = None
         self._hpu: Any = None
 
@@ -143,9 +137,6 @@ class HPU(Device):
 
     def tensor(self, value: Tensor) -> Tensor:
         return value.to(self.name, non_blocking=True)
-
-    def move(self, batch: Batch) -> Batch:
-        return batch.to(self.tensor)
 
     def mark_step(self) -> None:
         if self.mode == "lazy":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speechtrain.batch import Batch
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, first_line
 
@@ -87,9 +85,6 @@ class Lazy(Device):
     def tensor(self, value: Tensor) -> Tensor:
         return value.contiguous().to("lazy")
 
-    def move(self, batch: Batch) -> Batch:
-        return batch.to(self.tensor)
-
     def mark_step(self) -> None:
         import torch._lazy
 
@@ -100,9 +95,6 @@ class Lazy(Device):
 
         torch._lazy.mark_step()
         torch._lazy.wait_device_ops()  # type: ignore[no-untyped-call]
-
-    def memory(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def graphs(self) -> int:
         return self._counters().get("UncachedCompile", 0)

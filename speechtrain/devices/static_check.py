@@ -117,7 +117,7 @@ class Guard:
             return Unfit(place, operation, fault)
         made = self._places.get(node._sequence_nr())
         if is_forward:  # Python code of a backward, or of a hook
-            return Unfit(place, operation, fault, made)
+            return Unfit(place, operation, fault, forward=made)
         return Unfit(made or place, f"{operation} of the backward", fault)
 
     def before(self, function: Any, arguments: Any) -> None:

@@ -91,8 +91,7 @@ class Group(ABC):
 class SingleProcess(Group):
     """A group of one."""
 
-    def __init__(self) -> None:
-        self.world = World()
+    world = World()
 
     def wrap(self, module: nn.Module) -> nn.Module:
         return module

@@ -172,6 +172,7 @@ def _out_of_step(notes: list[HangReport]) -> tuple[HangReport, str]:
     return cause, f"waits in another collective than {other} for {cause.still:.1f} s: one left it out"
 
 
+@dataclass(eq=False)
 class Watch:
     """A thread that raises an alarm for its own rank and answers those of others.
 
@@ -180,29 +181,21 @@ class Watch:
     stopped process, an overloaded machine) does not count.
     """
 
-    def __init__(
-        self,
-        rank_status: RankStatus,
-        rank: int,
-        size: int,
-        folder: Path,
-        seconds: float,
-        leave: Callable[[HangDiagnosis, HangReport], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.rank_status = rank_status
-        self.rank = rank
-        self.size = size
-        self.folder = folder
-        self.seconds = seconds
-        self.leave = leave
-        self.clock = clock
-        self.tick = min(_MOST_TICK, max(_LEAST_TICK, seconds / _TICKS))
+    rank_status: RankStatus
+    rank: int
+    size: int
+    folder: Path
+    seconds: float
+    leave: Callable[[HangDiagnosis, HangReport], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.tick = min(_MOST_TICK, max(_LEAST_TICK, self.seconds / _TICKS))
         least, most = ANSWER_SECONDS
-        self.patience = min(most, max(least, seconds / _TICKS))
+        self.patience = min(most, max(least, self.seconds / _TICKS))
         self.still = 0.0
-        self._mark = rank_status.mark
-        self._looked = clock()
+        self._mark = self.rank_status.mark
+        self._looked = self.clock()
         self._main = threading.main_thread().ident or 0
         self._done = threading.Event()
         self._is_leaving = False
@@ -303,8 +296,8 @@ def _frames(frame: Any) -> list[tuple[str, int, str]]:
     return found
 
 
-def _innermost(frame: Any, count: int = 3) -> str:
-    return " < ".join(f"{Path(file).name}:{line} in {name}" for file, line, name in _frames(frame)[:count])
+def _innermost(frame: Any) -> str:
+    return " < ".join(f"{Path(file).name}:{line} in {name}" for file, line, name in _frames(frame)[:3])
 
 
 def _stacks(main: int) -> tuple[str, str]:

@@ -357,7 +357,7 @@ class LogMel(nn.Module, PolicyAware):
     def _check(self) -> None:
         def demand(fits: bool, line: str) -> None:
             if not fits:
-                raise ConfigError(f"LogMel.{line}")
+                raise ConfigError(line)
 
         choices = {"form": ("dali", "torch"), "padding": ("reflect", "constant")}
         for name, known in choices.items():

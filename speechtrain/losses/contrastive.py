@@ -67,8 +67,9 @@ def contrastive_loss(
             correct = best.to(weight.dtype) * (1 - worst.to(weight.dtype))
             shared = same.gather(2, index).sum(2)
             first = same.tril(-1).sum(2) == 0
-            sums = [(x.to(weight.dtype) * weight).sum() for x in (correct, shared, first)]
-    return Contrastive(loss, sums[0], sums[1], sums[2], weight.sum())
+            counted = (x.to(weight.dtype) * weight for x in (correct, shared, first))
+            correct, shared, distinct = (x.sum() for x in counted)
+    return Contrastive(loss, correct, shared, distinct=distinct, frames=weight.sum())
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def transducer_loss(
     Raises ValueError for invalid shapes, lengths, labels or rates (with ``static``, lengths and labels are
     not checked, since reading them would stall a device).
     """
-    _check_settings(dropout, fastemit, compute_dtype, chunk)
+    _check_settings(dropout, fastemit, compute_dtype, chunk=chunk)
     # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     given = _Given(encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
@@ -85,7 +85,9 @@ def transducer_loss(
     if not static:
         _check_contents(given, blank)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
-    joint = _Joint(blank, dropout, fastemit, compute_dtype, skip_below, chunk, keep)
+    joint = _Joint(
+        blank, dropout, fastemit, dtype=compute_dtype, skip_below=skip_below, chunk=chunk, keep=keep
+    )
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
@@ -98,8 +100,8 @@ def joint_dropout_mask(
     """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units.
 
     It is allocated completely, so this function is for tests and small lattices."""
-    joint = _Joint(0, rate, 0.0, torch.float32, 0.0, 1, 0)
-    drop = _Dropout(joint, batch, hidden, torch.tensor([seed]).view(torch.int32))
+    joint = _Joint(0, rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
+    drop = _Dropout(joint, batch, hidden, keys=torch.tensor([seed]).view(torch.int32))
     return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
 
 
@@ -252,8 +254,8 @@ class _StaticLoss(torch.autograd.Function):
         given = _Given(*tensors)
         with full_precision(given.encoder.device):
             blank, label = _StaticWalk(joint, given).log_probabilities()
-            posteriors = _posteriors_by_diagonals(blank, label, given.frames, given.symbols)
-            differentials = _differentials(joint, posteriors, blank, label)
+            posteriors = _posteriors_by_diagonals(blank, label, given.frames, symbols=given.symbols)
+            differentials = _differentials(joint, posteriors, blank, label=label)
         ctx.joint = joint
         ctx.save_for_backward(*given, *differentials)
         return posteriors.loss
@@ -291,7 +293,7 @@ class _RaggedWalk:
             torch.zeros_like(self.encoder),
             torch.zeros_like(self.prediction),
             torch.zeros_like(self.weight, dtype=joint.wide),
-            torch.zeros_like(self.bias, dtype=joint.wide),
+            bias=torch.zeros_like(self.bias, dtype=joint.wide),
         )
         vocabulary, width = given.weight.shape
         self.frame_units = self.encoder.new_empty(joint.chunk, width)
@@ -319,11 +321,12 @@ class _RaggedWalk:
         return losses
 
     def posteriors(self, rows: slice) -> _Posteriors:
-        return _posteriors_by_rows(self.blank[rows], self.label[rows], self.frames[rows], self.symbols[rows])
+        symbols = self.symbols[rows]
+        return _posteriors_by_rows(self.blank[rows], self.label[rows], self.frames[rows], symbols=symbols)
 
     def add_gradients(self, rows: slice, posteriors: _Posteriors, upstream: Tensor) -> None:
         """Add the gradients of the utterances ``rows`` for the upstream gradients (B,)."""
-        weight, *arcs = _differentials(self.joint, posteriors, self.blank[rows], self.label[rows])
+        weight, *arcs = _differentials(self.joint, posteriors, self.blank[rows], label=self.label[rows])
         weight = weight * upstream[rows, None, None]
         # written so that NaN cells are visited, and gradient checks find them
         matters = ~(posteriors.occupancy < self.joint.skip_below) & (weight != 0)
@@ -334,7 +337,7 @@ class _RaggedWalk:
         for chosen in (local[is_kept], local[~is_kept]):
             for here in torch.split(chosen, self.joint.chunk):
                 cells = _Cells.at(here + first, *self.shape[1:])
-                self._add_cells(cells, of_cell[here], of_blank[here], of_label[here])
+                self._add_cells(cells, of_cell[here], of_blank[here], of_label=of_label[here])
 
     def gradients(self) -> _Gradients:
         encoder, prediction, weight, bias = self.sums
@@ -497,7 +500,7 @@ class _StaticWalk:
             of_hidden = (gradient @ self.weight).to(self.joint.wide) * (hidden > 0)
             encoder.append(of_hidden.sum(2))
             prediction = prediction + of_hidden.sum(1)
-        return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias)
+        return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
 
     def _spans(self) -> Iterator[slice]:
         batch, frames, positions = self.shape
@@ -544,7 +547,7 @@ def _targets(given: _Given, blank: int) -> Tensor:
 
 def _dropout(joint: _Joint, given: _Given) -> _Dropout | _NoDropout:
     batch, _, width = given.encoder.shape
-    return _Dropout(joint, batch, width, given.keys) if joint.dropped else _NoDropout()
+    return _Dropout(joint, batch, width, keys=given.keys) if joint.dropped else _NoDropout()
 
 
 class _NoDropout:

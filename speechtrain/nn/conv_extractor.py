@@ -55,7 +55,7 @@ class _StridedProduct(Function):
         frames = (x.shape[1] - kernel) // stride + 1
         y = x.new_empty(x.shape[0], frames, weight.shape[0])
         for row, output in zip(x, y, strict=True):
-            for columns, block in _blocks(row, frames, kernel, stride):
+            for columns, block in _blocks(row, frames, kernel, stride=stride):
                 part = weight[:, columns].t()
                 if columns.start:
                     output.addmm_(block, part)
@@ -79,13 +79,13 @@ class _StridedProduct(Function):
         for index in range(x.shape[0]):
             if to_x is not None:
                 to_x[index, written:] = 0
-                for columns, block in _blocks(to_x[index], frames, ctx.kernel, ctx.stride):
+                for columns, block in _blocks(to_x[index], frames, ctx.kernel, stride=ctx.stride):
                     if written and not columns.start:
                         torch.mm(gradient[index], weight[:, columns], out=block)
                     else:
                         block.addmm_(gradient[index], weight[:, columns])
             if to_weight is not None:
-                for columns, block in _blocks(x[index], frames, ctx.kernel, ctx.stride):
+                for columns, block in _blocks(x[index], frames, ctx.kernel, stride=ctx.stride):
                     to_weight[:, columns].addmm_(gradient[index].t(), block)
         to_bias = gradient.sum((0, 1)) if ctx.biased else None
         return to_x, to_weight, to_bias, None, None
@@ -220,9 +220,9 @@ class ConvBlock(nn.Module, PolicyAware):
 class ConvExtractor(nn.Module):
     """Raw audio (B, S) to features (B, T, C) by strided convolutions without padding.
 
-    ``layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
+    ``conv_layers`` lists [channels, kernel, stride]. wav2vec 2.0 (Baevski et al., 2020) has
     [512, 10, 5], 4 × [512, 3, 2], 2 × [512, 2, 2]: 20 ms a frame at 16 kHz, each seeing 25 ms.
-    ``norm`` ``group`` normalises each channel over time after the first convolution (base models);
+    ``conv_norm`` ``group`` normalises each channel over time after the first convolution (base models);
     its statistics cover padding too, so padding changes a row's result, as in upstream.
     ``layer`` normalises over channels after every convolution (large models); valid frames then do
     not depend on padding. Order: convolution, norm, GELU. Weights are initialised Kaiming-normal.
@@ -237,31 +237,31 @@ class ConvExtractor(nn.Module):
 
     def __init__(
         self,
-        layers: list[list[int]],
-        bias: bool = False,
-        norm: str = "group",
+        conv_layers: list[list[int]],
+        conv_bias: bool = False,
+        conv_norm: str = "group",
         gradient_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if not layers or any(len(layer) != 3 or min(layer) < 1 for layer in layers):
+        if not conv_layers or any(len(layer) != 3 or min(layer) < 1 for layer in conv_layers):
             raise ConfigError(
-                f"encoder.conv_layers is {layers}; it must list [channels, kernel, stride], all above 0"
+                f"conv_layers is {conv_layers}; it must list [channels, kernel, stride], all above 0"
             )
-        if norm not in ("group", "layer"):
-            raise ConfigError(f"encoder.conv_norm is {norm!r}; it must be group or layer")
+        if conv_norm not in ("group", "layer"):
+            raise ConfigError(f"conv_norm is {conv_norm!r}; it must be group or layer")
         if gradient_scale < 0:
-            raise ConfigError(f"encoder.gradient_scale is {gradient_scale}; it must be 0 or more")
-        self.spans = [(int(kernel), int(stride)) for _, kernel, stride in layers]
-        self.widths = [int(channels) for channels, _, _ in layers]
+            raise ConfigError(f"gradient_scale is {gradient_scale}; it must be 0 or more")
+        self.spans = [(int(kernel), int(stride)) for _, kernel, stride in conv_layers]
+        self.widths = [int(channels) for channels, _, _ in conv_layers]
         self.channels = self.widths[-1]
         self.gradient_scale = gradient_scale
         self.layers = nn.ModuleList()
         inputs = 1
         for index, (width, (kernel, stride)) in enumerate(zip(self.widths, self.spans, strict=True)):
-            norms: nn.Module = LayerNorm(width) if norm == "layer" else nn.Identity()
-            if norm == "group" and index == 0:
-                norms = InstanceNorm(width)
-            self.layers.append(ConvBlock(inputs, width, kernel, stride, bias, norms))
+            norm: nn.Module = LayerNorm(width) if conv_norm == "layer" else nn.Identity()
+            if conv_norm == "group" and index == 0:
+                norm = InstanceNorm(width)
+            self.layers.append(ConvBlock(inputs, width, kernel, stride=stride, bias=conv_bias, norm=norm))
             inputs = width
         if gradient_scale == 0:
             self.requires_grad_(False)

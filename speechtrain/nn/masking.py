@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ _NEGATIVES = key_of("negatives")
 KINDS = ("static", "uniform", "normal", "poisson")
 
 
+@dataclass(frozen=True)
 class SpanMask:
     """Draw spans of masked frames for each row of a batch (wav2vec 2.0, Baevski et al. 2020, section 3.1).
 
@@ -36,32 +38,28 @@ class SpanMask:
     The same class masks channels: each row then has one "frame" for each channel.
     """
 
-    def __init__(
-        self,
-        probability: float = 0.65,
-        length: int = 10,
-        kind: str = "static",
-        other: float = 0.0,
-        overlap: bool = True,
-        min_space: int = 1,
-        min_masks: int = 2,
-    ) -> None:
-        if not 0 <= probability <= 1:
-            raise ConfigError(f"probability is {probability}; it must be from 0 to 1")
-        if length < 1:
-            raise ConfigError(f"length is {length}; it must be 1 frame or more")
-        if probability == length == 1:
+    probability: float = 0.65
+    length: int = 10
+    kind: str = "static"
+    other: float = 0.0
+    overlap: bool = True
+    min_space: int = 1
+    min_masks: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(f"probability is {self.probability}; it must be from 0 to 1")
+        if self.length < 1:
+            raise ConfigError(f"length is {self.length}; it must be 1 frame or more")
+        if self.probability == self.length == 1:
             raise ConfigError("probability is 1 at length 1 and masks every frame; lower it")
-        if kind not in KINDS:
-            raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
-        if other < 0 or (kind == "uniform" and other > 2 * length):
-            raise ConfigError(
-                f"other is {other}; it must be 0 or more, and for kind uniform at most 2 × length"
-            )
-        if min_space < 0 or min_masks < 0:
-            raise ConfigError(f"min_space is {min_space}, min_masks {min_masks}; both must be >= 0")
-        self.probability, self.length, self.kind, self.other = probability, length, kind, other
-        self.overlap, self.min_space, self.min_masks = overlap, min_space, min_masks
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        if self.other < 0 or (self.kind == "uniform" and self.other > 2 * self.length):
+            limits = "it must be 0 or more, and for kind uniform at most 2 × length"
+            raise ConfigError(f"other is {self.other}; {limits}")
+        if self.min_space < 0 or self.min_masks < 0:
+            raise ConfigError(f"min_space is {self.min_space}, min_masks {self.min_masks}; both must be >= 0")
 
     def draw(
         self,

@@ -6,6 +6,7 @@ Legend: B rows, T frames, D model width, H heads, k kernel taps, L layers.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -165,19 +166,16 @@ class Transformer(nn.Module):
         sizes |= {"position_kernel": position_kernel, "position_groups": position_groups}
         for name, size in (sizes | {"length_multiple": length_multiple}).items():
             if size < 1:
-                raise ConfigError(f"encoder.{name} is {size}; it must be at least 1")
+                raise ConfigError(f"{name} is {size}; it must be at least 1")
         for name in ("heads", "position_groups"):
             if width % sizes[name]:
-                raise ConfigError(f"encoder.{name} is {sizes[name]}; it must divide encoder.width, {width}")
+                raise ConfigError(f"{name} is {sizes[name]}; it must divide width, {width}")
         self.position = PositionalConv(width, position_kernel, position_groups)
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(
-            TransformerLayer(
-                width, feed_forward, heads, pre_norm, dropout, attention_dropout, activation_dropout
-            )
-            for _ in range(layers)
-        )
+        layer = partial(TransformerLayer, width, feed_forward, heads, pre_norm=pre_norm, dropout=dropout)
+        layer = partial(layer, attention_dropout=attention_dropout, activation_dropout=activation_dropout)
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
         self.pre_norm = pre_norm
         self.length_multiple = length_multiple
         for module in self.modules():

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from speechtrain.launcher import PARENT, WORKER
@@ -82,15 +83,15 @@ def supervise(
     return code
 
 
+@dataclass(eq=False)
 class _Supervised:
     """A child process and its stop signals; those of an agent go to its ranks."""
 
-    def __init__(self, is_agent: bool, is_deep: bool) -> None:
-        self.pid = 0
-        self.received = 0
-        self._is_agent = is_agent
-        self._is_deep = is_deep
-        self._told: set[int] = set()
+    is_agent: bool
+    is_deep: bool
+    pid: int = 0
+    received: int = 0
+    told: set[int] = field(default_factory=set)
 
     def receive(self) -> None:
         """Pass the first signal on, and kill on the second."""
@@ -108,15 +109,15 @@ class _Supervised:
 
     def pass_on(self) -> None:
         """Send SIGTERM once to each process that needs it; some ranks may only start after the signal."""
-        if not self._is_agent:
+        if not self.is_agent:
             addressees = {self.pid}
-        elif self._is_deep:
+        elif self.is_deep:
             found = descendants_running(self.pid, WORKER)
             addressees = {pid for pid in found if acts_on(pid, signal.SIGTERM)}  # engines unblock signals
         else:
             addressees = children_of(self.pid)
-        for pid in addressees - self._told:
-            self._told.add(pid)
+        for pid in addressees - self.told:
+            self.told.add(pid)
             _kill(pid, signal.SIGTERM)
 
 

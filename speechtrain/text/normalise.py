@@ -45,25 +45,11 @@ _FOLD = str.maketrans(
 )  # fmt: skip
 
 _ABBREVIATIONS = {
-    "capt": "captain",
-    "co": "company",
-    "col": "colonel",
-    "dr": "doctor",
-    "drs": "doctors",
-    "esq": "esquire",
-    "ft": "fort",
-    "gen": "general",
-    "hon": "honorable",
-    "jr": "junior",
-    "lt": "lieutenant",
-    "ltd": "limited",
-    "maj": "major",
-    "mr": "mister",
-    "mrs": "missus",
-    "rev": "reverend",
-    "sgt": "sergeant",
-    "st": "saint",
-}
+    "capt": "captain", "co": "company", "col": "colonel", "dr": "doctor", "drs": "doctors",
+    "esq": "esquire", "ft": "fort", "gen": "general", "hon": "honorable", "jr": "junior",
+    "lt": "lieutenant", "ltd": "limited", "maj": "major", "mr": "mister", "mrs": "missus",
+    "rev": "reverend", "sgt": "sergeant", "st": "saint",
+}  # fmt: skip
 _ABBREVIATION = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.", re.ASCII)
 _SPOKEN_SIGNS = str.maketrans({"&": " and ", "+": " plus "})
 _PUNCTUATION = re.compile(r"[!-&(-/:-@\[-`{-~]")  # ASCII punctuation except the apostrophe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 from speechtrain.errors import one_line
@@ -42,14 +43,14 @@ class Trackers(Tracker):
             member.close()
 
 
+@dataclass(eq=False)
 class _Guarded:
     """One member with its state, and the number of events it missed."""
 
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name = name
-        self.tracker = tracker
-        self.active = True
-        self.failures = 0
+    name: str
+    tracker: Tracker
+    active: bool = True
+    failures: int = 0
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         if not self.active:

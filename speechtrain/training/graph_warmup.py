@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from speechtrain.training.optimizer_step import Trained
 from speechtrain.training.run_state import Parts
 
 Step = Callable[[Batch], None]
-Evaluate = Callable[[list[Batch]], None]
+Evaluate = Callable[[dict[str, Iterable[Batch]]], object]
 
 
 def padding_batch(rows: int, samples: int, labels: int) -> Batch:
@@ -67,28 +68,28 @@ def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(eq=False)
 class Graphs:
     """Counts a device's graph compilations; on an eager device the warm-up does nothing."""
 
-    def __init__(self, device: Device, tracker: Tracker, most: int | None) -> None:
-        self._device = device
-        self._tracker = tracker
-        self._most = most
-        self._known = 0  # compiled by the end of the warm-up, or reported since
+    device: Device
+    tracker: Tracker
+    most: int | None
+    _known: int = field(init=False, default=0)  # compiled by the end of the warm-up, or reported since
 
     def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
         """Compile the device's graphs for all fixed shapes; the run is unchanged afterwards."""
 
     def check(self, step: int) -> None:
         """Report compilations since the warm-up; raise RunError above ``trainer.max_graphs``."""
-        graphs = self._device.graphs()
-        if self._most is not None and graphs > self._most:
+        graphs = self.device.graphs()
+        if self.most is not None and graphs > self.most:
             raise RunError(
-                f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={self._most}"
+                f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={self.most}"
             )
         if graphs > self._known:
             message = f"{graphs - self._known} more graphs compiled after the warm-up"
-            self._tracker.log("warning", {"step": step, "message": message})
+            self.tracker.log("warning", {"step": step, "message": message})
             self._known = graphs
 
 
@@ -106,22 +107,22 @@ class WarmedUpGraphs(Graphs):
                 for shape in parts.data.shapes() * 2:
                     step(padding_batch(*shape))
             with self._counted(segments, "evaluation"):
-                evaluate([padding_batch(*shape) for shape in parts.data.evaluation_shapes()])
+                evaluate({"warm-up": [padding_batch(*s) for s in parts.data.evaluation_shapes()]})
             with self._counted(segments, "checkpoint"):
                 # nothing is kept: a tensor that is alive at mark_step is an output of its graph
                 states = parts.states.values()
                 on_host(
                     [parts.average.averaged_state_dict(parts.task), *(part.state_dict() for part in states)]
                 )
-        self._known = self._device.graphs()
+        self._known = self.device.graphs()
         counts = {"shapes": len(parts.data.shapes()), "graphs": self._known}
         counts |= {f"graphs_{name}": count for name, count in segments.items()}
-        self._tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - started})
+        self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - started})
 
     @contextmanager
     def _counted(self, segments: dict[str, int], name: str) -> Iterator[None]:
         """A context that adds its compilations, including its last graph's, to ``segments[name]``."""
-        before = self._device.graphs()
+        before = self.device.graphs()
         yield
-        self._device.mark_step()
-        segments[name] += self._device.graphs() - before
+        self.device.mark_step()
+        segments[name] += self.device.graphs() - before

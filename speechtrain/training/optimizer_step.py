@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -31,12 +32,12 @@ class Trained(NamedTuple):
     average: Average
 
 
+@dataclass(eq=False)
 class Update(ABC):
     """How a run updates its weights; a skipped update changes neither weights nor their average."""
 
-    def __init__(self, precision: Precision, clip: float) -> None:
-        self.precision = precision
-        self.clip = clip
+    precision: Precision
+    clip: float
 
     @abstractmethod
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
@@ -55,12 +56,11 @@ class Update(ABC):
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
 
+@dataclass(eq=False)
 class HostCheckedUpdate(Update):
     """The host reads whether the update is finite, and skips it if it is not."""
 
-    def __init__(self, precision: Precision, clip: float) -> None:
-        super().__init__(precision, clip)
-        self._outcomes: list[StepOutcome] = []
+    _outcomes: list[StepOutcome] = field(init=False, default_factory=list)
 
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
         module, optimizer, average = trained
@@ -86,6 +86,7 @@ class HostCheckedUpdate(Update):
         return found
 
 
+@dataclass(eq=False)
 class BranchFreeUpdate(Update):
     """Every update is computed, then taken or undone within the graph: nothing is read back.
 
@@ -93,9 +94,7 @@ class BranchFreeUpdate(Update):
     some optimizers keep on the host also counts skipped updates.
     """
 
-    def __init__(self, precision: Precision, clip: float) -> None:
-        super().__init__(precision, clip)
-        self._taken: list[Tensor] = []
+    _taken: list[Tensor] = field(init=False, default_factory=list)
 
     @torch.no_grad()
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:

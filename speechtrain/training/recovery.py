@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,14 +16,14 @@ from speechtrain.training.optimizer_step import StepOutcome
 from speechtrain.training.run_state import Parts
 
 
+@dataclass(frozen=True)
 class Recovery:
     """Counts skipped updates and acts on alarms; all ranks alike."""
 
-    def __init__(self, config: TrainerConfig, tracker: Tracker, seed: int, run_dir: Path) -> None:
-        self._config = config
-        self._tracker = tracker
-        self._seed = seed
-        self._replay = run_dir / "replay.pt"
+    config: TrainerConfig
+    tracker: Tracker
+    seed: int
+    run_dir: Path
 
     def count(self, outcomes: list[StepOutcome], parts: Parts) -> None:
         """Count updates that were skipped. Raises Diverged after too many non-finite ones in a row."""
@@ -41,21 +42,22 @@ class Recovery:
         progress.skipped_updates += 1
         ids = [name for batch in parts.micro_batches for name in batch.ids if name]
         message = f"update {progress.step} skipped: non-finite loss or gradient (first cut {ids[:1]})"
-        self._tracker.log("warning", {"step": progress.step, "message": message})
-        if progress.bad_updates < self._config.max_bad_updates:
+        self.tracker.log("warning", {"step": progress.step, "message": message})
+        if progress.bad_updates < self.config.max_bad_updates:
             return
         batches = [{k: v for k, v in vars(b).items() if k != "skipped"} for b in parts.micro_batches]
+        replay = self.run_dir / "replay.pt"
         with contextlib.suppress(OSError, RuntimeError):  # torch reports a full disk as RuntimeError
-            torch.save({"step": progress.step, "seed": self._seed, "batches": batches}, self._replay)
+            torch.save({"step": progress.step, "seed": self.seed, "batches": batches}, replay)
         raise Diverged(
             f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}; "
-            f"lower optimizer.lr or trainer.clip, or look at the batches in {self._replay}"
+            f"lower optimizer.lr or trainer.clip, or look at the batches in {replay}"
         )
 
     def act_on(self, alarm: Alarm | None, step: int) -> None:
         """Warn of what the task's ``watch`` has seen; raise Diverged where ``on_collapse`` is ``stop``."""
         if alarm is None:
             return
-        self._tracker.log("warning", {"step": step, "message": alarm.message})
-        if self._config.on_collapse == "stop":
+        self.tracker.log("warning", {"step": step, "message": alarm.message})
+        if self.config.on_collapse == "stop":
             raise Diverged(f"{alarm.message} (seen since step {alarm.onset}; trainer.on_collapse=stop)")

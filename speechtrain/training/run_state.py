@@ -56,7 +56,7 @@ class Parts:
     average: Average
     precision: Precision
     progress: Progress
-    wrapped: nn.Module | None = None  # the task as the group synchronises it, once weights are restored
+    wrapped: nn.Module = field(init=False)  # the task as the group synchronises it, once weights are restored
     latest: Batch | None = None  # the batch that was started last, in training or evaluation, on the host
     micro_batches: list[Batch] = field(default_factory=list)  # of the current step
 

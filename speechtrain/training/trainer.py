@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,41 +39,33 @@ from speechtrain.training.run_state import Interval, Parts, Progress
 from speechtrain.training.validation import Validation
 
 
+@dataclass(eq=False)
 class Trainer:
     """Trains a task until a limit, a target or a stop request is reached."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        device: Device,
-        precision: Precision,
-        group: Group,
-        checkpointer: Checkpointer,
-        tracker: Tracker,
-        seed: int,
-        run_dir: Path,
-        stop_requested: Callable[[], bool] = lambda: False,
-        policy: ComputePolicy = PLAIN,
-    ) -> None:
-        self.config = config
-        self.device = device
-        self.precision = precision
-        self.policy = policy
-        self.group = group
-        self.checkpointer = checkpointer
-        self.tracker = tracker
-        self.seed = seed
-        self.run_dir = run_dir
-        self.stop_requested = stop_requested
-        self.progress = Progress()
-        is_static = device.static_shapes
-        self.update: Update = (BranchFreeUpdate if is_static else HostCheckedUpdate)(precision, config.clip)
+    config: TrainerConfig
+    device: Device
+    precision: Precision
+    group: Group
+    checkpointer: Checkpointer
+    tracker: Tracker
+    seed: int
+    run_dir: Path
+    stop_requested: Callable[[], bool] = lambda: False
+    policy: ComputePolicy = PLAIN
+    progress: Progress = field(init=False, default_factory=Progress)
+    parts: Parts | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        config, device, tracker = self.config, self.device, self.tracker
+        is_static, stop = device.static_shapes, self.stop_requested
+        update: type[Update] = BranchFreeUpdate if is_static else HostCheckedUpdate
+        self.update = update(self.precision, config.clip)
         self.graphs = (WarmedUpGraphs if is_static else Graphs)(device, tracker, config.max_graphs)
-        self.recovery = Recovery(config, tracker, seed, run_dir=run_dir)
+        self.recovery = Recovery(config, tracker, self.seed, run_dir=self.run_dir)
         self.validation = Validation(
-            device, policy, group, tracker=tracker, target=config.target, stop_requested=stop_requested
+            device, self.policy, self.group, tracker=tracker, target=config.target, stop_requested=stop
         )
-        self.parts: Parts | None = None
         self._started = 0.0  # when the run would have started, had it never been interrupted
 
     @property
@@ -177,7 +170,6 @@ class Trainer:
         """
         world, accumulate, rank_status = self.group.world, self.config.accumulate, self.group.rank_status
         wrapped, progress = parts.wrapped, self.progress
-        assert wrapped is not None
         weights, finite = [], []
         parts.micro_batches = []
         for micro in range(accumulate):
@@ -233,10 +225,7 @@ class Trainer:
             weight, healthy, _, _ = self._accumulate(parts, itertools.repeat(batch), 0, interval=Interval())
             self._step(parts, weight, healthy, rate=rate, is_real=False)
 
-        def evaluate(batches: list[Batch]) -> None:
-            self.validation.evaluate(parts, {"warm-up": batches})
-
-        self.graphs.warm_up(parts, step, evaluate)
+        self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
         self.update.outcomes(True)
 
     def _catch_up(self, parts: Parts, planned: int | None, validate_every: int) -> str:
@@ -301,7 +290,6 @@ class Trainer:
             except OSError as error:
                 if self.config.on_save_error == "stop":
                     raise MachineError(f"{error}; the last good checkpoint is intact") from error
-                self.tracker.log(
-                    "warning", {"message": f"{error}; training goes on, trainer.on_save_error=continue"}
-                )
+                message = f"{error}; training goes on, trainer.on_save_error=continue"
+                self.tracker.log("warning", {"message": message})
         self.group.barrier()

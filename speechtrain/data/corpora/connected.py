@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Samples = NDArray[np.int16]
 
 SAMPLE_RATE = 16_000
-GAP_SECONDS = [0.02, 0.12]
+GAP_SECONDS = (0.02, 0.12)
 FORMAT = 1  # of the joining below; a change of the audio or of the plan must increase it
 
 
@@ -81,32 +81,27 @@ class Connected(Source):
     """The smallest allowed number of utterances."""
     clips: Clips
 
-    def __init__(
-        self,
-        split: str,
-        utterances: int,
-        min_words: int,
-        max_words: int,
-        gap_seconds: Sequence[float],
-        seed: int,
-    ) -> None:
+    split: str
+    utterances: int
+    min_words: int
+    max_words: int
+    gap_seconds: tuple[float, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        least, most, gaps = self.min_words, self.max_words, self.gap_seconds
         problem = ""
-        if split not in self.splits:
-            problem = f"split={split!r} is unknown; choose one of {', '.join(self.splits)}"
-        elif not 1 <= min_words <= max_words:
-            problem = f"min_words={min_words}, max_words={max_words}; need 1 <= min_words <= max_words"
-        elif len(gap_seconds) != 2 or not 0 <= gap_seconds[0] <= gap_seconds[1]:
-            problem = f"gap_seconds={list(gap_seconds)}; give shortest and longest, such as [0.02, 0.12]"
-        elif utterances < self.fewest:
-            problem = f"utterances={utterances}; need {self.fewest} or more"
+        if self.split not in self.splits:
+            problem = f"split={self.split!r} is unknown; choose one of {', '.join(self.splits)}"
+        elif not 1 <= least <= most:
+            problem = f"min_words={least}, max_words={most}; need 1 <= min_words <= max_words"
+        elif len(gaps) != 2 or not 0 <= gaps[0] <= gaps[1]:
+            problem = f"gap_seconds={list(gaps)}; give shortest and longest, such as [0.02, 0.12]"
+        elif self.utterances < self.fewest:
+            problem = f"utterances={self.utterances}; need {self.fewest} or more"
         if problem:
             raise ConfigError(f"{self.corpus}: {problem}")
-        self.split = split
-        self.utterances = utterances
-        self.min_words = min_words
-        self.max_words = max_words
-        self.gap_seconds = [float(seconds) for seconds in gap_seconds]
-        self.seed = seed
+        self.gap_seconds = tuple(float(seconds) for seconds in gaps)
 
     @abstractmethod
     def plan(self) -> list[Joined]:

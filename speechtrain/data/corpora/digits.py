@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from speechtrain.errors import DataError
 EMBEDDED = Path(__file__).parent / "digits_audio"
 
 
+@dataclass(eq=False)
 class Digits(Connected):
     """Connected utterances of one voice each, drawn from isolated words.
 
@@ -46,22 +48,18 @@ class Digits(Connected):
     """
 
     corpus, splits, fewest = "digits", ("train", "valid"), 1
-    clips: WordClips
+    clips: WordClips = field(init=False)
+    split: str
+    utterances: int = 2000
+    min_words: int = 3
+    max_words: int = 7
+    gap_seconds: tuple[float, ...] = GAP_SECONDS
+    seed: int = 0
+    root: str = ""
 
-    def __init__(
-        self,
-        split: str,
-        utterances: int = 2000,
-        min_words: int = 3,
-        max_words: int = 7,
-        gap_seconds: list[float] = GAP_SECONDS,
-        seed: int = 0,
-        root: str = "",
-    ) -> None:
-        super().__init__(
-            split, utterances, min_words, max_words=max_words, gap_seconds=gap_seconds, seed=seed
-        )
-        self.clips = WordClips(Path(root).expanduser() if root else EMBEDDED, split)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.clips = WordClips(Path(self.root).expanduser() if self.root else EMBEDDED, self.split)
 
     @property
     def speakers(self) -> list[str]:

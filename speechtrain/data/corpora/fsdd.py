@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -45,6 +45,7 @@ class Take:
     path: Path
 
 
+@dataclass(eq=False)
 class Fsdd(Connected):
     """Connected digits of one speaker each, joined from real recordings.
 
@@ -62,31 +63,27 @@ class Fsdd(Connected):
     """
 
     corpus, splits, fewest = "fsdd", ("train", "test"), 0
-    clips: Recordings
+    clips: Recordings = field(init=False)
+    root: str
+    split: str
+    utterances: int = 0
+    min_words: int = 3
+    max_words: int = 7
+    gap_seconds: tuple[float, ...] = GAP_SECONDS
+    seed: int = 0
+    exclude_speakers: list[str] | None = None
+    only_speakers: list[str] | None = None
 
-    def __init__(
-        self,
-        root: str,
-        split: str,
-        utterances: int = 0,
-        min_words: int = 3,
-        max_words: int = 7,
-        gap_seconds: list[float] = GAP_SECONDS,
-        seed: int = 0,
-        exclude_speakers: list[str] | None = None,
-        only_speakers: list[str] | None = None,
-    ) -> None:
-        super().__init__(
-            split, utterances, min_words, max_words=max_words, gap_seconds=gap_seconds, seed=seed
-        )
-        takes = find_takes(root)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        takes = find_takes(self.root)
         self.all_speakers = sorted({take.speaker for take in takes})
-        self.speakers = self._choose(only_speakers or self.all_speakers, exclude_speakers or [])
-        own = [take for take in takes if (take.index in TEST_INDICES) == (split == "test")]
+        self.speakers = self._choose(self.only_speakers or self.all_speakers, self.exclude_speakers or [])
+        own = [take for take in takes if (take.index in TEST_INDICES) == (self.split == "test")]
         self.takes = sorted(take for take in own if take.speaker in self.speakers)
         if not self.takes:
             raise DataError(
-                f"{root} has no {split} recordings of {', '.join(self.speakers) or 'any speaker'}; "
+                f"{self.root} has no {self.split} recordings of {', '.join(self.speakers) or 'any speaker'}; "
                 "check only_speakers and exclude_speakers"
             )
         self.clips = Recordings([take.path for take in self.takes])

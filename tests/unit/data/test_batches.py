@@ -13,7 +13,7 @@ import torch
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import Unusable, change_rate, change_speed, read_cut, read_file
-from speechtrain.data.batches import BatchLoader, audio_batch, padding_batch
+from speechtrain.data.batches import BatchLoader, audio_batch, collate
 from speechtrain.data.index import open_index
 from speechtrain.data.sampler import MicroBatch, Shape
 from speechtrain.data.source import Source
@@ -171,7 +171,7 @@ def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recording
     assert batch.label_lengths.tolist() == [7, 7, 0, 0]
     assert batch.ids[2:] == ("", "")
     assert batch.utterances == 2
-    alone = padding_batch(shape, RATE)
+    alone = collate([], RATE, shape)
     assert (alone.audio.shape, alone.labels.shape, alone.utterances) == ((4, 8000), (4, 16), 0)
     assert not alone.weight.any()
 

@@ -101,9 +101,9 @@ def test_products_through_onednn_are_timed_where_they_are_exact(monkeypatch: pyt
 
 @pytest.mark.parametrize("key", ["matmul", "bf16", "allocator", "openmp", "pin"])
 def test_a_key_of_no_such_value_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"device\.{key} is 'x'; it is one of auto"):
+    with pytest.raises(ValueError, match=rf"^{key} is 'x'; it is one of auto"):
         CPU(**{key: "x"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"device\.comm_cores is -1"):
+    with pytest.raises(ValueError, match=r"^comm_cores is -1"):
         CPU(comm_cores=-1)
 
 

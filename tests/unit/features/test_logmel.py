@@ -522,7 +522,7 @@ def test_constants_are_not_weights() -> None:
 def test_settings_that_do_not_fit_are_errors_of_one_line(settings: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LogMel(**settings)
-    assert f"LogMel.{line}" in str(caught.value)
+    assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
 

@@ -283,11 +283,11 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         work.forward += len(logits)
         fill(self, cells, logits)
 
-    def counted_add(self: Any, cells: Any, *fields: Tensor) -> None:
+    def counted_add(self: Any, cells: Any, *fields: Tensor, **named: Tensor) -> None:
         kept = int((self.place[cells.flat] >= 0).sum())
         work.from_kept += kept
         work.anew += len(cells.flat) - kept
-        add(self, cells, *fields)
+        add(self, cells, *fields, **named)
 
     monkeypatch.setattr(walk, "_fill_cells", counted_fill)
     monkeypatch.setattr(walk, "_add_cells", counted_add)

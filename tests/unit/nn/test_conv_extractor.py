@@ -186,13 +186,13 @@ def test_kaiming_normal_weights() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"layers": []}, "conv_layers"),
-        ({"layers": [[4, 3]]}, "conv_layers"),
-        ({"layers": [[4, 0, 1]]}, "conv_layers"),
-        ({"norm": "batch"}, "conv_norm"),
+        ({"conv_layers": []}, "conv_layers"),
+        ({"conv_layers": [[4, 3]]}, "conv_layers"),
+        ({"conv_layers": [[4, 0, 1]]}, "conv_layers"),
+        ({"conv_norm": "batch"}, "conv_norm"),
         ({"gradient_scale": -1.0}, "gradient_scale"),
     ],
 )
 def test_wrong_values_are_named(values: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ConvExtractor(**({"layers": THIN} | values))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"^{named} is"):
+        ConvExtractor(**({"conv_layers": THIN} | values))  # type: ignore[arg-type]
