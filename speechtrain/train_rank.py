@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from speechtrain.batch import Footprint
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import (
@@ -291,11 +293,8 @@ def train(
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
     group.shard(module, optimizer)
-    attempt.metric = task.metric  # warnings of the other ranks go to their own logs
-    attempt.tracker = tracker = Trackers() if world.rank else build_tracker(config)
-    logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
-    early.setTarget(_Warnings(tracker))
-    early.close()
+    attempt.metric = task.metric
+    attempt.tracker = tracker = _open_tracker(config, world, early)
     if not world.rank:
         tokenizer.save(str(run_dir))
     checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
@@ -319,17 +318,32 @@ def train(
         stop_requested=stop,
     )
     attempt.progress = trainer.progress
-    try:
+    with contextlib.closing(data), _explained(device, trainer, tokenizer.size):
         average = average_of(task, settings.ema)
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
         )
+
+
+def _open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Tracker:
+    """The trackers, which get the warnings so far and all later ones; other ranks have logs of their own."""
+    tracker = Trackers() if world.rank else build_tracker(config)
+    logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
+    early.setTarget(_Warnings(tracker))
+    early.close()
+    return tracker
+
+
+@contextlib.contextmanager
+def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]:
+    """A context that turns a lack of the device's memory into an error that names the batch."""
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
-        if explained := device.explain(error, trainer.latest, task.footprint(), classes=tokenizer.size):
+        footprint = trainer.parts.task.footprint() if trainer.parts else Footprint(0.0)
+        if explained := device.explain(error, trainer.latest, footprint, classes=classes):
             raise explained from error
         raise
-    finally:
-        data.close()
 
 
 def _stop_with_parent(stop: StopRequest) -> None:
