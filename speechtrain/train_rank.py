@@ -304,7 +304,6 @@ def train(
     parameters = sum(p.numel() for p in task.parameters())
     counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}
     tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
-    folder = rank_folder(run_dir, world.rank)
     trainer = Trainer(
         config=settings,
         device=device,
@@ -314,7 +313,7 @@ def train(
         checkpointer=checkpointer,
         tracker=tracker,
         seed=config.seed,
-        run_dir=folder,
+        run_dir=rank_folder(run_dir, world.rank),
         stop_requested=stop,
     )
     attempt.progress = trainer.progress
