@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MARGIN = 0.9  # another policy than the plain one is used at 90 % of its time or less
+_MARGIN = 0.9  # another policy than the reference is used at 90 % of its time or less
 _ROUNDS = (3, 5)  # fewest and most timings of a policy
-_SECONDS = 20.0  # after so long, a policy is timed no more than the fewest times
+_SECONDS = 20.0  # once all timings together took so long, each policy is timed the fewest times only
 
 
 def _nothing() -> None:
@@ -27,7 +27,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class ComputePolicy:
-    """Types, kernels and sizes of one run; the defaults are torch's own blocks in fp32.
+    """Types, kernels and sizes of one run; the defaults are those of eager devices in fp32.
 
     It is resolved once in each rank, logged, and kept in ``RUN/device.json``.
     """
@@ -43,10 +43,10 @@ class ComputePolicy:
     conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
     spectrum: str = "fft"  # or matmul where there is no FFT, or conv where there are no strided views either
     ctc: str = "torch"  # torch's own, or a recursion in static shapes
-    transducer: str = "ragged"  # visits the cells that matter, or all cells of the padded lattice: static
-    lattice_cells: int = 1024  # of the transducer, in memory at once
-    logit_bytes: int = 32 * 2**20  # that the transducer loss keeps for its gradients
-    feature_frames: int = 256  # of a spectrogram at once: so many fit into a CPU's cache; 0: all
+    transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all of them: static
+    lattice_cells: int = 1024  # most cells of the transducer's lattice in memory at once
+    logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
+    feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
     lstm_segment: int = 0  # frames of the LSTM's loop between two ends of a graph; 0: one graph
     mark_step: Callable[[], None] = field(default=_nothing, compare=False, repr=False)  # ends a lazy graph
 
@@ -131,10 +131,11 @@ def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
 def fastest(
     candidates: Sequence[ComputePolicy], seconds_of: Callable[[ComputePolicy], float]
 ) -> tuple[ComputePolicy, list[float]]:
-    """The policy to use, and the median seconds of each of ``candidates``, of which the first is plain.
+    """The policy to use, and the median seconds of each of ``candidates``; the first is the reference.
 
-    Another than the plain one must take at most 90 % of its time. ``seconds_of`` times one step; the
-    timings are interleaved, because the machine's load varies, and each policy's first is not counted.
+    Another policy is used only if its median is at most 90 % of the reference's. ``seconds_of`` times one
+    step. The timings are interleaved, because the machine's load varies. The first timing of each policy
+    is a warm-up and does not count.
     """
     for candidate in candidates:
         seconds_of(candidate)
@@ -149,7 +150,7 @@ def fastest(
     return candidates[chosen], medians
 
 
-def times(scalar: Tensor, factor: float) -> Tensor:
+def scaled(scalar: Tensor, factor: float) -> Tensor:
     """Multiply a scalar tensor () by a number in the tensor's dtype; lazy tensors would return fp64."""
     return scalar * torch.full_like(scalar, factor)
 

@@ -1,4 +1,7 @@
-"""Names of tensors in checkpoints of earlier releases; optimizers count by their order, which is the same."""
+"""Tensor names of earlier releases and their present names.
+
+Optimizer state is stored by the parameter's number and needs no renaming: the order has not changed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _RENAMED_2_TO_3 = {
     r"\bjoint_pred\.": "joint.prediction.",
     r"\bjoint_net\.": "joint.output.",
 }
-"""RNN-T's prediction network and joint became nodes of their own."""
+"""RNN-T's prediction network and joint became nodes with format 3 of ``config.yaml``."""
 
 
 def migrate_2_to_3(name: str) -> str:
@@ -26,6 +29,6 @@ def migrate_2_to_3(name: str) -> str:
 
 
 def migrate_names(saved: Mapping[str, _Value], known: Container[str]) -> dict[str, _Value]:
-    """``saved`` in its order, with the names that the model knows: a name that it has is kept."""
+    """Rename each tensor that the model does not know, if the model knows its present name."""
     names = {name: migrate_2_to_3(name) for name in saved if name not in known}
     return {names[name] if names.get(name) in known else name: value for name, value in saved.items()}

@@ -13,15 +13,14 @@ from omegaconf import DictConfig
 from speechtrain import errors
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._external_launch import RENDEZVOUS
-from speechtrain.config.build import build, dry_build
+from speechtrain.config.build import build_device, build_launcher, build_precision, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
 from speechtrain.config.resolved import dump
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, write_json
-from speechtrain.launcher import AGENT, NETWORK_VARIABLES, Job, Launcher, Result
+from speechtrain.launcher import AGENT, NETWORK_VARIABLES, Job, Result
 from speechtrain.run_directory import (
     ABOUT,
     CONFIG,
@@ -37,7 +36,9 @@ from speechtrain.run_directory import (
     read_result,
 )
 
-_USERS = (ConfigError, DataError, MachineError)
+_FIXABLE = (ConfigError, DataError, MachineError)
+"""Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
+
 _ENDED = ("finished", "target", "time")
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
@@ -45,16 +46,15 @@ _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) -> dict[str, Any]:
     """Start the run whose directory ``config`` names, or continue it; return its result when it has ended.
 
-    A new run keeps ``written``, the user's own YAML files. A finished run returns its result at once.
+    A new run keeps ``written``, the user's own YAML files. A finished run returns its result at once, unless
+    other limits are set now.
     Raises the SpeechtrainError that stopped the run, here or in a rank.
     """
     run_dir = Path(config.run_dir)
     plain = check(config)
     dry_build(config)
-    device: Device = build(config, "device")
-    device.check_precision(build(config, "precision"))
-    launcher: Launcher = build(config, "launcher")
-    launcher = command.together or launcher
+    device, launcher = build_device(config), command.together or build_launcher(config)
+    device.check_precision(build_precision(config))
     environment = device.environment(config.world_size)
     environment |= {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
     environment[NETWORK_VARIABLES] = " ".join(device.facts.network_variables)
@@ -89,7 +89,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     result = _outcome(ended, run_dir)
     if result["status"] == "failed":
         error = _error_of(result, run_dir)
-        if is_new and result.get("is_cause", True) and isinstance(error, _USERS):
+        if is_new and result.get("is_cause", True) and isinstance(error, _FIXABLE):
             _discard(run_dir)
         raise error
     result["limits"] = plain["trainer"]
@@ -104,7 +104,7 @@ def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
     """Write the files that the ranks of a start read, ``story`` as ``run.json``; remove earlier results."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
-    # before the config: a run that has only a config would refuse its own command
+    # first: without its overrides, the same command would be refused as another config
     write_json(job.run_dir / ABOUT, story)
     with atomic(job.config) as temporary:
         temporary.write_text(dump(config))
@@ -117,7 +117,10 @@ def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
 
 
 def _outcome(ended: Result, run_dir: Path) -> dict[str, Any]:
-    """The result of a run whose processes have ended. Raises an error if none of them could write it."""
+    """The result of a run whose processes have ended.
+
+    Raises MachineError if something outside ended them, RunError if no rank wrote a result.
+    """
     result = read_result(run_dir)
     if result is None or result["status"] == "failed":
         result = read_failure(run_dir)

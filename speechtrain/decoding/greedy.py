@@ -17,10 +17,10 @@ class Greedy(Decoder):
     Transducer: every row has its own frame pointer, so one iteration emits a label in some rows and moves
     to the next frame in others. A blank keeps the prediction state; a label replaces it. A frame ends after
     ``max_symbols_per_step`` labels, a row after ``max_symbols`` (MLPerf: 300); None allows 50 per second of
-    audio, twice the characters of the fastest speech. It equals MLPerf's reference decoder, which takes one
-    utterance at a time.
+    audio, twice the characters of the fastest speech. With 300, the labels are those of MLPerf's reference
+    decoder, which takes one utterance at a time.
 
-    CTC: the best class of each frame, repetitions merged, blanks removed; one host read per batch.
+    CTC: the best class of each frame, repetitions merged, blanks removed.
     """
 
     def __init__(self, max_symbols_per_step: int = 30, max_symbols: int | None = None) -> None:
@@ -52,7 +52,7 @@ class Greedy(Decoder):
         scores = torch.zeros(rows, device=frames.device)
         found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]  # labels and their times
         active = frame < lengths
-        while bool(active.any()):  # an iteration is one host read and one joint for all rows
+        while bool(active.any()):  # an iteration is one joint for all rows and up to four host reads
             logits = scorer.join(frames[index, frame.clamp(max=most - 1)], prediction).float()
             labels = logits.argmax(-1)
             best = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]

@@ -27,7 +27,7 @@ class DeviceFacts:
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
     forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too
-    # patterns, in any case: of allocators that raise RuntimeError; of collectives that have lost a rank
+    # case-insensitive patterns in error texts: of allocators without memory, of collectives without a peer
     out_of_memory: str = "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
     peer_lost: str = "gloo"
     optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # they override the config's
@@ -51,7 +51,7 @@ class Device(ABC):
     """What other parts must know of it, before it is opened."""
 
     static_shapes: bool = False
-    """Whether every tensor shape of a step must come from a fixed, printed set."""
+    """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
 
     @abstractmethod
     def environment(self, processes: int) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Device(ABC):
         return replace(plain, autocast_dtype=dtype, product_dtype=products)
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
-        """The policies to time on this opened device before the first step; the first one is plain."""
+        """The policies to time on this opened device before the first step; the first is the reference."""
         return [self.policy(dtype)]
 
     def chip(self) -> str:
@@ -115,7 +115,7 @@ class Device(ABC):
     def prepare(
         self, module: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Apply vendor transformations to a built and loaded module and its optimizer."""
+        """Apply vendor transformations to a built module and its optimizer, before a checkpoint is read."""
         return module, optimizer
 
     def tensor(self, value: Tensor) -> Tensor:
@@ -143,9 +143,10 @@ class Device(ABC):
     def explain(
         self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
     ) -> SpeechtrainError | None:
-        """The user's error for a step on host ``batch`` that ran out of memory; None for another failure.
+        """The error to show if a step ran out of memory; None for another failure.
 
-        ``classes``: of the output layer, 0 if it has none.
+        ``batch`` is the step's batch in host memory, None before the first; ``classes`` is the width of the
+        output layer, 0 if there is none.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             isinstance(error, RuntimeError) and bool(re.search(self.facts.out_of_memory, str(error), re.I))

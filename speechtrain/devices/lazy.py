@@ -35,7 +35,7 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "unbind_copy.int": _unbind,
     "where.self": _where,
 }
-"""Operations that this backend would run on the CPU, which is a gap of its own, by ones that it records."""
+"""Replace operations that this backend would run on the CPU by operations that it records."""
 
 ALLOWED = {
     "aten::copy": "a tensor copied to another (an average swapped in for an evaluation): not within a step",
@@ -49,7 +49,7 @@ class Lazy(Device):
     """Records graphs, cuts them at ``mark_step``, compiles each distinct graph once, runs it on the CPU.
 
     It shows on any machine that a recipe is fit for a lazy device: ``graphs`` stays constant after the
-    first steps, and ``fallbacks`` names the operations that left the graph.
+    warm-up, and ``fallbacks`` counts the operations that left the graph.
     """
 
     name = "lazy"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.compute_policy import times
+from speechtrain.compute_policy import scaled
 from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 EXCLUDED = -(2.0**30)
@@ -87,4 +87,4 @@ def _same_code(ids: Tensor) -> Tensor:
 
 def bits(nats: Tensor) -> Tensor:
     """Convert nats () to bits, the unit of logged losses: chance among 101 is log2(101) = 6.658."""
-    return times(nats, 1 / math.log(2))
+    return scaled(nats, 1 / math.log(2))

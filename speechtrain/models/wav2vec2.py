@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import ComputePolicy, PolicyAware, times
+from speechtrain.compute_policy import ComputePolicy, PolicyAware, scaled
 from speechtrain.counter_rng import BatchStream, seed_at
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError
@@ -215,8 +215,8 @@ class Wav2Vec2(Task, PolicyAware):
             temperature=self.contrast_temperature,
         )
         count = contrastive.frames
-        diversity = times(quantized.diversity(), self.diversity_weight) * count
-        pressure = times(penalty, self.penalty_weight) * count
+        diversity = scaled(quantized.diversity(), self.diversity_weight) * count
+        pressure = scaled(penalty, self.penalty_weight) * count
         total = contrastive.loss + diversity + pressure
         one = (count > 0).to(count.dtype)  # a batch of padding rows only has no codes
         code, prob = quantized.code_perplexity() * one, quantized.prob_perplexity() * one
@@ -226,7 +226,7 @@ class Wav2Vec2(Task, PolicyAware):
             "loss_diversity": (bits(diversity), count),
             "loss_penalty": (bits(pressure), count),
             "accuracy": (contrastive.correct, count),
-            "shared_negatives": (contrastive.shared, times(count, self.negatives)),
+            "shared_negatives": (contrastive.shared, scaled(count, self.negatives)),
             "distinct_codes": (contrastive.distinct, count),
             "masked_share": (count, (lengths * batch.weight).sum()),
             "prob_perplexity": (prob.sum(), one),

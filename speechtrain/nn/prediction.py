@@ -1,6 +1,6 @@
 """Prediction networks of a transducer: what the labels so far say about the next one.
 
-Legend: B rows, U labels, E embedding width, W output width, n labels of context.
+Legend: B rows, U labels, P positions, E embedding width, W output width, n labels of context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from speechtrain.nn.lstm import LSTM, State
 
 
 class Prediction(nn.Module, ABC):
-    """Maps the labels so far to a vector; before the first label there is a zero vector, no blank row."""
+    """Maps the labels so far to a vector.
+
+    The input before the first label is a zero vector; the embedding table has no row for the blank.
+    """
 
     width: int
     """W, of the output."""
@@ -112,22 +115,22 @@ class StatelessPrediction(Prediction):
         self.projection = nn.Linear(self.context * self._embedding_width, self.width)
 
     def forward(self, labels: Tensor) -> Tensor:
-        return self._joined(F.pad(self.embedding(labels), (0, 0, self.context, 0)))
+        return self._projected(F.pad(self.embedding(labels), (0, 0, self.context, 0)))
 
     def start(self, rows: int) -> tuple[Tensor, Tensor]:
         state = self.embedding.weight.new_zeros(rows, self.context, self._embedding_width)
-        return self._joined(state)[:, 0], state
+        return self._projected(state)[:, 0], state
 
     def step(self, labels: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         state = torch.cat((state[:, 1:], self.embedding(labels)[:, None]), 1)
-        return self._joined(state)[:, 0], state
+        return self._projected(state)[:, 0], state
 
     def select(self, mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
         return torch.where(mask[:, None, None], new, old)
 
-    def _joined(self, embedded: Tensor) -> Tensor:
-        """Map embeddings (B, P + n − 1, E) to outputs (B, P, W), each of n consecutive embeddings."""
+    def _projected(self, embedded: Tensor) -> Tensor:
+        """Map embeddings (B, P + n − 1, E) to (B, P, W): output p is of the embeddings p to p + n − 1."""
         positions = embedded.shape[1] - self.context + 1
-        joined = torch.cat([embedded[:, n : n + positions] for n in range(self.context)], 2)
-        output: Tensor = self.projection(self.dropout(joined))
+        windows = torch.cat([embedded[:, first : first + positions] for first in range(self.context)], 2)
+        output: Tensor = self.projection(self.dropout(windows))
         return output

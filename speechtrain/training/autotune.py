@@ -26,38 +26,42 @@ _LATE = 2**30  # a step after which nothing is frozen or annealed
 
 
 def recorded_policy(record: Mapping[str, Any], device: Device, precision: Precision) -> ComputePolicy | None:
-    """The policy in a run's ``device.json``; None if none fits the device's settings and the precision.
+    """The policy that ``device.json`` records, or None if it does not fit device, precision and settings.
 
-    It holds on another chip, too, where another policy may be faster.
+    On another chip it is kept where the device would choose by timing, although another policy may be
+    faster there; only its fp32 products follow the chip, on which the faster path may be less exact.
     """
     policy = ComputePolicy.from_record(record.get("policy") or {})
     if policy is None or (record.get("device"), record.get("precision")) != (device.name, precision.name):
         return None
     candidates = device.candidates(precision.dtype)
-    if policy in candidates or (len(candidates) > 1 and record.get("chip") != device.chip()):
-        return replace(policy, mark_step=device.mark_step)
-    return None
+    if policy not in candidates:
+        if len(candidates) == 1 or record.get("chip") == device.chip():
+            return None
+        if policy.fp32_matmul not in {candidate.fp32_matmul for candidate in candidates}:
+            policy = replace(policy, fp32_matmul=candidates[0].fp32_matmul)
+    return replace(policy, mark_step=device.mark_step)
 
 
 def choose_policy(
     record: Mapping[str, Any], device: Device, precision: Precision, *, task: Task, data: DataModule
 ) -> dict[str, Any]:
-    """The content of ``device.json`` for this start: ``policy``, and the medians where it was timed.
+    """The content of ``device.json`` for this start: the policy, and the medians if policies were timed.
 
-    Times training steps of ``task`` on a batch of ``data``, where the device has several policies.
+    Times ``task`` on a batch of ``data`` if the device has several policies and the run has recorded none.
     """
     names = {"device": device.name, "chip": device.chip(), "precision": precision.name}
-    if recorded_policy(record, device, precision) is not None:
+    if (kept := recorded_policy(record, device, precision)) is not None:
         if record["chip"] != names["chip"]:
             _LOG.warning(
-                f"the kernels were chosen on {record['chip']} and are kept on {names['chip']}; "
+                f"the compute policy was chosen on {record['chip']} and is kept on {names['chip']}; "
                 "set device.autotune=false for torch's own"
             )
-        return dict(record)
+        return {**record, "policy": kept.record()}
     candidates = device.candidates(precision.dtype)
     batch = data.sample() if len(candidates) > 1 else None
     if batch is None:
-        return {**names, "policy": candidates[0].record()}
+        return {**names, "policy": device.policy(precision.dtype).record()}
     chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
     taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
     if chosen.autocast_dtype is None and precision.dtype != torch.float32:
@@ -86,7 +90,10 @@ def resolve_policy(
 def _timer(
     task: Task, device: Device, precision: Precision, *, batch: Batch
 ) -> Callable[[ComputePolicy], float]:
-    """A function that times one training step under a policy, in seconds, and leaves the task unchanged."""
+    """A function that times forward and backward under a policy, in seconds.
+
+    It restores buffers and gradients; the policy stays applied.
+    """
     task.train().advance(_LATE, 0)
     moved = device.move(task.prepare(batch, 0))
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]

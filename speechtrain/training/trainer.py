@@ -1,7 +1,7 @@
 """The shared trainer: one loop that every model, device and launcher goes through.
 
-It reads in the order of time: next batch, forward, backward, mark step, reduce status, unscale, clip, step,
-schedule, average, log when due, validate when due, save when due.
+It reads in the order of time: next batch, prepare, move, forward, backward, mark step, reduce status,
+schedule, unscale, clip, step, average, log when due, validate when due, save when due.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy, times
+from speechtrain.compute_policy import PLAIN, ComputePolicy, scaled
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -85,8 +85,8 @@ class Trainer:
         """Train and return how it ended: ``finished``, ``target``, ``time`` or ``preempted``.
 
         ``resume`` is ``auto`` (continue where there is a usable checkpoint), ``never`` or ``must``. A stop
-        request is obeyed at the next step boundary, or before the next batch of a validation, which the
-        continued run makes up for.
+        request is obeyed at the next step boundary. During a validation it is obeyed before the next batch,
+        and the continued run repeats that validation.
 
         Raises Diverged after ``max_bad_updates`` non-finite updates in a row, or after a collapse where
         ``on_collapse`` is ``stop``; RunError for ``must`` without a usable checkpoint; ConfigError for an
@@ -127,8 +127,8 @@ class Trainer:
 
         self.group.rank_status.at(0, "warm-up")
         self._warm_up(parts)
-        interval = Interval()
         status = self._catch_up(parts, planned, validate_every)
+        interval = Interval()
         while not status:
             step = progress.step + 1
             profiler.begin(step)
@@ -188,11 +188,11 @@ class Trainer:
             with nullcontext() if micro + 1 == accumulate else self.group.no_sync(wrapped):
                 with self.policy.autocast(self.device.name):
                     loss: Loss = wrapped(moved)
-                if not progress.backward_divisor:  # read once in the life of a run
+                if not progress.backward_divisor:  # one host read in the life of a run: checkpoints hold it
                     size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
                     progress.backward_divisor = 2.0 ** round(math.log2(size))  # dividing by it is exact
                 rank_status.at(step, "backward")
-                self.precision.backward(times(loss.total, 1.0 / progress.backward_divisor))
+                self.precision.backward(scaled(loss.total, 1.0 / progress.backward_divisor))
             weights.append(loss.weight)
             finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
@@ -207,10 +207,13 @@ class Trainer:
     def _step(
         self, parts: Parts, weight: Tensor, healthy: Tensor, rate: float, is_real: bool = True
     ) -> Tensor:
-        """One update from a global batch of that weight (); its gradient norm ()."""
-        # a 1-element tensor: the lazy backend takes equal scalar constants for one, which changes the graph
+        """Update from gradients of a global batch of ``weight`` () if ``healthy`` () bool; return their norm ().
+
+        With ``is_real`` False, as in the warm-up, the update is computed and not taken.
+        """
+        # a 1-element tensor: the lazy backend merges equal scalars, and a real step would be another graph
         healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor([float(is_real)]))[0]
-        # full_like: a Python number would make a lazy tensor () fp64
+        # full_like: a Python number would turn this lazy scalar into fp64
         scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
         norm = self.update(parts.trained, rate, scale, healthy=healthy)
         self.device.mark_step()
@@ -256,7 +259,7 @@ class Trainer:
 
     def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
         self.group.rank_status.at(self.progress.step, "log")
-        self.device.synchronize()  # the one wait for the device, on log steps only
+        self.device.synchronize()  # the clock below measures finished work
         seconds = max(1e-9, time.perf_counter() - interval.started)
         interval.sums.reduce(self.group.sum)
         size, step = self.group.world.size, self.progress.step

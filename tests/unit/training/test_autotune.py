@@ -90,7 +90,7 @@ def test_the_recorded_choice_wins_and_is_not_timed_again(
     assert choose(record, Chip(), parts, BF16()) == record
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert choose(record, Chip("other"), parts, BF16()) == record
-    assert "chosen on one and are kept on other" in caplog.text
+    assert "chosen on one and is kept on other" in caplog.text
 
 
 def test_a_record_of_other_settings_is_not_used(parts: tuple[Task, DataModule]) -> None:
