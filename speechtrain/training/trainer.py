@@ -207,7 +207,7 @@ class Trainer:
     def _step(
         self, parts: Parts, weight: Tensor, healthy: Tensor, rate: float, is_real: bool = True
     ) -> Tensor:
-        """Update from gradients of a global batch of ``weight`` () if ``healthy`` () bool; return their norm ().
+        """Update by a global batch of ``weight`` () if ``healthy`` () bool; return the gradients' norm ().
 
         With ``is_real`` False, as in the warm-up, the update is computed and not taken.
         """
