@@ -47,3 +47,12 @@ def guarded(command: Callable[[], int], trace: Path | None = None) -> int:
         told = one_line(f"{type(error).__name__}: {error}", 300)
         print(f"speechtrain: internal error: {told} (trace in {path})", file=sys.stderr)
         return 1
+
+
+def entry_point(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
+    """The console entry point of a command whose ``run`` gets its arguments and returns its exit code."""
+
+    def main() -> NoReturn:
+        sys.exit(guarded(lambda: run(sys.argv[1:])))
+
+    return main

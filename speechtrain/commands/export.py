@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, guarded
+from speechtrain.commands._cli import Parser, entry_point
 from speechtrain.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
@@ -41,11 +40,6 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
     build.add_argument("--force", action="store_true", help="replace existing files at --out")
     return build
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: list[str]) -> int:
@@ -121,6 +115,8 @@ def _write(pretrained: Pretrained, form: str, out: Path, updates: int) -> float 
     write_imported(pretrained, out)
     return None
 
+
+main = entry_point(run)
 
 if __name__ == "__main__":
     main()

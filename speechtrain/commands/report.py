@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import entry_point
 from speechtrain.errors import RunError
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
-
-
-def run(argv: Sequence[str]) -> int:
+def run(argv: list[str]) -> int:
     """Write the page and print its path. Raises RunError; returns the exit code."""
     arguments = _parser().parse_args(argv)
     from speechtrain.report.page import page
@@ -45,3 +38,6 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="FILE", help="default: RUN/report.html; for several comparison.html in the first"
     )
     return parser
+
+
+main = entry_point(run)

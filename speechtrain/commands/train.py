@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 
 from speechtrain import __version__
 from speechtrain.commands._choices import choices, config_dir
-from speechtrain.commands._cli import guarded
+from speechtrain.commands._cli import entry_point
 from speechtrain.commands._command_line import check_flags, read
 
 HELP = f"""speechtrain-train {__version__}: train a speech model.
@@ -49,11 +48,6 @@ exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directo
 """
 
 
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
-
-
 def run(argv: list[str]) -> int:
     """Run the command; returns its exit code.
 
@@ -85,6 +79,8 @@ def run(argv: list[str]) -> int:
             start_run(command, continued(run_dir, command), {})
     return 0
 
+
+main = entry_point(run)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, guarded
+from speechtrain.commands._cli import Parser, entry_point
 from speechtrain.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -35,11 +35,6 @@ def parser() -> argparse.ArgumentParser:
     build.add_argument("--batch", type=int, default=8, metavar="N", help="files decoded together (default 8)")
     build.add_argument("--json", action="store_true", help="print a JSON object per file, not FILE<tab>TEXT")
     return build
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: list[str]) -> int:
@@ -92,6 +87,8 @@ def _readable(files: list[str], rate: int, normalise: bool) -> Batch | None:
             print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr, flush=True)
     return audio_batch(good, rate, normalise) if good else None
 
+
+main = entry_point(run)
 
 if __name__ == "__main__":
     main()
