@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import select
 import signal
 import socket
@@ -19,7 +18,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import psutil
 
 from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
 from speechtrain.launcher import NETWORK_VARIABLES
-from speechtrain.run_directory import read_failure, read_result
+from speechtrain.run_directory import read_failure, read_result, versions_of
 from speechtrain.supervision.process_tree import ancestors_of, children_of, processes_with
 from speechtrain.supervision.supervise import supervise
 
@@ -45,13 +43,7 @@ _LOOKS = 50  # a network file system may show a new file late
 
 def versions() -> dict[str, str]:
     """The versions that must be the same on all hosts of a run, by name."""
-    found = {"python": platform.python_version()}
-    for name in ("speechtrain", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return versions_of("speechtrain", "torch")
 
 
 def look(file: Path, port: int, address: str) -> dict[str, Any]:
