@@ -45,6 +45,19 @@ def atomic(path: Path, durable: bool = True) -> Iterator[Path]:
             temporary.unlink()
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line, in one write: lines of several processes stay apart. A missing folder is made first.
+
+    After an incomplete line (killed process, full disk), it starts on a new line. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line + b"\n")
+
+
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:
     """Replace ``path`` by ``content`` as JSON, in one step as ``atomic`` does."""
     with atomic(path, durable) as temporary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -95,20 +96,24 @@ def read_about(run_dir: Path) -> dict[str, Any]:
 
 def about(argv: list[str]) -> dict[str, Any]:
     """The origin of a start: command line, code version, library versions, host."""
-    versions = {"python": platform.python_version()}
-    for name in ("speechtrain", *_LIBRARIES):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    libraries = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
     return {
         "argv": argv,
         "git": git_state(Path(__file__).resolve().parent),
-        "versions": versions,
+        "versions": versions_of("speechtrain", *libraries),
         "host": platform.node(),
         "platform": platform.platform(),
         "executable": sys.executable,
     }
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """The versions of Python and of those packages that are installed, by name."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def git_state(folder: Path) -> dict[str, Any]:

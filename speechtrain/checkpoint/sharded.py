@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ class ShardedCheckpointer(Checkpointer):
             failure = error
         if self.group.any(failure is not None):
             if temporary is not None and self.group.world.rank == 0:
-                self._drop(temporary)
+                shutil.rmtree(temporary, ignore_errors=True)
             cause = failure or "another rank could not write its part"
             raise OSError(
                 f"checkpoint of step {step} could not be written to {self.root}: {cause}"

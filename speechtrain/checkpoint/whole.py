@@ -151,7 +151,7 @@ class Checkpointer:
             self._write(temporary, held, weights)
             self._end(folder, temporary, WHOLE, step=step, metric=metric)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            self._drop(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(
                 f"checkpoint of step {step} could not be written to {self.root}: {error}"
             ) from error
@@ -166,12 +166,8 @@ class Checkpointer:
     def _begin(self, temporary: Path) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         for left_over in self.root.glob(".writing-*"):
-            self._drop(left_over)
+            shutil.rmtree(left_over, ignore_errors=True)
         temporary.mkdir()
-
-    @staticmethod
-    def _drop(temporary: Path) -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
 
     @staticmethod
     def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:

@@ -12,14 +12,15 @@ from speechtrain.commands._choices import config_dir
 from speechtrain.commands._external_launch import ExternalLaunch, started_together
 from speechtrain.errors import ConfigError, nearest
 
-# Hydra's options, with whether a value follows
-_FLAGS = {
-    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc"), False),
-    **dict.fromkeys(("--cfg", "-c", "--config-dir", "-cd", "--package", "-p", "--info", "-i"), True),
+# Hydra's options: the values that may follow, none if any may; None for an option without a value
+_FLAGS: dict[str, tuple[str, ...] | None] = {
+    **dict.fromkeys(("--multirun", "-m", "--resolve", "--run", "-r", "--shell-completion", "-sc")),
+    **dict.fromkeys(("--config-dir", "-cd", "--package", "-p"), ()),
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(
+        ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    ),
 }
-_CFG = ("job", "hydra", "all")
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_FLAG_VALUES = {"--cfg": _CFG, "-c": _CFG, "--info": _INFO, "-i": _INFO}
 
 
 @dataclass(frozen=True)
@@ -105,34 +106,27 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     for argument in argv:
         is_option = takes_next or argument.startswith("-")
         found[not is_option].append(argument)
-        takes_next = not takes_next and _FLAGS.get(argument, False)
+        takes_next = not takes_next and _FLAGS.get(argument) is not None
     return found
 
 
 def check_flags(flags: Sequence[str]) -> None:
     """Refuse options for which Hydra would print its usage, or which replace the config."""
-    waiting = ""
-    for flag in flags:
-        name, equals, value = (waiting, "=", flag) if waiting else flag.partition("=")
-        waiting = ""
+    remaining = iter(flags)
+    for flag in remaining:
+        name, equals, value = flag.partition("=")
         if name not in _FLAGS:
             raise ConfigError(
                 f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain-train --help lists them"
             )
-        if _FLAGS[name] and not equals:
-            waiting = name
-        elif _FLAGS[name]:
-            _check_flag_value(name, value)
-        elif equals:
-            raise ConfigError(f"{flag}: {name} takes no value; write {name}")
-    if waiting:
-        _check_flag_value(waiting, "")
-
-
-def _check_flag_value(name: str, value: str) -> None:
-    choices = _FLAG_VALUES.get(name, (value,))
-    listed = f"; it takes {', '.join(choices)}" if name in _FLAG_VALUES else ""
-    if not value:
-        raise ConfigError(f"{name} needs a value{listed}")
-    if value not in choices:
-        raise ConfigError(f"{name} {value}: there is no such choice{listed}")
+        choices = _FLAGS[name]
+        if choices is None:
+            if equals:
+                raise ConfigError(f"{flag}: {name} takes no value; write {name}")
+            continue
+        value = value if equals else next(remaining, "")
+        listed = f"; it takes {', '.join(choices)}" if choices else ""
+        if not value:
+            raise ConfigError(f"{name} needs a value{listed}")
+        if choices and value not in choices:
+            raise ConfigError(f"{name} {value}: there is no such choice{listed}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import os
@@ -16,9 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain import __version__
 from speechtrain.commands._choices import choices
-from speechtrain.commands._cli import console
+from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
 
 if TYPE_CHECKING:
@@ -38,20 +38,25 @@ _LOOKED_AT = 10_000  # transcripts
 _GUARDED = 4  # micro-batches that show whether a recipe is fit for a device with static shapes
 _SHOWN = 8  # shapes
 
-HELP = f"""speechtrain-doctor {__version__}: check this machine, and a recipe on it.
 
-usage: speechtrain-doctor [GROUP=CHOICE ...] [KEY=VALUE ...] [--config-dir DIR]
-
-Takes the arguments of speechtrain-train; without arguments it checks the defaults. Prints one line for each
-check: green (fine), amber (works, with a drawback), red (does not work, and what to do). The last lines are
-about the recipe: its config, model, recordings and transcripts, its shapes with their predicted memory, and
-one training step of its largest batch. For a device with static shapes (device=hpu, device=lazy) the step
-is also checked on the CPU, with or without that device: does it read a value back to the host, does a shape
-depend on data? If so, the line of code is named.
-Writes no file except the data cache that training would also write (SPEECHTRAIN_CACHE).
-
-exit codes: 0 no line is red, else that of the first red line: 2 config, 3 data, 4 machine or training step
-"""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    build = Parser(
+        prog="speechtrain-doctor",
+        description="Check this machine, and a recipe on it. Takes speechtrain-train's arguments; without "
+        "arguments it checks the defaults. Prints a line for each check: green (fine), amber (works, with a "
+        "drawback), red (does not work, and what to do). The last lines are about the recipe: its config, "
+        "model, recordings and transcripts, its shapes with their predicted memory, and one training step of "
+        "its largest batch. For a device with static shapes (device=hpu, device=lazy) the step also runs on "
+        "the CPU, with or without that device: does it read a value back to the host, does a shape depend "
+        "on data? If so, the line of code is named. Writes no file except the data cache that training would "
+        "also write (SPEECHTRAIN_CACHE).",
+        epilog="exit codes: 0 no line is red, else that of the first red line: 2 config, 3 data, 4 machine "
+        "or training step",
+    )
+    build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="also GROUP=CHOICE: the recipe")
+    build.add_argument("--config-dir", "-cd", metavar="DIR", help="your own choices of the groups")
+    return build
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,13 @@ class Finding:
 
 def run(argv: list[str]) -> int:
     """Print every finding; returns the exit code."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP, end="")
-        return 0
-    overrides, config_dir = _split(argv)
+    arguments = parser().parse_intermixed_args(argv)
+    folder: str | None = arguments.config_dir
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--config-dir {folder}: it is not a folder")
     paint = _PAINT if sys.stdout.isatty() else {}
     code = 0
-    for finding in findings(overrides, config_dir):
+    for finding in findings(arguments.overrides, folder):
         state = f"{paint.get(finding.state, '')}{finding.state:<5}{chr(27) + '[0m' if paint else ''}"
         print(f"{state}  {finding.what:<13} {finding.found}", flush=True)
         if finding.state == RED and not code:
@@ -80,24 +85,7 @@ def run(argv: list[str]) -> int:
     return code
 
 
-def _split(argv: list[str]) -> tuple[list[str], str | None]:
-    """The overrides, and the folder of --config-dir. Raises ConfigError for another option."""
-    overrides, config_dir = [], None
-    arguments = iter(argv)
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name in ("--config-dir", "-cd"):
-            config_dir = value if equals else next(arguments, None)
-            if not config_dir or not Path(config_dir).is_dir():
-                raise ConfigError(f"--config-dir {config_dir}: it is not a folder")
-        elif argument.startswith("-"):
-            raise ConfigError(f"unknown option {name}; speechtrain-doctor --help shows the usage")
-        else:
-            overrides.append(argument)
-    return overrides, config_dir
-
-
-def findings(overrides: list[str], config_dir: str | None = None) -> Iterator[Finding]:
+def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
     """The findings of all checks, the cheapest check first."""
     yield from machine()
     yield from packages()
@@ -309,7 +297,7 @@ def fitness(device: Device, data: DataModule, task: Task) -> str:
     apply_policy(task, device.policy(torch.float32))
     guard, known = Guard(), set[tuple[int, ...]]()
     task.train()
-    for number, batch in enumerate(smallest_batches(data, _GUARDED)):
+    for number, batch in enumerate(batches_by_size(data, _GUARDED)):
         shape = (*batch.audio.shape, *batch.labels.shape)
         for repeat in range(1 if shape in known else 2):  # the first step of a shape makes new tensors
             is_new = shape not in known
@@ -412,24 +400,15 @@ def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
     return Finding(GREEN, "shapes", f"rows × length × labels, with memory: {', '.join(told[:_SHOWN])}{more}")
 
 
-def smallest_batches(data: DataModule, count: int) -> list[Batch]:
-    """The ``count`` micro-batches of the first epoch with the least audio, padding included."""
+def batches_by_size(data: DataModule, count: int, largest: bool = False) -> list[Batch]:
+    """The ``count`` micro-batches of the first epoch with the least audio, padding included, or the most."""
     from speechtrain.data.module import SpeechData
 
     if not isinstance(data, SpeechData):
         return list(itertools.islice(data.train(), count))
-    plan = data.sampler.plan(0)
-    return [data.decoder(plan[int(n)]) for n in data.sampler.sizes(0).argsort(kind="stable")[:count]]
-
-
-def largest_batch(data: DataModule) -> Batch:
-    """The micro-batch of the first epoch with the most audio, padding included."""
-    from speechtrain.data.module import SpeechData
-
-    if not isinstance(data, SpeechData):
-        return next(iter(data.train()))
-    plan = data.sampler.plan(0)
-    return data.decoder(plan[int(data.sampler.sizes(0).argmax())])
+    plan, sizes = data.sampler.plan(0), data.sampler.sizes(0)
+    order = (-sizes if largest else sizes).argsort(kind="stable")
+    return [data.decoder(plan[int(number)]) for number in order[:count]]
 
 
 def step(config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision) -> str:
@@ -441,7 +420,8 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
 
     policy = device.policy(precision.dtype)
     apply_policy(task, policy)
-    batch = task.prepare(largest_batch(data), seed=0)
+    (largest,) = batches_by_size(data, 1, largest=True)
+    batch = task.prepare(largest, seed=0)
     optimizer = build_optimizer(config, task.parameter_groups())
     torch.manual_seed(0)
     begun = time.perf_counter()

@@ -6,12 +6,11 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, guarded
+from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import atomic
 
@@ -49,11 +48,6 @@ def parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print one JSON object; a value that is not finite is null"
     )
     return build
-
-
-def main() -> None:
-    """Console entry point."""
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
 
 
 def run(argv: list[str]) -> int:
@@ -138,6 +132,8 @@ def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:
     except OSError as error:
         raise MachineError(f"--out {path}: {error.strerror or error}") from error
 
+
+main = console(run)
 
 if __name__ == "__main__":
     main()

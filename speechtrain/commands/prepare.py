@@ -11,10 +11,11 @@ import os
 import random
 import re
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -41,6 +42,7 @@ Refusal = tuple[str, str]
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
 _MEASURED = ("nemo", "mlperf", "fairseq")  # formats without the recording's own length and rate
+_CHUNK = 64  # recordings per thread that are given to the threads together
 _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
 
@@ -520,20 +522,10 @@ def parallel(
     function: Callable[[Item], Made], items: Iterable[Item], jobs: int
 ) -> Iterator[tuple[Item, Made]]:
     """Yield (item, result) in order from ``jobs`` threads; decoding releases the interpreter lock."""
-    waiting: deque[tuple[Item, Future[Made]]] = deque()
+    remaining = iter(items)
     with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(function, item)))
-                if len(waiting) > 4 * jobs:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        finally:
-            for _, future in waiting:
-                future.cancel()
+        while chunk := list(islice(remaining, _CHUNK * jobs)):
+            yield from zip(chunk, pool.map(function, chunk), strict=True)
 
 
 main = console(run)

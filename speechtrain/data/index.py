@@ -8,6 +8,7 @@ source with bounded memory; loading maps the arrays and reads nothing.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -270,9 +271,7 @@ def _lock(folder: Path) -> Iterator[bool]:
     """
     held = False
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
+        with contextlib.suppress(OSError):
             file = stack.enter_context(folder.with_name(folder.name + ".lock").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
             held = True

@@ -33,7 +33,6 @@ SEGMENT = "speechtrain_segment"
 
 ASSUMED_RATE = 16_000  # of recordings whose manifest has no rate; the decoder uses the file's own
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
-_READABLE = ("file",)
 _ELEMENT = re.compile(r"[^ \t\r\n,]")  # start of the next element or of the closing bracket
 
 
@@ -167,7 +166,7 @@ class LhotseCuts(JsonLines):
         if not isinstance(sources, list) or not sources or not all(isinstance(s, dict) for s in sources):
             raise self.bad(line, "'recording' has no 'sources'")
         for source in sources:
-            if (storage := source.get("type")) not in _READABLE:
+            if (storage := source.get("type")) != "file":
                 problem = f"the audio has the type {storage!r}; save it as files (lhotse: save_audios)"
                 raise self.bad(line, problem)
         supervisions = cut.get("supervisions") or []
@@ -196,7 +195,7 @@ class LhotsePair(Manifest):
             name = record.get("id")
             if not isinstance(name, str) or not isinstance(record.get("sources"), list):
                 raise DataError(f"{self.recordings}:{line}: not a recording ('id' or 'sources' is missing)")
-            if any(not isinstance(s, dict) or s.get("type") not in _READABLE for s in record["sources"]):
+            if any(not isinstance(s, dict) or s.get("type") != "file" for s in record["sources"]):
                 raise DataError(f"{self.recordings}:{line}: the audio is not a file; save it as files first")
             recordings[name] = record
         for line, offset, supervision in json_lines(self.path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from speechtrain.batch import Skip
 from speechtrain.errors import DataError
+from speechtrain.files import append_line
 
 _log = logging.getLogger(__name__)
 
@@ -83,14 +84,7 @@ class SkipLog:
         if self.path is None:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+") as file:
-                torn = b""
-                if file.seek(0, 2):
-                    file.seek(-1, 2)
-                    torn = b"\n" if file.read(1) != b"\n" else b""
-                # one write at the end of the file keeps lines of several ranks apart
-                file.write(torn + json.dumps(vars(skip), ensure_ascii=False).encode() + b"\n")
+            append_line(self.path, json.dumps(vars(skip), ensure_ascii=False).encode())
         except OSError as error:
             if not self._is_told:
                 _log.warning(

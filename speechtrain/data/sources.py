@@ -27,11 +27,6 @@ from speechtrain.errors import DataError
 if TYPE_CHECKING:
     from lhotse.cut import Cut
 
-__all__ = [
-    *("Fairseq", "Folder", "LhotseCuts", "LhotsePair", "Mlperf", "Nemo", "Union"),
-    *("names_in", "open_source", "parts_of"),
-]
-
 
 class Union(Source):
     """Several sources, one after the other."""

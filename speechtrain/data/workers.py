@@ -192,17 +192,15 @@ class Processes(Workers):
     def _start(self) -> None:
         started: list[_Worker] = []
         try:
-            methods = multiprocessing.get_all_start_methods()
-            context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-            if "forkserver" in methods:
-                # the server imports once what every worker needs, including the program's own module,
-                # which multiprocessing otherwise imports again in each worker
-                program = getattr(sys.modules["__main__"], "__spec__", None)
-                own = [program.name] if program is not None and not program.name.endswith("__main__") else []
-                context.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
+            context = multiprocessing.get_context("forkserver")
+            # the server imports once what every worker needs, including the program's own module,
+            # which multiprocessing otherwise imports again in each worker
+            program = getattr(sys.modules["__main__"], "__spec__", None)
+            own = [program.name] if program is not None and not program.name.endswith("__main__") else []
+            context.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
             for _ in range(self.count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs,), daemon=True)  # type: ignore[attr-defined]
+                process = context.Process(target=_work, args=(theirs,), daemon=True)
                 process.start()
                 theirs.close()  # then the link breaks when the worker dies
                 started.append(_Worker(process, ours))
@@ -258,8 +256,7 @@ def _place(item: MicroBatch) -> str:
 def _work(link: Connection) -> None:
     """Run a worker: decode what the link delivers until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGTERM, _leave_soon)
+    signal.signal(signal.SIGTERM, _leave_soon)
     torch.set_num_threads(1)
     link.send(None)  # ready: signals to the group no longer end this process
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()

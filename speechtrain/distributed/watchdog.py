@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import linecache
 import platform
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from speechtrain.errors import MachineError
@@ -287,17 +288,9 @@ def read_report(path: Path) -> HangReport | None:
         return None
 
 
-def _frames(frame: Any) -> list[tuple[str, int, str]]:
-    """File, line and function of a stack, innermost first."""
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
-
-
-def _innermost(frame: Any) -> str:
-    return " < ".join(f"{Path(file).name}:{line} in {name}" for file, line, name in _frames(frame)[:3])
+def _innermost(frame: FrameType | None) -> str:
+    found = traceback.extract_stack(frame, limit=3) if frame else []
+    return " < ".join(f"{Path(at.filename).name}:{at.lineno} in {at.name}" for at in reversed(found))
 
 
 def _stacks(main: int) -> tuple[str, str]:
@@ -309,9 +302,5 @@ def _stacks(main: int) -> tuple[str, str]:
     return _told(current.get(main)), "".join(told)
 
 
-def _told(frame: Any) -> str:
-    lines = []
-    for file, line, name in reversed(_frames(frame)):
-        code = linecache.getline(file, line).strip()
-        lines.append(f'  File "{file}", line {line}, in {name}\n' + (f"    {code}\n" if code else ""))
-    return "".join(lines)
+def _told(frame: FrameType | None) -> str:
+    return "".join(traceback.format_stack(frame)) if frame else ""

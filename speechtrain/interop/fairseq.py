@@ -1,8 +1,8 @@
 """Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code, and writes one.
 
-fairseq cannot be installed together with speechtrain, so files are checked in two ways: keys, shapes
-and types against the published model, and the tensors, by a second table of names, in Hugging Face's
-model (``huggingface.difference_of``). docs/interchange.md has the check against fairseq itself.
+fairseq cannot be installed together with speechtrain, so tests compare keys, shapes and types with the
+published model, and the names, by a second table, with Hugging Face's. docs/interchange.md has the check
+against fairseq itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import atomic
 from speechtrain.interop.pickles import plain, read_pickle, tensor_of
-from speechtrain.interop.wav2vec2 import CONV, LAYER, STRIDES, Pretrained, Rule, inward, outward, renamed
+from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
 
 _COMMON: list[Rule] = [
     (r"encoder\.mask_embedding", r"mask_emb"),
@@ -41,41 +41,49 @@ _NORMS: dict[str, Rule] = {
     "group": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.\2"),
     "layer": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.1.\2"),
 }
-_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+_ENCODER = Settings(
+    conv_bias=("conv_bias", False),
+    gradient_scale=("feature_grad_mult", 1.0),
+    width=("encoder_embed_dim", 768),
+    layers=("encoder_layers", 12),
+    feed_forward=("encoder_ffn_embed_dim", 3072),
+    heads=("encoder_attention_heads", 12),
+    pre_norm=("layer_norm_first", False),
+    position_kernel=("conv_pos", 128),
+    position_groups=("conv_pos_groups", 16),
+    dropout=("dropout", 0.1),
+    attention_dropout=("attention_dropout", 0.1),
+    activation_dropout=("activation_dropout", 0.0),
+    input_dropout=("dropout_input", 0.0),
+    layer_drop=("encoder_layerdrop", 0.0),
+)
+_TASK = Settings(normalise_audio=("normalize", False), sample_rate=("sample_rate", 16000))
+_MODEL = Settings(
+    codebooks=("latent_groups", 2),
+    codes=("latent_vars", 320),
+    negatives=("num_negatives", 100),
+    contrast_temperature=("logit_temp", 0.1),
+    target_dropout=("dropout_features", 0.0),
+)
+_STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
+"""Strides of the published extractor by its kernels: they follow from no tensor."""
+_CONV_NORMS = {"default": "group", "layer_norm": "layer"}
 
-# fairseq's names in Hugging Face's model, not through our names: it checks both other tables
-_THEIR_CONV = r"wav2vec2.feature_extractor.conv_layers.\1"
-_HUGGINGFACE: list[Rule] = [
-    (r"mask_emb", r"wav2vec2.masked_spec_embed"),
-    (r"feature_extractor\.conv_layers\.(\d+)\.0\.(\w+)", rf"{_THEIR_CONV}.conv.\2"),
-    (r"feature_extractor\.conv_layers\.(\d+)\.2\.(?:1\.)?(\w+)", rf"{_THEIR_CONV}.layer_norm.\2"),
-    (r"layer_norm\.(\w+)", r"wav2vec2.feature_projection.layer_norm.\1"),
-    (r"post_extract_proj\.(\w+)", r"wav2vec2.feature_projection.projection.\1"),
-    (r"encoder\.pos_conv\.0\.(\w+)", r"wav2vec2.encoder.pos_conv_embed.conv.\1"),
-    (r"encoder\.layer_norm\.(\w+)", r"wav2vec2.encoder.layer_norm.\1"),
-    (r"encoder\.layers\.(\d+)\.self_attn\.(\w+)\.(\w+)", r"wav2vec2.encoder.layers.\1.attention.\2.\3"),
-    (r"encoder\.layers\.(\d+)\.self_attn_layer_norm\.(\w+)", r"wav2vec2.encoder.layers.\1.layer_norm.\2"),
-    (r"encoder\.layers\.(\d+)\.fc1\.(\w+)", r"wav2vec2.encoder.layers.\1.feed_forward.intermediate_dense.\2"),
-    (r"encoder\.layers\.(\d+)\.fc2\.(\w+)", r"wav2vec2.encoder.layers.\1.feed_forward.output_dense.\2"),
-    (r"encoder\.layers\.(\d+)\.final_layer_norm\.(\w+)", r"wav2vec2.encoder.layers.\1.final_layer_norm.\2"),
-    (r"quantizer\.vars", r"quantizer.codevectors"),
-    (r"quantizer\.weight_proj\.(\w+)", r"quantizer.weight_proj.\1"),
-    (r"project_q\.(\w+)", r"project_q.\1"),
-    (r"final_proj\.(\w+)", r"project_hid.\1"),
-]
+
+def _mask_settings(kind: str) -> Settings:
+    """The settings of a mask; ``kind`` is ``mask`` (of frames) or ``mask_channel``."""
+    return Settings(
+        probability=(f"{kind}_prob", 0.65 if kind == "mask" else 0.0),
+        length=(f"{kind}_length", 10),
+        kind=(f"{kind}_selection", "static"),
+        other=(f"{kind}_other", 0.0),
+        min_space=(f"{kind}_min_space", 1),
+    )
 
 
 def fairseq_name(name: str, conv_norm: str) -> str:
     """fairseq's name of one of our weights; the extractor's norms are named by their kind."""
-    theirs = renamed(name, [_NORMS[conv_norm], *_COMMON])
-    for ours, projection in _ATTENTION.items():
-        theirs = theirs.replace(f".self_attn.{ours}.", f".self_attn.{projection}.")
-    return theirs
-
-
-def huggingface_tensors(pretrained: Pretrained) -> dict[str, Tensor]:
-    """The weights renamed from fairseq's names to those of Hugging Face's ``Wav2Vec2ForPreTraining``."""
-    return {renamed(name, _HUGGINGFACE): value for name, value in state_of(pretrained).items()}
+    return renamed(name, [_NORMS[conv_norm], *_COMMON])
 
 
 def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
@@ -167,47 +175,27 @@ def _encoder_arguments(
     for key, usual in (("activation_fn", "gelu"), ("layer_type", "transformer"), ("quantize_input", False)):
         if settings.get(key, usual) not in (usual, None):
             raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual} is supported")
+    norm = str(settings.get("extractor_mode", "default"))
+    if norm not in _CONV_NORMS:
+        raise DataError(f"{path}: extractor_mode is {norm!r}, not default or layer_norm")
     width = int(settings.get("encoder_embed_dim", len(tensors["mask_emb"])))
-    norm = {"default": "group", "layer_norm": "layer"}.get(str(settings.get("extractor_mode", "default")))
-    if norm is None:
-        raise DataError(
-            f"{path}: extractor_mode is {settings['extractor_mode']!r}, not default or layer_norm"
-        )
-    position = tensors.get("encoder.pos_conv.0.weight_v")
+    sizes = {"encoder_embed_dim": width, "encoder_ffn_embed_dim": 4 * width}
+    sizes["encoder_attention_heads"] = width // 64
+    if (position := tensors.get("encoder.pos_conv.0.weight_v")) is not None:
+        sizes["conv_pos"] = position.shape[2]
     return {
         "conv_layers": _conv_layers(settings.get("conv_feature_layers"), tensors, path),
-        "conv_bias": bool(settings.get("conv_bias", False)),
-        "conv_norm": norm,
-        "gradient_scale": float(settings.get("feature_grad_mult", 1.0)),
-        "width": width,
-        "layers": int(settings.get("encoder_layers", 12)),
-        "feed_forward": int(settings.get("encoder_ffn_embed_dim", 4 * width)),
-        "heads": int(settings.get("encoder_attention_heads", width // 64)),
-        "pre_norm": bool(settings.get("layer_norm_first", False)),
-        "position_kernel": int(settings.get("conv_pos", 128 if position is None else position.shape[2])),
-        "position_groups": int(settings.get("conv_pos_groups", 16)),
-        "dropout": float(settings.get("dropout", 0.1)),
-        "attention_dropout": float(settings.get("attention_dropout", 0.1)),
-        "activation_dropout": float(settings.get("activation_dropout", 0.0)),
-        "input_dropout": float(settings.get("dropout_input", 0.0)),
-        "layer_drop": float(settings.get("encoder_layerdrop", 0.0)),
-        "normalise_audio": bool(task.get("normalize", False)),
-        "sample_rate": int(task.get("sample_rate", 16000)),
+        "conv_norm": _CONV_NORMS[norm],
+        **_ENCODER.read({**sizes, **settings}),
+        **_TASK.read(task),
         "mask": _mask(settings, "mask", 2),
         "channel_mask": _mask(settings, "mask_channel", 0) if settings.get("mask_channel_prob") else None,
     }
 
 
 def _mask(settings: Mapping[str, Any], kind: str, min_masks: int) -> dict[str, Any]:
-    return {
-        "probability": float(settings.get(f"{kind}_prob", 0.65 if kind == "mask" else 0.0)),
-        "length": int(settings.get(f"{kind}_length", 10)),
-        "kind": str(settings.get(f"{kind}_selection", "static")),
-        "other": float(settings.get(f"{kind}_other", 0.0)),
-        "overlap": not settings.get(f"no_{kind}_overlap", False),
-        "min_space": int(settings.get(f"{kind}_min_space", 1)),
-        "min_masks": min_masks,
-    }
+    overlap = not settings.get(f"no_{kind}_overlap", False)
+    return {**_mask_settings(kind).read(settings), "overlap": overlap, "min_masks": min_masks}
 
 
 def _model_arguments(
@@ -217,15 +205,11 @@ def _model_arguments(
     weights = _numbers(criterion.get("loss_weights")) or [0.0, 0.0]
     return {
         "final_width": final,
-        "codebooks": int(settings.get("latent_groups", 2)),
-        "codes": int(settings.get("latent_vars", 320)),
         "code_width": int(settings.get("latent_dim") or 0) or final,
+        **_MODEL.read(settings),
         "temperature": _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995],
-        "negatives": int(settings.get("num_negatives", 100)),
-        "contrast_temperature": float(settings.get("logit_temp", 0.1)),
         "diversity_weight": weights[0],
         "penalty_weight": weights[1] if len(weights) > 1 else 0.0,
-        "target_dropout": float(settings.get("dropout_features", 0.0)),
     }
 
 
@@ -240,7 +224,7 @@ def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[l
     if text is None:
         names = (f"feature_extractor.conv_layers.{i}.0.weight" for i in range(32))
         weights = [tensors[name] for name in names if name in tensors]
-        strides = STRIDES.get(tuple(weight.shape[2] for weight in weights))
+        strides = _STRIDES.get(tuple(weight.shape[2] for weight in weights))
         if strides is None:
             raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
         return [[len(weight), weight.shape[2], s] for weight, s in zip(weights, strides, strict=True)]
@@ -301,54 +285,36 @@ def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
 
 
 def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    modes = {ours: theirs for theirs, ours in _CONV_NORMS.items()}
     return {
         "_name": "wav2vec2",
-        "extractor_mode": {"group": "default", "layer": "layer_norm"}[encoder["conv_norm"]],
-        "encoder_layers": encoder["layers"],
-        "encoder_embed_dim": encoder["width"],
-        "encoder_ffn_embed_dim": encoder["feed_forward"],
-        "encoder_attention_heads": encoder["heads"],
-        "activation_fn": "gelu",
-        "dropout": encoder["dropout"],
-        "attention_dropout": encoder["attention_dropout"],
-        "activation_dropout": encoder["activation_dropout"],
-        "encoder_layerdrop": encoder["layer_drop"],
-        "dropout_input": encoder["input_dropout"],
-        "dropout_features": model["target_dropout"],
-        "final_dim": model["final_width"],
-        "layer_norm_first": encoder["pre_norm"],
+        "extractor_mode": modes[encoder["conv_norm"]],
         "conv_feature_layers": str([tuple(layer) for layer in encoder["conv_layers"]]),
-        "conv_bias": encoder["conv_bias"],
-        "logit_temp": model["contrast_temperature"],
-        "quantize_targets": True,
-        "quantize_input": False,
-        "same_quantizer": False,
-        "target_glu": False,
-        "feature_grad_mult": encoder["gradient_scale"],
-        "latent_vars": model["codes"],
-        "latent_groups": model["codebooks"],
+        "activation_fn": "gelu",
+        **_ENCODER.write(encoder),
+        **_MODEL.write(model),
+        "final_dim": model["final_width"],
         "latent_dim": model["code_width"],
-        **_mask_settings(encoder["mask"], "mask"),
-        **_mask_settings(encoder["channel_mask"], "mask_channel"),
-        "num_negatives": model["negatives"],
-        "negatives_from_everywhere": False,
+        "latent_temp": list(model["temperature"]),
+        **_masking(encoder["mask"], "mask"),
+        **_masking(encoder["channel_mask"], "mask_channel"),
+        "quantize_targets": True,
+        **dict.fromkeys(
+            ("quantize_input", "same_quantizer", "target_glu", "negatives_from_everywhere"), False
+        ),
         "cross_sample_negatives": 0,
         "codebook_negatives": 0,
-        "conv_pos": encoder["position_kernel"],
-        "conv_pos_groups": encoder["position_groups"],
-        "latent_temp": list(model["temperature"]),
     }
 
 
 def _config(pretrained: Pretrained) -> dict[str, Any]:
     encoder, model = pretrained.encoder, pretrained.model
     empty = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
-    audio = {"sample_rate": encoder["sample_rate"], "normalize": encoder["normalise_audio"]}
     return {
         "_name": None,
         **{name: {} for name in empty},
         "model": _model_settings(encoder, model),
-        "task": {"_name": "audio_pretraining", "data": "", **audio},
+        "task": {"_name": "audio_pretraining", "data": "", **_TASK.write(encoder)},
         "criterion": {
             "_name": "wav2vec",
             "infonce": True,
@@ -360,17 +326,10 @@ def _config(pretrained: Pretrained) -> dict[str, Any]:
     }
 
 
-def _mask_settings(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
+def _masking(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
     if mask is None:
         return {f"{kind}_prob": 0.0}
-    return {
-        f"{kind}_prob": mask["probability"],
-        f"{kind}_length": mask["length"],
-        f"{kind}_selection": mask["kind"],
-        f"{kind}_other": mask["other"],
-        f"no_{kind}_overlap": not mask["overlap"],
-        f"{kind}_min_space": mask["min_space"],
-    }
+    return {**_mask_settings(kind).write(mask), f"no_{kind}_overlap": not mask["overlap"]}
 
 
 def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) -> None:

@@ -13,7 +13,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensor_of
-from speechtrain.interop.wav2vec2 import CONV, LAYER, PUBLISHED, Pretrained, Rule, inward, outward, renamed
+from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
 
 LIMIT = 1e-4
 """Largest difference allowed between the two models' outputs, which are of order 1."""
@@ -48,7 +49,47 @@ _RULES: list[Rule] = [
     (r"project_q\.(\w+)", r"project_q.\1"),
     (r"final_proj\.(\w+)", r"project_hid.\1"),
 ]
-_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+_ENCODER = Settings(
+    conv_bias=("conv_bias", False),
+    conv_norm=("feat_extract_norm", "group"),
+    width=("hidden_size", 768),
+    layers=("num_hidden_layers", 12),
+    feed_forward=("intermediate_size", 3072),
+    heads=("num_attention_heads", 12),
+    pre_norm=("do_stable_layer_norm", False),
+    position_kernel=("num_conv_pos_embeddings", 128),
+    position_groups=("num_conv_pos_embedding_groups", 16),
+    dropout=("hidden_dropout", 0.1),
+    attention_dropout=("attention_dropout", 0.1),
+    activation_dropout=("activation_dropout", 0.1),
+    input_dropout=("feat_proj_dropout", 0.0),
+    layer_drop=("layerdrop", 0.1),
+)
+_MODEL = Settings(
+    final_width=("proj_codevector_dim", 256),
+    codebooks=("num_codevector_groups", 2),
+    codes=("num_codevectors_per_group", 320),
+    code_width=("codevector_dim", 256),
+    negatives=("num_negatives", 100),
+    contrast_temperature=("contrastive_logits_temperature", 0.1),
+    diversity_weight=("diversity_loss_weight", 0.1),
+    target_dropout=("feat_quantizer_dropout", 0.0),
+)
+_MASK, _CHANNEL_MASK = (
+    Settings(
+        probability=(f"mask_{kind}_prob", share),
+        length=(f"mask_{kind}_length", 10),
+        min_masks=(f"mask_{kind}_min_masks", least),
+    )
+    for kind, share, least in (("time", 0.05, 2), ("feature", 0.0, 0))
+)
+_CONVOLUTION = {"conv_dim": [512] * 7, "conv_kernel": [10, 3, 3, 3, 3, 2, 2], "conv_stride": [5, *[2] * 6]}
+"""Channels, kernels and strides, with the values of a file that lacks them."""
+# by the norm: the encoder's and the model's published values of what the format does not store
+_PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "group": ({"gradient_scale": 0.1}, {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0}),
+    "layer": ({"gradient_scale": 1.0}, {"temperature": [2.0, 0.1, 0.999995], "penalty_weight": 0.0}),
+}
 _PREFIX = "wav2vec2."
 _PROJECTION = "wav2vec2.feature_projection.projection"
 _PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
@@ -56,10 +97,7 @@ _PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametri
 
 def huggingface_name(name: str) -> str:
     """The name in ``Wav2Vec2ForPreTraining`` of one of ours, a weight-norm pair as ``weight_g``, ``_v``."""
-    theirs = renamed(name, _RULES)
-    for ours, projection in _ATTENTION.items():
-        theirs = theirs.replace(f".attention.{ours}.", f".attention.{projection}.")
-    return theirs
+    return renamed(name, _RULES)
 
 
 def is_available() -> bool:
@@ -83,16 +121,16 @@ def _transformers() -> Any:
 # --- the check ------------------------------------------------------------------------------------
 
 
-def difference_of(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> float:
-    """Largest difference between the outputs of our model and Hugging Face's with the tensors ``theirs``.
+def difference_of(pretrained: Pretrained) -> float:
+    """Largest difference between the outputs of our model and Hugging Face's with the same weights.
 
-    ``theirs`` are named as in ``Wav2Vec2ForPreTraining``. Raises MachineError without transformers.
+    Raises MachineError without transformers.
     """
-    return _difference(pretrained, _model(pretrained, theirs))
+    return _difference(pretrained, _model(pretrained))
 
 
-def _model(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> Any:
-    """Hugging Face's model with the given tensors, in evaluation mode."""
+def _model(pretrained: Pretrained) -> Any:
+    """Hugging Face's model with the same weights, in evaluation mode."""
     transformers = _transformers()
     kind = transformers.Wav2Vec2Model if pretrained.is_encoder else transformers.Wav2Vec2ForPreTraining
     config = transformers.Wav2Vec2Config(**config_of(pretrained))
@@ -102,7 +140,8 @@ def _model(pretrained: Pretrained, theirs: Mapping[str, Tensor]) -> Any:
     state = {}
     width = pretrained.encoder["width"]
     identity = {f"{_PROJECTION}.weight": torch.eye(width), f"{_PROJECTION}.bias": torch.zeros(width)}
-    for name, value in (identity | dict(theirs)).items():  # their model also projects between equal widths
+    theirs = outward(pretrained.weights, huggingface_name)
+    for name, value in (identity | theirs).items():  # their model also projects between equal widths
         own = name.removeprefix(_PREFIX) if pretrained.is_encoder else name
         base, _, leaf = own.rpartition(".")
         state[own if own in names else f"{base}.{_PAIR.get(leaf, leaf)}"] = value
@@ -212,9 +251,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         folder / name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
     )
     if whole.is_file():
-        return _of_file(whole)
+        return read_safetensors(whole)
     if index.is_file():
-        return {name: value for shard in _shards(index) for name, value in _of_file(shard).items()}
+        return {name: value for shard in _shards(index) for name, value in read_safetensors(shard).items()}
     if old.is_file():
         found = read_pickle(old)
         if not isinstance(found, dict):
@@ -223,11 +262,12 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     raise DataError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
-def _of_file(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file. Raises DataError for one that is damaged."""
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); download it again") from None
+        raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); copy it again") from None
 
 
 def _shards(index: Path) -> list[Path]:
@@ -263,54 +303,19 @@ def _drop_identity(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
-    get = config.get
-    widths, kernels = get("conv_dim", [512] * 7), get("conv_kernel", [10, 3, 3, 3, 3, 2, 2])
-    convolutions = zip(widths, kernels, get("conv_stride", [5, 2, 2, 2, 2, 2, 2]), strict=False)
-    norm = str(get("feat_extract_norm", "group"))
-    published = PUBLISHED.get(norm, PUBLISHED["group"])
+    encoder = _ENCODER.read(config)
+    of_encoder, of_model = _PUBLISHED.get(encoder["conv_norm"], _PUBLISHED["group"])
+    sizes = (config.get(key, usual) for key, usual in _CONVOLUTION.items())
     audio = read_json(folder / "preprocessor_config.json")
-    encoder = {
-        "conv_layers": [[int(number) for number in layer] for layer in convolutions],
-        "conv_bias": bool(get("conv_bias", False)),
-        "conv_norm": norm,
-        "width": int(get("hidden_size", 768)),
-        "layers": int(get("num_hidden_layers", 12)),
-        "feed_forward": int(get("intermediate_size", 3072)),
-        "heads": int(get("num_attention_heads", 12)),
-        "pre_norm": bool(get("do_stable_layer_norm", False)),
-        "position_kernel": int(get("num_conv_pos_embeddings", 128)),
-        "position_groups": int(get("num_conv_pos_embedding_groups", 16)),
-        "dropout": float(get("hidden_dropout", 0.1)),
-        "attention_dropout": float(get("attention_dropout", 0.1)),
-        "activation_dropout": float(get("activation_dropout", 0.1)),
-        "input_dropout": float(get("feat_proj_dropout", 0.0)),
-        "layer_drop": float(get("layerdrop", 0.1)),
-        "normalise_audio": bool(audio.get("do_normalize", norm == "layer")),
+    encoder |= {
+        "conv_layers": [[int(number) for number in layer] for layer in zip(*sizes, strict=False)],
+        "normalise_audio": bool(audio.get("do_normalize", encoder["conv_norm"] == "layer")),
         "sample_rate": int(audio.get("sampling_rate", 16000)),
-        "mask": _mask(config, "time", 0.05, least=2),
-        "channel_mask": _mask(config, "feature", 0.0, least=0) if get("mask_feature_prob") else None,
-        **published["encoder"],
+        "mask": _MASK.read(config),
+        "channel_mask": _CHANNEL_MASK.read(config) if config.get("mask_feature_prob") else None,
+        **of_encoder,
     }
-    model = {
-        "final_width": int(get("proj_codevector_dim", 256)),
-        "codebooks": int(get("num_codevector_groups", 2)),
-        "codes": int(get("num_codevectors_per_group", 320)),
-        "code_width": int(get("codevector_dim", 256)),
-        "negatives": int(get("num_negatives", 100)),
-        "contrast_temperature": float(get("contrastive_logits_temperature", 0.1)),
-        "diversity_weight": float(get("diversity_loss_weight", 0.1)),
-        "target_dropout": float(get("feat_quantizer_dropout", 0.0)),
-        **published["model"],
-    }
-    return Pretrained(encoder, {} if is_encoder else model, {})
-
-
-def _mask(config: Mapping[str, Any], kind: str, probability: float, least: int) -> dict[str, Any]:
-    return {
-        "probability": float(config.get(f"mask_{kind}_prob", probability)),
-        "length": int(config.get(f"mask_{kind}_length", 10)),
-        "min_masks": int(config.get(f"mask_{kind}_min_masks", least)),
-    }
+    return Pretrained(encoder, {} if is_encoder else _MODEL.read(config) | of_model, {})
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -319,46 +324,16 @@ def _mask(config: Mapping[str, Any], kind: str, probability: float, least: int) 
 def config_of(pretrained: Pretrained) -> dict[str, Any]:
     """``Wav2Vec2Config``'s arguments for a model."""
     encoder, model = pretrained.encoder, pretrained.model
-    mask, channels = encoder["mask"] or {}, encoder["channel_mask"] or {}
-    config = {
-        "hidden_size": encoder["width"],
-        "num_hidden_layers": encoder["layers"],
-        "num_attention_heads": encoder["heads"],
-        "intermediate_size": encoder["feed_forward"],
+    mask, channels = encoder["mask"], encoder["channel_mask"]
+    return {
         "hidden_act": "gelu",
-        "hidden_dropout": encoder["dropout"],
-        "activation_dropout": encoder["activation_dropout"],
-        "attention_dropout": encoder["attention_dropout"],
-        "feat_proj_dropout": encoder["input_dropout"],
         "final_dropout": 0.0,
-        "layerdrop": encoder["layer_drop"],
-        "feat_extract_norm": encoder["conv_norm"],
-        "conv_dim": [layer[0] for layer in encoder["conv_layers"]],
-        "conv_kernel": [layer[1] for layer in encoder["conv_layers"]],
-        "conv_stride": [layer[2] for layer in encoder["conv_layers"]],
-        "conv_bias": encoder["conv_bias"],
-        "num_conv_pos_embeddings": encoder["position_kernel"],
-        "num_conv_pos_embedding_groups": encoder["position_groups"],
-        "do_stable_layer_norm": encoder["pre_norm"],
-        "mask_time_prob": mask.get("probability", 0.0),
-        "mask_time_length": mask.get("length", 10),
-        "mask_time_min_masks": mask.get("min_masks", 2),
-        "mask_feature_prob": channels.get("probability", 0.0),
-        "mask_feature_length": channels.get("length", 10),
-        "mask_feature_min_masks": channels.get("min_masks", 0),
+        **_ENCODER.write(encoder),
+        **dict(zip(_CONVOLUTION, map(list, zip(*encoder["conv_layers"], strict=True)), strict=True)),
+        **(_MASK.write(mask) if mask else {"mask_time_prob": 0.0}),
+        **(_CHANNEL_MASK.write(channels) if channels else {"mask_feature_prob": 0.0}),
+        **(_MODEL.write(model) if model else {}),
     }
-    if model:
-        config |= {
-            "feat_quantizer_dropout": model["target_dropout"],
-            "num_codevectors_per_group": model["codes"],
-            "num_codevector_groups": model["codebooks"],
-            "contrastive_logits_temperature": model["contrast_temperature"],
-            "num_negatives": model["negatives"],
-            "codevector_dim": model["code_width"],
-            "proj_codevector_dim": model["final_width"],
-            "diversity_loss_weight": model["diversity_weight"],
-        }
-    return config
 
 
 def write(pretrained: Pretrained, folder: str | Path) -> float:
@@ -370,34 +345,30 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
     Raises DataError if the two differ, MachineError without transformers.
     """
     folder = Path(folder)
-    model = _model(pretrained, outward(pretrained.weights, huggingface_name))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
+    model = _model(pretrained)
+    reader = {
+        "do_normalize": pretrained.encoder["normalise_audio"],
+        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+        "feature_size": 1,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "return_attention_mask": pretrained.encoder["conv_norm"] == "layer",
+        "sampling_rate": pretrained.encoder["sample_rate"],
+    }
+    with writing(folder) as temporary:
         model.save_pretrained(temporary)
-        reader = {
-            "do_normalize": pretrained.encoder["normalise_audio"],
-            "feature_extractor_type": "Wav2Vec2FeatureExtractor",
-            "feature_size": 1,
-            "padding_side": "right",
-            "padding_value": 0.0,
-            "return_attention_mask": pretrained.encoder["conv_norm"] == "layer",
-            "sampling_rate": pretrained.encoder["sample_rate"],
-        }
         write_json(temporary / "preprocessor_config.json", reader, durable=False)
         again = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
-        difference = proved(_difference(pretrained, again), str(folder))
-        put(temporary, folder)
+        return proved(_difference(pretrained, again), str(folder))
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """A new directory, whose files move into ``folder`` if the block ends without an error; others stay."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        shutil.copytree(temporary, folder, copy_function=os.replace, dirs_exist_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return difference
-
-
-def put(temporary: Path, folder: Path) -> None:
-    """Move a finished directory's files into ``folder``; other files there stay."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(temporary.rglob("*")):
-        if path.is_file():
-            target = folder / path.relative_to(temporary)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.replace(target)

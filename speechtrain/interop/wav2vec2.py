@@ -25,20 +25,7 @@ Rule = tuple[str, str]
 """A pattern for whole names, and its replacement, in the syntax of ``re``."""
 CONV, LAYER = r"encoder\.extractor\.layers\.(\d+)", r"encoder\.transformer\.layers\.(\d+)"
 """Patterns of our names of a convolution and of a transformer layer; each captures the layer's number."""
-
-# values published for group-norm and layer-norm models, for what a format does not store
-PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
-    "group": {
-        "encoder": {"gradient_scale": 0.1},
-        "model": {"temperature": [2.0, 0.5, 0.999995], "penalty_weight": 10.0},
-    },
-    "layer": {
-        "encoder": {"gradient_scale": 1.0},
-        "model": {"temperature": [2.0, 0.1, 0.999995], "penalty_weight": 0.0},
-    },
-}
-STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
-"""Strides of the published extractor by its kernels: they follow from no tensor."""
+_ATTENTION = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 
 
 @dataclass(frozen=True)
@@ -161,18 +148,37 @@ def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
     }
 
 
-# --- names ----------------------------------------------------------------------------------------
+# --- settings and names ---------------------------------------------------------------------------
+
+
+class Settings(dict[str, tuple[str, Any]]):
+    """By our argument: another format's name of it, and its value in a file that lacks it.
+
+    >>> Settings(layers=("encoder_layers", 12), heads=("heads", 8)).read({"encoder_layers": "24"})
+    {'layers': 24, 'heads': 8}
+    """
+
+    def read(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Our arguments for the settings of a file, converted to the types of the values here."""
+        return {ours: type(usual)(found.get(theirs, usual)) for ours, (theirs, usual) in self.items()}
+
+    def write(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The other format's settings for our arguments."""
+        return {theirs: arguments[ours] for ours, (theirs, _) in self.items()}
 
 
 def renamed(name: str, rules: Sequence[Rule]) -> str:
     """Rename ``name`` by the first rule whose pattern matches all of it. Raises KeyError if none does.
+
+    Query, key, value and output of an attention have the same names in both formats.
 
     >>> renamed("encoder.norm.bias", [(r"encoder\\.norm\\.(.+)", r"layer_norm.\\1")])
     'layer_norm.bias'
     """
     for pattern, replacement in rules:
         if match := re.fullmatch(pattern, name):
-            return match.expand(replacement)
+            theirs = match.expand(replacement)
+            return re.sub(r"(?<=\.)(query|key|value|output)(?=\.)", lambda m: _ATTENTION[m[1]], theirs)
     raise KeyError(name)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +11,7 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speechtrain.checkpoint.migrations import migrate_names
@@ -55,7 +52,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if start[8:] == b"{":  # safetensors: the header's length in 8 bytes, then the header
         if (found.parent / "config.json").is_file():
             return huggingface.read(found.parent)[0].weights
-        return _safetensors(found)
+        return huggingface.read_safetensors(found)
     pretrained, difference = read_fairseq(found)
     if difference is None:
         _LOG.warning("%s was not checked against Hugging Face's model: transformers is not installed", found)
@@ -72,14 +69,13 @@ def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
 
 
 def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
-    """Run a model's tensors, as fairseq names them, in Hugging Face's model; None without transformers.
+    """The difference of our outputs to those of Hugging Face's model; None without transformers.
 
-    Raises DataError if the outputs differ from ours by more than ``huggingface.LIMIT``.
+    Raises DataError if it is more than ``huggingface.LIMIT``.
     """
     if not huggingface.is_available():
         return None
-    theirs = fairseq.huggingface_tensors(pretrained)
-    return huggingface.proved(huggingface.difference_of(pretrained, theirs), str(path))
+    return huggingface.proved(huggingface.difference_of(pretrained), str(path))
 
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:
@@ -87,22 +83,15 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
         return Checkpointer(folder).weights("best")[1]
     if (folder / "checkpoint.json").is_file():
         Checkpointer(folder.parent).verify(folder)
-        return _safetensors(folder / "model.safetensors")
+        return huggingface.read_safetensors(folder / "model.safetensors")
     if (folder / "config.json").is_file():
         return huggingface.read(folder)[0].weights
     if (folder / "model.safetensors").is_file():
-        return _safetensors(folder / "model.safetensors")
+        return huggingface.read_safetensors(folder / "model.safetensors")
     raise DataError(
         f"{folder} has no weights; give a run directory with checkpoints/, a checkpoint's folder, or a "
         "directory with model.safetensors"
     )
-
-
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); copy it again") from None
 
 
 # --- into a module --------------------------------------------------------------------------------
@@ -194,18 +183,13 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
 
     The directory is both a Hydra ``--config-dir`` and an ``init_from``.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        (temporary / "encoder").mkdir(parents=True)
+    with huggingface.writing(folder) as temporary:
+        (temporary / "encoder").mkdir()
         save_file(pretrained.weights, temporary / "model.safetensors")
         (temporary / "encoder" / f"{NAME}.yaml").write_text(encoder_yaml(pretrained))
         if not pretrained.is_encoder:
             (temporary / "model").mkdir()
             (temporary / "model" / f"{NAME}.yaml").write_text(model_yaml(pretrained))
-        huggingface.put(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def encoder_yaml(pretrained: Pretrained) -> str:

@@ -11,22 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
 from speechtrain.launcher import NETWORK_VARIABLES
-from speechtrain.run_directory import read_failure, read_result
+from speechtrain.run_directory import read_failure, read_result, versions_of
 from speechtrain.supervision.process_tree import ancestors_of, children_of, processes_with
 from speechtrain.supervision.supervise import supervise
 
@@ -38,20 +37,13 @@ CLOSING_SECONDS = 10.0
 """The time that ranks have to end on their own after another rank has failed."""
 
 MODULE = "speechtrain.supervision.node_agent"
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LOOK_TWICE_SECONDS = 0.1
 _LOOKS = 50  # a network file system may show a new file late
 
 
 def versions() -> dict[str, str]:
     """The versions that must be the same on all hosts of a run, by name."""
-    found = {"python": platform.python_version()}
-    for name in ("speechtrain", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return versions_of("speechtrain", "torch")
 
 
 def look(file: Path, port: int, address: str) -> dict[str, Any]:
@@ -72,21 +64,11 @@ def look(file: Path, port: int, address: str) -> dict[str, Any]:
 
 
 def interface_of(address: str) -> str:
-    """The network interface with ``address`` (a name or IPv4); empty if there is none, or not on Linux."""
-    try:
-        import fcntl
-
-        wanted = socket.inet_aton(socket.gethostbyname(address))
-        names = [name for _, name in socket.if_nameindex()]
-    except (ImportError, OSError):
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in names:
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if answer[20:24] == wanted:
+    """The network interface with ``address`` (a name or IPv4); empty if there is none."""
+    with suppress(OSError):
+        wanted = socket.gethostbyname(address)
+        for name, its in psutil.net_if_addrs().items():
+            if any(found.address == wanted for found in its):
                 return name
     return ""
 

@@ -140,8 +140,6 @@ def _start(command: list[str], environment: Mapping[str, str], is_agent: bool) -
 
 def _dying_with_parent() -> Callable[[], None] | None:
     """A function that a child calls first, to be killed when this process ends; None if not on Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
     try:  # looked up before the fork: the child must not take a lock that another thread had
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.text.numbers import expand_numbers
@@ -45,10 +45,9 @@ _FOLD = str.maketrans(
 )  # fmt: skip
 
 _ABBREVIATIONS = {
-    "capt": "captain", "co": "company", "col": "colonel", "dr": "doctor", "drs": "doctors",
-    "esq": "esquire", "ft": "fort", "gen": "general", "hon": "honorable", "jr": "junior",
-    "lt": "lieutenant", "ltd": "limited", "maj": "major", "mr": "mister", "mrs": "missus",
-    "rev": "reverend", "sgt": "sergeant", "st": "saint",
+    "capt": "captain", "co": "company", "col": "colonel", "dr": "doctor", "drs": "doctors", "esq": "esquire",
+    "ft": "fort", "gen": "general", "hon": "honorable", "jr": "junior", "lt": "lieutenant", "ltd": "limited",
+    "maj": "major", "mr": "mister", "mrs": "missus", "rev": "reverend", "sgt": "sergeant", "st": "saint",
 }  # fmt: skip
 _ABBREVIATION = re.compile(rf"\b({'|'.join(_ABBREVIATIONS)})\.", re.ASCII)
 _SPOKEN_SIGNS = str.maketrans({"&": " and ", "+": " plus "})
@@ -159,14 +158,8 @@ def normaliser(name: str) -> Normaliser:
                 f"choose from {', '.join(NORMALISERS)}, or join several with '+'"
             )
         steps.append(NORMALISERS[part.strip()])
-    return steps[0] if len(steps) == 1 else _Joined(steps)
+    return steps[0] if len(steps) == 1 else partial(_in_order, steps)  # data workers need it picklable
 
 
-class _Joined:
-    """Several normalisers applied in order; a class, because data workers need it picklable."""
-
-    def __init__(self, steps: list[Normaliser]) -> None:
-        self.steps = steps
-
-    def __call__(self, text: str) -> str:
-        return reduce(lambda said, step: step(said), self.steps, text)
+def _in_order(steps: Sequence[Normaliser], text: str) -> str:
+    return reduce(lambda said, step: step(said), steps, text)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
+from speechtrain.files import append_line
 from speechtrain.tracking.base import Tracker
 
 NAME = "metrics.jsonl"
@@ -29,36 +28,13 @@ class Jsonl(Tracker):
     def __init__(self, run_dir: str, enabled: bool = True) -> None:
         self.path = Path(run_dir) / NAME
         self.enabled = enabled
-        self._file: io.FileIO | None = None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Append one line. Raises ``OSError`` where the file cannot be written."""
         record = _plain({"event": event, "time": round(time.time(), 3), **values})
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         # a lone surrogate becomes the escape \udcxx, as JSON writes it
-        data = line.encode("utf-8", "backslashreplace")
-        try:
-            file = self._file = self._file or self._open()
-            while data:  # an unbuffered write may take only a part
-                data = data[file.write(data) :]
-        except OSError:
-            self.close()
-            raise
-
-    def _open(self) -> io.FileIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = io.FileIO(self.path, "a+")
-        if file.seek(0, os.SEEK_END) > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        return file
-
-    def close(self) -> None:
-        """Close the file; a later event opens it again."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        append_line(self.path, line.encode("utf-8", "backslashreplace"))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

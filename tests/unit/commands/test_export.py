@@ -13,7 +13,7 @@ from speechtrain.commands import export
 from speechtrain.commands._hydra_app import compose
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop import fairseq, huggingface, wav2vec2
 from speechtrain.interop.wav2vec2 import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights
 from speechtrain.models.wav2vec2 import Wav2Vec2
@@ -71,9 +71,8 @@ def test_models_that_differ_leave_nothing(
     model: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr(
-        huggingface, "_ATTENTION", huggingface._ATTENTION | {"query": "k_proj", "key": "q_proj"}
-    )
+    swapped = wav2vec2._ATTENTION | {"query": "k_proj", "key": "q_proj"}
+    monkeypatch.setattr(wav2vec2, "_ATTENTION", swapped)
     with pytest.raises(DataError, match="differ by"):
         huggingface.write(model, tmp_path / "hf")
     assert not list(tmp_path.iterdir())

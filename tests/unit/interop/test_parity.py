@@ -62,7 +62,7 @@ def make_batch(task: Wav2Vec2, lengths: list[int], dtype: torch.dtype) -> Batch:
 
 
 def hf_model(pretrained: Pretrained, dtype: torch.dtype) -> Any:
-    model = huggingface._model(pretrained, outward(pretrained.weights, huggingface.huggingface_name))
+    model = huggingface._model(pretrained)
     return model.to(dtype).train().requires_grad_(True)
 
 
