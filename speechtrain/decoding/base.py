@@ -63,15 +63,6 @@ class TransducerScorer(Scorer):
         output, state = self.prediction.step(labels, state)
         return self.joint.prediction(output), state
 
-    def join(self, frames: Tensor, prediction: Tensor) -> Tensor:
-        """Map frames and predictions, both (B, H), to logits (B, V)."""
-        logits: Tensor = self.joint(frames, prediction)
-        return logits
-
-    def select(self, mask: Tensor, new: Any, old: Any) -> Any:
-        """Return the state ``new`` in rows where ``mask`` (B,) is True, else ``old``."""
-        return self.prediction.select(mask, new, old)
-
 
 class Decoder(ABC):
     """A search; it has no weights, so any run can be used with any decoder that fits its model."""

@@ -53,7 +53,7 @@ class Greedy(Decoder):
         found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]  # labels and their times
         active = frame < lengths
         while bool(active.any()):  # an iteration is one joint for all rows and up to four host reads
-            logits = scorer.join(frames[index, frame.clamp(max=most - 1)], prediction).float()
+            logits = scorer.joint(frames[index, frame.clamp(max=most - 1)], prediction).float()
             labels = logits.argmax(-1)
             best = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
             scores += best.masked_fill(~active, 0.0)
@@ -66,7 +66,7 @@ class Greedy(Decoder):
                     found[row].append((label, at * scorer.frame_seconds))
                 advanced, new_state = scorer.step(torch.where(emits, labels, torch.zeros_like(labels)), state)
                 prediction = torch.where(emits[:, None], advanced, prediction)
-                state = scorer.select(emits, new_state, state)
+                state = scorer.prediction.select(emits, new_state, state)
             frame = frame + moves
             in_frame = torch.where(moves, torch.zeros_like(in_frame), in_frame)
             active = (frame < lengths) & (emitted < limits)
