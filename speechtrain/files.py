@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ def append_line(path: Path, line: bytes) -> None:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
         file.write(line + b"\n")
+
+
+def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in ``lines``; a line that is none, as an incomplete one after a kill, is left out."""
+    for line in lines:
+        with contextlib.suppress(ValueError):  # also for bytes that are not UTF-8
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:

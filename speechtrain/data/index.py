@@ -57,11 +57,8 @@ class Index:
     def __len__(self) -> int:
         return self._size
 
-    def __getstate__(self) -> Path:
-        return self.folder  # arrays and open files are not pickled: a worker opens its own
-
-    def __setstate__(self, folder: Path) -> None:
-        Index.__init__(self, folder)
+    def __reduce__(self) -> tuple[type[Index], tuple[Path]]:
+        return Index, (self.folder,)  # arrays and open files are not pickled: a worker opens its own
 
     def _map(self, name: str) -> NDArray[Any]:
         dtype = _ARRAYS.get(name, "<i4")

@@ -124,11 +124,10 @@ class Connected(Source):
         drawn = (self.utterances, self.min_words, self.max_words, self.gap_seconds, self.seed)
         return digest(FORMAT, self.corpus, self.split, *drawn, *self.content())
 
-
-def gap_samples(draws: NDArray[np.float64], gap_seconds: Sequence[float]) -> NDArray[np.int64]:
-    """Return silences in samples, uniform between the two bounds, for draws in [0, 1)."""
-    shortest, longest = gap_seconds
-    return np.rint((shortest + draws * (longest - shortest)) * SAMPLE_RATE).astype(np.int64)
+    def gaps(self, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return silences in samples, uniform between the two of ``gap_seconds``, for draws in [0, 1)."""
+        shortest, longest = self.gap_seconds
+        return np.rint((shortest + draws * (longest - shortest)) * SAMPLE_RATE).astype(np.int64)
 
 
 def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut]:
