@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from speechtrain.errors import MachineError
+
 
 def flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
@@ -23,6 +25,15 @@ def flush(path: Path) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def writing(what: object, fix: str) -> Iterator[None]:
+    """A context in which an OSError becomes a MachineError: ``what`` cannot be written, why, and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{what} cannot be written ({error.strerror or error}); {fix}") from error
 
 
 @contextlib.contextmanager

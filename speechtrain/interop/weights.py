@@ -212,5 +212,4 @@ def model_yaml(pretrained: Pretrained) -> str:
 
 
 def _dumped(node: dict[str, Any]) -> str:
-    text: str = yaml.safe_dump(node, sort_keys=False, default_flow_style=None)
-    return text
+    return str(yaml.safe_dump(node, sort_keys=False, default_flow_style=None))
