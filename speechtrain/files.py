@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from speechtrain.errors import MachineError
 
 
 def flush(path: Path) -> None:
@@ -23,6 +25,15 @@ def flush(path: Path) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def writing(what: object, fix: str) -> Iterator[None]:
+    """A context in which an OSError becomes a MachineError: ``what`` cannot be written, why, and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{what} cannot be written ({error.strerror or error}); {fix}") from error
 
 
 @contextlib.contextmanager
@@ -56,6 +67,14 @@ def append_line(path: Path, line: bytes) -> None:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
         file.write(line + b"\n")
+
+
+def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects in ``lines``; a line that is none, as an incomplete one after a kill, is left out."""
+    for line in lines:
+        with contextlib.suppress(ValueError):  # also for bytes that are not UTF-8
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "training": {"checkpoint.whole", "data.base", "devices.base", "distributed.group", "tracking.base"}
     | {"optim.common", "optim.ema", "optim.schedules"},
     "interop": {"checkpoint", "encoders", "models", "nn"},
-    "report": {"tracking"},
+    "report": {"config.resume_fields", "tracking"},
     # return types of its builders, for type checkers only
     "config": {"data.base", "decoding.base", "devices.base", "encoders.base"}
     | {"optim.schedules", "text.vocabulary", "tracking.base"},

@@ -6,16 +6,18 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._choices import refuse_bases
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
+from speechtrain.config.resume_fields import flat
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
 
 _group_files = ConfigRepository.get_group_options
@@ -111,7 +113,10 @@ def _near_key(key: str, known: set[str]) -> str:
 
 @lru_cache(maxsize=64)
 def _composed_keys(choices: tuple[str, ...], config_dir: str | None) -> set[str]:
-    return _flat_keys(compose(list(choices), config_dir))
+    plain = OmegaConf.to_container(compose(list(choices), config_dir), resolve=False)
+    paths = (key.split(".") for key in flat(cast("dict[str, Any]", plain)))
+    keys = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+    return {key for key in keys if not key.endswith("_target_")}
 
 
 def _known_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
@@ -127,13 +132,3 @@ def _known_keys(overrides: Sequence[str], config_dir: str | None) -> set[str]:
         except Exception:  # this explains another error and must not add one
             continue
     return set()
-
-
-def _flat_keys(node: object, prefix: str = "") -> set[str]:
-    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
-        return {prefix} if prefix else set()
-    keys = {prefix} if prefix else set()
-    for key in map(str, node):
-        if key != "_target_":
-            keys |= _flat_keys(node._get_node(key), f"{prefix}.{key}" if prefix else str(key))
-    return keys

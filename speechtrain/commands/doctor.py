@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import itertools
 import os
 import platform
@@ -114,9 +114,7 @@ def failure(what: str, error: Exception) -> Finding:
 
 def machine() -> Iterator[Finding]:
     """Findings on Python, cores, memory, disk and cache."""
-    good = sys.version_info >= (3, 11)
-    version = platform.python_version()
-    yield Finding(GREEN if good else RED, "python", version + ("" if good else "; 3.11 or newer is needed"))
+    yield Finding(GREEN, "python", platform.python_version())
     import psutil
 
     from speechtrain.compute_policy import usable_cpus
@@ -159,14 +157,12 @@ def _room(what: str, wanted: Path, variable: str) -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Findings on required and optional packages, and on devices."""
-    for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "safetensors"):
+    """Findings on packages and devices."""
+    for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "safetensors", "tensorboard"):
         try:
             yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(RED, name, f"is not installed; pip install {name}")
-    if importlib.util.find_spec("tensorboard") is None:
-        yield Finding(AMBER, "tensorboard", "is not installed and gets no events; pip install tensorboard")
     import torch
 
     from speechtrain.devices.cpu import has_bf16
@@ -249,38 +245,35 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     from speechtrain.config.build import build_data, build_device
     from speechtrain.train_rank import build_task, open_device
 
-    opened: tuple[Device, Precision] | None = None
-    checked = "device"
-    try:
-        device = build_device(config)
+    what = "device"
+    with contextlib.ExitStack() as stack:
         try:
-            opened = open_device(config, 0)
-            device, precision = opened
-            name = config.device._target_.rpartition(".")[2]
-            yield Finding(GREEN, "device", f"{name}, precision={precision.name}")
+            device, opened = build_device(config), None
+            try:
+                device, precision = opened = open_device(config, 0)
+                name = config.device._target_.rpartition(".")[2]
+                yield Finding(GREEN, what, f"{name}, precision={precision.name}")
+            except Exception as error:  # the parts after it are checked without it
+                yield failure(what, error)
+            what = "model"
+            task, tokenizer = build_task(config)
+            if opened:
+                task.to(device.tensor(torch.zeros(())).device)
+            parameters = sum(p.numel() for p in task.parameters())
+            yield Finding(GREEN, what, f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
+            what = "data"
+            data = build_data(config, tokenizer, task)
+            stack.callback(data.close)
+            yield from _look_at_data(config, data, task, tokenizer=tokenizer)
         except Exception as error:  # a doctor reports whatever it finds
-            yield failure("device", error)
-        checked = "model"
-        task, tokenizer = build_task(config)
-        if opened:
-            task.to(device.tensor(torch.zeros(())).device)
-        parameters = sum(p.numel() for p in task.parameters())
-        yield Finding(GREEN, "model", f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
-        checked = "data"
-        data = build_data(config, tokenizer, task)
-    except Exception as error:  # as above
-        yield _data_failure(config, error) if checked == "data" else failure(checked, error)
-        return
-    try:
-        yield from _look_at_data(config, data, task, tokenizer=tokenizer)
+            yield _data_failure(config, error) if what == "data" else failure(what, error)
+            return
         if device.static_shapes:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("static shapes", lambda: fitness(device, data, watched))
         if opened:
             yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
-    finally:
-        data.close()
 
 
 def fitness(device: Device, data: DataModule, task: Task) -> str:
@@ -325,15 +318,10 @@ def _look_at_data(
     """Findings on recordings, shapes, spelling, and labels per encoder frame."""
     from speechtrain.data.module import EvaluationBatches, SpeechData
 
-    try:
-        data.check()
-        shapes = data.shapes()
-        fixed = f", {len(shapes)} fixed shapes" if shapes else ""
-        found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are in place"
-        sets = data.valid()
-    except Exception as error:  # a doctor reports whatever it finds
-        yield _data_failure(config, error)
-        return
+    data.check()
+    shapes, sets = data.shapes(), data.valid()
+    fixed = f", {len(shapes)} fixed shapes" if shapes else ""
+    found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are in place"
     yield Finding(GREEN, "data", found) if sets else Finding(AMBER, "data", f"{found}; no evaluation set")
     yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.files import atomic
+from speechtrain.files import atomic, writing
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -82,12 +81,9 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+def finite(metrics: Mapping[str, Mapping[str, float]]) -> Any:
     """Replace infinities and NaN, which JSON lacks, by None."""
-    return {
-        name: {key: value if math.isfinite(value) else None for key, value in values.items()}
-        for name, values in metrics.items()
-    }
+    return json.loads(json.dumps(metrics), parse_constant=lambda name: None)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:
@@ -124,13 +120,10 @@ def _check_writable(path: Path) -> None:
 
 
 def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    try:
-        with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            for name, outcome in outcomes.items():
-                for example in outcome.examples:
-                    file.write(json.dumps({"set": name, **vars(example)}, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise MachineError(f"--out {path}: {error.strerror or error}") from error
+    rows = ({"set": name, **vars(row)} for name, outcome in outcomes.items() for row in outcome.examples)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with writing(f"--out {path}", "name a file in a writable folder"), atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 main = console(run)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError
+from speechtrain.files import writing
 
 if TYPE_CHECKING:
     from speechtrain.interop.wav2vec2 import Pretrained
@@ -54,12 +55,8 @@ def run(argv: list[str]) -> int:
     pretrained, updates, differences = _read(arguments.source, arguments.source_form, arguments.checkpoint)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
-    try:
+    with writing(f"--out {out}", "name another path"):
         differences.append(_write(pretrained, arguments.form, out, updates=updates))
-    except OSError as error:
-        raise MachineError(
-            f"--out {out} cannot be written ({error.strerror or error}); name another path"
-        ) from None
     kind = "encoder" if pretrained.is_encoder else "pretraining model"
     print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
     known = [value for value in differences if value is not None]

@@ -31,7 +31,7 @@ from speechtrain.data.manifests import Manifest, Record, header, seconds_of, sim
 from speechtrain.data.source import Source
 from speechtrain.data.sources import names_in, open_source, parts_of
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
-from speechtrain.files import atomic
+from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normaliser
 
 Item = TypeVar("Item")
@@ -42,6 +42,7 @@ Refusal = tuple[str, str]
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
 _MEASURED = ("nemo", "mlperf", "fairseq")  # formats without the recording's own length and rate
+_FIX = "use another --out"  # for what cannot be written
 _CHUNK = 64  # recordings per thread that are given to the threads together
 _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
@@ -139,7 +140,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
-    with _out(arguments.out):
+    with writing(arguments.out, _FIX):
         train_sentencepiece(
             texts, arguments.out, arguments.kind, size=arguments.size, character_coverage=coverage
         )
@@ -268,7 +269,7 @@ def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], ke
     MachineError if the file cannot be written.
     """
     totals = Totals()
-    with writing(out) as file:
+    with opened(out) as file:
         for cut, made in checked:
             if isinstance(made, tuple):
                 totals.refuse(cut, *made)
@@ -337,7 +338,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
 
 
 def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Any]]) -> None:
-    with writing(path) as file:
+    with opened(path) as file:
         file.write(f"{folder}\n".encode())
         for name, info in chosen:
             file.write(f"{name}\t{info.frames}\n".encode())
@@ -487,7 +488,7 @@ def write_sample(arguments: argparse.Namespace) -> int:
     chosen = source.plan()[arguments.utterance]
     buffer = io.BytesIO()
     soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
-    with writing(arguments.out) as file:
+    with opened(arguments.out) as file:
         file.write(buffer.getvalue())
     print(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}")
     return 0
@@ -497,25 +498,17 @@ def write_sample(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[IO[bytes]]:
+def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to write, gzipped if its name ends in ``.gz``; it gets its name only on success.
 
     Raises MachineError if it cannot be written.
     """
-    with _out(path), atomic(path) as temporary, temporary.open("wb") as raw:
+    with writing(path, _FIX), atomic(path) as temporary, temporary.open("wb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw, filename="", mode="wb", mtime=0) as file:
                 yield cast("IO[bytes]", file)
         else:
             yield raw
-
-
-@contextlib.contextmanager
-def _out(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(f"{path}: {error.strerror or error}; use another --out") from error
 
 
 def parallel(

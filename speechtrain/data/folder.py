@@ -53,7 +53,7 @@ class Folder(Manifest):
             name = recordings.get(stem, stem + ".flac")
             text = listed.get(stem)
             if text is None:
-                text = self._read(stem + ".txt") if stem + ".txt" in names else ""
+                text = " ".join(self._read(stem + ".txt").split()) if stem + ".txt" in names else ""
             path = str(self.path / name)
             seconds, rate = _measure(path)
             cut = simple_cut(f"{self.name}/{stem}", path, 0.0, duration=seconds, text=text, rate=rate)
@@ -64,18 +64,17 @@ class Folder(Manifest):
         transcripts = {}
         for name in sorted(n for n in names if n.endswith(".trans.txt")):
             folder = os.path.dirname(name)
-            for line in self._read(name, keep_lines=True).splitlines():
+            for line in self._read(name).splitlines():
                 identifier, _, text = line.strip().partition(" ")
                 if identifier:
                     transcripts[os.path.join(folder, identifier)] = " ".join(text.split())
         return transcripts
 
-    def _read(self, name: str, keep_lines: bool = False) -> str:
+    def _read(self, name: str) -> str:
         try:
-            text = (self.path / name).read_text(encoding="utf-8-sig")
+            return (self.path / name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{self.path / name}: cannot be read as UTF-8 text ({error})") from None
-        return text if keep_lines else " ".join(text.split())
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) -> list[str]:

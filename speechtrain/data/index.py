@@ -27,8 +27,8 @@ from speechtrain.data.cache import cache_folder
 from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
-from speechtrain.errors import DataError, MachineError
-from speechtrain.files import atomic, flush
+from speechtrain.errors import DataError
+from speechtrain.files import atomic, flush, writing
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 2  # of the folder: an older format is built again
@@ -57,11 +57,8 @@ class Index:
     def __len__(self) -> int:
         return self._size
 
-    def __getstate__(self) -> Path:
-        return self.folder  # arrays and open files are not pickled: a worker opens its own
-
-    def __setstate__(self, folder: Path) -> None:
-        Index.__init__(self, folder)
+    def __reduce__(self) -> tuple[type[Index], tuple[Path]]:
+        return Index, (self.folder,)  # arrays and open files are not pickled: a worker opens its own
 
     def _map(self, name: str) -> NDArray[Any]:
         dtype = _ARRAYS.get(name, "<i4")
@@ -251,16 +248,9 @@ def _place(index: Index, row: int, parts: list[Source]) -> str:
     return f"{part.path if isinstance(part, Manifest) else type(part).__name__}:{line}"
 
 
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Convert an OSError to a MachineError with the fix."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"{folder}: cannot write the index ({error.strerror or error}); "
-            "free some space, or set data.cache or SPEECHTRAIN_CACHE to another folder"
-        ) from error
+def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    fix = "free some space, or set data.cache or SPEECHTRAIN_CACHE to another folder"
+    return writing(f"{folder}: the index", fix)
 
 
 @contextlib.contextmanager

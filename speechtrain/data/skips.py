@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speechtrain.batch import Skip
 from speechtrain.errors import DataError
-from speechtrain.files import append_line
+from speechtrain.files import append_line, json_lines
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +55,9 @@ class SkipLog:
             return
         whole = new[: new.rfind(b"\n") + 1]  # an incomplete line is read next time
         self._read += len(whole)
-        for line in whole.splitlines():
-            try:
-                record = json.loads(line)
+        for record in json_lines(whole.splitlines()):
+            if "id" in record and "reason" in record:
                 self.reasons.setdefault(str(record["id"]), str(record["reason"]))
-            except (ValueError, KeyError, TypeError):
-                continue  # incomplete after a kill; the recording will be listed again
 
     def add(self, skip: Skip, total: int) -> None:
         """Count and list one skip, unless it is known. Raises DataError above the limits."""

@@ -233,11 +233,11 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); give a Hugging Face directory") from None
-    if not isinstance(config, dict) or config.get("model_type") != "wav2vec2":
-        kind = config.get("model_type") if isinstance(config, dict) else None
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != "wav2vec2":
         raise DataError(f"{path} describes the model type {kind!r}; only wav2vec2 is supported")
     fixed = {"hidden_act": "gelu", "feat_extract_activation": "gelu", "add_adapter": False}
     for key, only in (fixed | {"layer_norm_eps": 1e-5, "adapter_attn_dim": None}).items():

@@ -97,9 +97,8 @@ def describe(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
 
 def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
     extractor, transformer = encoder.extractor, encoder.transformer
-    first, last, layer = extractor.layers[0], extractor.layers[-1], transformer.layers[0]
+    first, layer = extractor.layers[0], transformer.layers[0]
     assert isinstance(first, ConvBlock)
-    assert isinstance(last, ConvBlock)
     assert isinstance(layer, TransformerLayer)
     return {
         "conv_layers": [[w, *span] for w, span in zip(extractor.widths, extractor.spans, strict=True)],

@@ -83,8 +83,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
         return Checkpointer(folder).weights("best")[1]
     if (folder / "checkpoint.json").is_file():
         Checkpointer(folder.parent).verify(folder)
-        return huggingface.read_safetensors(folder / "model.safetensors")
-    if (folder / "config.json").is_file():
+    elif (folder / "config.json").is_file():
         return huggingface.read(folder)[0].weights
     if (folder / "model.safetensors").is_file():
         return huggingface.read_safetensors(folder / "model.safetensors")
@@ -213,5 +212,4 @@ def model_yaml(pretrained: Pretrained) -> str:
 
 
 def _dumped(node: dict[str, Any]) -> str:
-    text: str = yaml.safe_dump(node, sort_keys=False, default_flow_style=None)
-    return text
+    return str(yaml.safe_dump(node, sort_keys=False, default_flow_style=None))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,9 @@ from typing import Any
 import psutil
 import yaml
 
+from speechtrain.config.resume_fields import flat
 from speechtrain.errors import RunError
+from speechtrain.files import json_lines
 from speechtrain.run_directory import CONFIG, RESULT, read_about, read_result
 from speechtrain.tracking.jsonl import NAME as METRICS
 from speechtrain.tracking.jsonl import read_metrics
@@ -66,7 +67,7 @@ class Run:
             tree = yaml.safe_load(self.config_text)
         except yaml.YAMLError:
             return {}
-        return dict(_flat("", tree)) if isinstance(tree, dict) else {}
+        return flat(tree) if isinstance(tree, dict) else {}
 
     @cached_property
     def train(self) -> dict[str, Curve]:
@@ -233,14 +234,6 @@ def listing(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _flat(prefix: str, tree: Mapping[Any, Any]) -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
@@ -251,12 +244,7 @@ def _read_text(path: Path) -> str:
 def _read_skipped(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The skipped recordings, each once, by reason, the most frequent one first."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in _read_text(path).splitlines():
-        try:
-            row = mapping(json.loads(line))
-        except ValueError:
-            continue
-        if row:
-            found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
+    for row in json_lines(_read_text(path).split("\n")):
+        found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
     by_count = sorted(found.items(), key=lambda item: -len(item[1]))
     return {reason: list(rows.values()) for reason, rows in by_count}

@@ -150,15 +150,15 @@ def normaliser(name: str) -> Normaliser:
 
     Raises ConfigError that suggests the nearest known name.
     """
-    steps = []
-    for part in name.split("+"):
-        if part.strip() not in NORMALISERS:
+    names = [part.strip() for part in name.split("+")]
+    for part in names:
+        if part not in NORMALISERS:
             raise ConfigError(
-                f"normaliser: {part.strip()!r} is unknown{nearest(part.strip(), NORMALISERS)}; "
+                f"normaliser: {part!r} is unknown{nearest(part, NORMALISERS)}; "
                 f"choose from {', '.join(NORMALISERS)}, or join several with '+'"
             )
-        steps.append(NORMALISERS[part.strip()])
-    return steps[0] if len(steps) == 1 else partial(_in_order, steps)  # data workers need it picklable
+    # data workers need it picklable
+    return partial(_in_order, [NORMALISERS[part] for part in names])
 
 
 def _in_order(steps: Sequence[Normaliser], text: str) -> str:

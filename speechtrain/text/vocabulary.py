@@ -254,14 +254,10 @@ def train_sentencepiece(
 
 
 def _training_error(message: str, size: int, lines: int) -> DataError:
+    start = f"tokenizer: {size} pieces are too"
     if found := _TOO_LARGE.search(message):
-        return DataError(
-            f"tokenizer: {size} pieces are too many for {lines} transcripts; "
-            f"the largest possible size is {found[1]}"
-        )
+        return DataError(f"{start} many for {lines} transcripts; the largest possible size is {found[1]}")
     if found := _TOO_SMALL.search(message):
-        return DataError(
-            f"tokenizer: {size} pieces are too few for the characters of {lines} transcripts; "
-            f"the smallest possible size is {found[1]}, or lower the character coverage"
-        )
+        told = f"few for the characters of {lines} transcripts; the smallest possible size is {found[1]}"
+        return DataError(f"{start} {told}, or lower the character coverage")
     return DataError(f"tokenizer: SentencePiece cannot train on {lines} transcripts: {message.strip()}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from speechtrain.files import append_line
+from speechtrain.files import append_line, json_lines
 from speechtrain.tracking.base import Tracker
 
 NAME = "metrics.jsonl"
@@ -55,7 +55,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     latest: dict[tuple[str, str, str], dict[str, Any]] = {}
     reached = 0
-    for record in filter(None, map(_parse, lines)):
+    for record in json_lines(lines):
+        if not isinstance(record.get("event"), str):
+            continue
         step = record.get("step")
         if isinstance(step, int):
             if step < reached:
@@ -69,14 +71,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def _address(record: Mapping[str, Any]) -> tuple[str, str, str]:
     return record["event"], str(record.get("set")), str(record.get("step"))
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:  # also bytes that are not UTF-8
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("event"), str) else None
 
 
 def _plain(value: Any) -> Any:

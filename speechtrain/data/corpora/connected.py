@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.manifests import digest
 from speechtrain.data.source import Source
-from speechtrain.errors import ConfigError, MachineError
-from speechtrain.files import atomic
+from speechtrain.errors import ConfigError
+from speechtrain.files import atomic, writing
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -119,11 +119,10 @@ class Connected(Source):
         drawn = (self.utterances, self.min_words, self.max_words, self.gap_seconds, self.seed)
         return digest(FORMAT, self.corpus, self.split, *drawn, *self.content())
 
-
-def gap_samples(draws: NDArray[np.float64], gap_seconds: Sequence[float]) -> NDArray[np.int64]:
-    """Return silences in samples, uniform between the two bounds, for draws in [0, 1)."""
-    shortest, longest = gap_seconds
-    return np.rint((shortest + draws * (longest - shortest)) * SAMPLE_RATE).astype(np.int64)
+    def gaps(self, draws: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return silences in samples, uniform between the two of ``gap_seconds``, for draws in [0, 1)."""
+        shortest, longest = self.gap_seconds
+        return np.rint((shortest + draws * (longest - shortest)) * SAMPLE_RATE).astype(np.int64)
 
 
 def joined_cuts(name: str, clips: Clips, plan: Sequence[Joined]) -> Iterator[Cut]:
@@ -163,27 +162,21 @@ def _ensure_wav(name: str, clips: Clips, plan: Sequence[Joined], samples: int) -
         )
     folder = cache_folder() / "connected"
     path = folder / f"{name}.wav"
-    try:
-        if not path.is_file() or path.stat().st_size != 44 + 2 * samples:
-            with atomic(path) as temporary:
-                free = shutil.disk_usage(folder).free
-                if free < 2 * samples:
-                    raise OSError(None, f"{free / 1e6:.0f} MB free")
-                _write_wav(temporary, clips, plan, samples=samples)
-    except OSError as error:
-        raise MachineError(
-            f"{folder}: cannot write {2 * samples / 1e6:.0f} MB of joined audio ({error.strerror or error}); "
-            "free some space or set SPEECHTRAIN_CACHE to another folder"
-        ) from error
+    if not path.is_file() or path.stat().st_size != 44 + 2 * samples:
+        what = f"{folder}: {2 * samples / 1e6:.0f} MB of joined audio"
+        fix = "free some space or set SPEECHTRAIN_CACHE to another folder"
+        with writing(what, fix), atomic(path) as temporary:
+            free = shutil.disk_usage(folder).free
+            if free < 2 * samples:
+                raise OSError(None, f"{free / 1e6:.0f} MB free")
+            _write_wav(temporary, clips, plan, samples=samples)
     return path
 
 
 def _write_wav(path: Path, clips: Clips, plan: Sequence[Joined], samples: int) -> None:
     # Not soundfile: it does not report a full disk.
     with path.open("wb") as raw, wave.open(raw, "wb") as out:
-        out.setnchannels(1)
-        out.setsampwidth(2)
-        out.setframerate(SAMPLE_RATE)
-        out.setnframes(samples)
+        # channels, bytes of a sample, rate, frames
+        out.setparams((1, 2, SAMPLE_RATE, samples, "NONE", "not compressed"))
         for utterance in plan:
             out.writeframesraw(utterance.audio(clips).astype("<i2", copy=False).tobytes())

@@ -26,7 +26,6 @@ from speechtrain.data.corpora.connected import (
     Connected,
     Joined,
     Samples,
-    gap_samples,
 )
 from speechtrain.data.manifests import digest
 from speechtrain.errors import DataError
@@ -72,7 +71,7 @@ class Digits(Connected):
         draws = uniform_at(self.seed, key, DigitsStream.SIZE, rows[:, 0])
         sizes = self.min_words + (draws * (self.max_words - self.min_words + 1)).astype(int)
         words = (uniform_at(self.seed, key, DigitsStream.WORD, rows, columns) * len(clips.words)).astype(int)
-        gaps = gap_samples(uniform_at(self.seed, key, DigitsStream.GAP, rows, columns), self.gap_seconds)
+        gaps = self.gaps(uniform_at(self.seed, key, DigitsStream.GAP, rows, columns))
         plan = []
         for i, size in enumerate(sizes.tolist()):
             voice, chosen = i % len(clips.voices), words[i, :size].tolist()

@@ -19,15 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
-from speechtrain.data.corpora.connected import (
-    GAP_SECONDS,
-    SAMPLE_RATE,
-    Clips,
-    Connected,
-    Joined,
-    Samples,
-    gap_samples,
-)
+from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Joined, Samples
 from speechtrain.errors import DataError, nearest
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -113,7 +105,7 @@ class Fsdd(Connected):
                     speaker=speaker,
                     text=" ".join(WORDS[self.takes[clip].digit] for clip in group),
                     clips=group,
-                    gaps=tuple(gap_samples(uniform_at(*address, FsddStream.GAP), self.gap_seconds).tolist()),
+                    gaps=tuple(self.gaps(uniform_at(*address, FsddStream.GAP)).tolist()),
                 )
 
     def _groups(self, speaker: str, turn: int) -> Iterator[tuple[int, ...]]:
