@@ -28,33 +28,25 @@ def migrate_1_to_2(plain: dict[str, Any]) -> None:
     _rename(plain.get("device"), {"bind": "pin", "reserve": "comm_cores"})
 
 
-_PREDICTION = {
-    "prediction_embedding": "embedding",
-    "prediction_hidden": "hidden",
-    "prediction_layers": "layers",
-    "prediction_dropout": "dropout",
-    "prediction_norm": "layer_norm",
-    "forget_gate_bias": "forget_gate_bias",
-    "init_scale": "init_scale",
-}
-_JOINT = {"joint_hidden": "hidden", "joint_dropout": "dropout", "joint_bias": "bias"}
-_GREEDY = {"max_symbols_per_step": "max_symbols_per_step", "max_symbols": "max_symbols"}
-
-
 _KEYS_2_TO_3 = {
-    **{f"model.{old}": f"model.prediction.{new}" for old, new in _PREDICTION.items()},
-    **{f"model.{old}": f"model.joint.{new}" for old, new in _JOINT.items()},
-    **{f"model.{old}": f"decoder.{new}" for old, new in _GREEDY.items()},
     **dict.fromkeys(("device.lstm", "encoder.conv_form", "encoder.attention"), ""),
     **dict.fromkeys(("encoder.features.fourier", "encoder.features.block_frames"), ""),
+    **{f"model.{key}": f"decoder.{key}" for key in ("max_symbols_per_step", "max_symbols")},
+}
+_KEYS_OF_RNNT_2_TO_3 = {
+    **{f"model.joint_{key}": f"model.joint.{key}" for key in ("hidden", "dropout", "bias")},
+    **{
+        f"model.prediction_{k}": f"model.prediction.{k}" for k in ("embedding", "hidden", "layers", "dropout")
+    },
+    "model.prediction_norm": "model.prediction.layer_norm",
+    **{f"model.{key}": f"model.prediction.{key}" for key in ("forget_gate_bias", "init_scale")},
 }
 
 
 def migrate_overrides(overrides: Sequence[str]) -> list[str]:
     """KEY=VALUE pairs as typed for an earlier release, with the present keys; removed keys are left out."""
-    pairs = [text.partition("=") for text in overrides]
-    named = [(_KEYS_2_TO_3.get(key, key), equals, value) for key, equals, value in pairs]
-    return [key + equals + value for key, equals, value in named if key]
+    names, pairs = _KEYS_2_TO_3 | _KEYS_OF_RNNT_2_TO_3, [text.partition("=") for text in overrides]
+    return [names.get(key, key) + equals + value for key, equals, value in pairs if names.get(key, key)]
 
 
 def migrate_2_to_3(plain: dict[str, Any]) -> None:
@@ -62,21 +54,17 @@ def migrate_2_to_3(plain: dict[str, Any]) -> None:
 
     The names of weights change likewise, in ``checkpoint.migrations``.
     """
-    encoder, model = plain.get("encoder"), plain.get("model")
-    search = "decoding.greedy.Greedy"
+    model = plain.get("model")
     if isinstance(model, dict):
-        node = _take(model, _GREEDY)
+        writes_text = model.get("_target_") != "speechtrain.models.wav2vec2.Wav2Vec2"
+        search = "greedy.Greedy" if writes_text else "base.NoDecoder"
+        plain["decoder"] = {"_target_": f"speechtrain.decoding.{search}"}
+        plain["final_decoder"] = {"_target_": "speechtrain.decoding.base.NoDecoder"}
         if model.get("_target_") == "speechtrain.models.rnnt.RNNT":
-            model["prediction"] = _part("nn.prediction.LSTMPrediction", _take(model, _PREDICTION))
-            model["joint"] = _part("nn.joint.Joint", _take(model, _JOINT))
-        elif model.get("_target_") == "speechtrain.models.wav2vec2.Wav2Vec2":
-            search = "decoding.base.NoDecoder"
-        plain["decoder"] = _part(search, node)
-        plain["final_decoder"] = _part("decoding.base.NoDecoder", {})
-    features = encoder.get("features") if isinstance(encoder, dict) else None
-    _remove(plain.get("device"), "lstm")
-    _remove(encoder, "conv_form", "attention")
-    _remove(features, "fourier", "block_frames")
+            model["prediction"] = {"_target_": "speechtrain.nn.prediction.LSTMPrediction"}
+            model["joint"] = {"_target_": "speechtrain.nn.joint.Joint"}
+            _move_keys(plain, _KEYS_OF_RNNT_2_TO_3)
+    _move_keys(plain, _KEYS_2_TO_3)
 
 
 _STEPS: tuple[Callable[[dict[str, Any]], None], ...] = (migrate_1_to_2, migrate_2_to_3)
@@ -112,19 +100,23 @@ def _move(node: Any, moved: Mapping[str, str]) -> None:
         _move(child, moved)
 
 
-def _part(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {"_target_": f"speechtrain.{name}", **keys}
+def _move_keys(plain: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give dotted keys their new places, in nodes that exist; remove those without one."""
+    for old, new in names.items():
+        (node, leaf), (target, name) = _node_of(plain, old), _node_of(plain, new)
+        if isinstance(node, dict) and leaf in node:
+            value = node.pop(leaf)
+            if new:
+                target[name] = value
 
 
-def _take(node: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Move the keys of ``names`` out of one node, under their new names."""
-    return {new: node.pop(old) for old, new in names.items() if old in node}
-
-
-def _remove(node: Any, *names: str) -> None:
-    """Remove keys of one node."""
-    for name in names if isinstance(node, dict) else ():
-        node.pop(name, None)
+def _node_of(plain: dict[str, Any], key: str) -> tuple[Any, str]:
+    """The node of a dotted key, or None, and the key's last part."""
+    *path, leaf = key.split(".")
+    node: Any = plain
+    for name in path:
+        node = node.get(name) if isinstance(node, dict) else None
+    return node, leaf
 
 
 def _rename(node: Any, names: Mapping[str, str]) -> None:
