@@ -21,10 +21,6 @@ _ROUNDS = (3, 5)  # fewest and most timings of a policy
 _SECONDS = 20.0  # once all timings together took so long, each policy is timed the fewest times only
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(frozen=True)
 class ComputePolicy:
     """Types, kernels and sizes of one run; the defaults are those of eager devices in fp32.
@@ -48,7 +44,9 @@ class ComputePolicy:
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
     lstm_segment: int = 0  # frames of the LSTM's loop between two ends of a graph; 0: one graph
-    mark_step: Callable[[], None] = field(default=_nothing, compare=False, repr=False)  # ends a lazy graph
+    mark_step: Callable[[], None] = field(
+        default=lambda: None, compare=False, repr=False
+    )  # ends a lazy graph
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         """The context for forward passes on the torch device type ``device``."""

@@ -141,9 +141,8 @@ class SpeechData(DataModule):
     def sampler(self) -> Sampler:
         """The order of training."""
         seconds = self.index.seconds[self._kept]
-        labels = None
-        if self.tokenizer.reads_text and (self.static_shapes or self.batch.memory_gib is not None):
-            labels = self.index.labels(self.tokenizer)[self._kept]
+        if (labels := self._labels(self.index, self.batch)) is not None:
+            labels = labels[self._kept]
             # these become padding rows: they must not widen a shape
             labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
         return Sampler(
@@ -163,16 +162,16 @@ class SpeechData(DataModule):
     @cached_property
     def decoder(self) -> BatchLoader:
         """The loader of training batches."""
-        return BatchLoader(
-            self.index,
-            self.tokenizer,
-            self.sample_rate,
-            max_labels_per_second=self.max_labels_per_second,
-            allow_empty=self.allow_empty,
-            normalise=self.normalise,
-            crop_seconds=self.crop_seconds,
-            seed=self.seed,
-        )
+        limits = {"max_labels_per_second": self.max_labels_per_second, "allow_empty": self.allow_empty}
+        return self._loader(self.index, **limits, crop_seconds=self.crop_seconds, seed=self.seed)
+
+    def _loader(self, index: Index, **options: Any) -> BatchLoader:
+        return BatchLoader(index, self.tokenizer, self.sample_rate, normalise=self.normalise, **options)
+
+    def _labels(self, index: Index, batch: BatchLimits) -> NDArray[np.int32] | None:
+        """The label counts of all cuts, if batches depend on them."""
+        is_needed = self.tokenizer.reads_text and (self.static_shapes or batch.memory_gib is not None)
+        return index.labels(self.tokenizer) if is_needed else None
 
     @property
     def micro_batches_per_epoch(self) -> int:
@@ -231,21 +230,15 @@ class SpeechData(DataModule):
     def _set(self, name: str) -> EvaluationSet:
         if name not in self._sets:
             index = open_index(open_source(self._valid[name]), self.cache)
-            labels = None
-            if self.tokenizer.reads_text and (self.static_shapes or self.valid_batch.memory_gib is not None):
-                labels = index.labels(self.tokenizer)
             plan = evaluation_plan(
                 index.seconds,
-                labels,
+                self._labels(index, self.valid_batch),
                 self.valid_batch,
                 footprint=self.footprint,
                 shapes=self.static_shapes,
                 sample_rate=self.sample_rate,
             )
-            decoder = BatchLoader(
-                index, self.tokenizer, self.sample_rate, is_evaluation=True, normalise=self.normalise
-            )
-            self._sets[name] = EvaluationSet(index, plan, decoder)
+            self._sets[name] = EvaluationSet(index, plan, self._loader(index, is_evaluation=True))
         return self._sets[name]
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:

@@ -59,8 +59,8 @@ def transducer_loss(
     gradient. The result is fp32 (float64 for a float64 ``compute_dtype``) and is differentiable once.
 
     ``dropout`` is the joint's, to the nearest 1/65536 and scaled by the exact keep rate; pass 0 in
-    evaluation. Its mask is ``joint_dropout_mask``, a function of ``seed`` (an int, or an int64 tensor on
-    the device) and of the cell; it does not depend on which cells are visited.
+    evaluation. Its mask is a function of ``seed`` (an int, or an int64 tensor on the device) and of the
+    cell; it does not depend on which cells are visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``; the loss's value is unchanged.
     ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64. Softmax, recursion and
     sums over cells are always fp32 or wider, and autocast has no effect here.
@@ -92,17 +92,6 @@ def transducer_loss(
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
     return loss
-
-
-def joint_dropout_mask(
-    batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
-) -> tuple[Tensor, float]:
-    """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units.
-
-    It is allocated completely, so this function is for tests and small lattices."""
-    joint = _Joint(0, rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
-    drop = _Dropout(joint, batch, hidden, keys=torch.tensor([seed]).view(torch.int32))
-    return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
 
 
 class _Given(NamedTuple):

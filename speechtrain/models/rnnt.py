@@ -6,7 +6,6 @@ Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,6 @@ from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import LSTMPrediction, Prediction
 from speechtrain.task import Sums
 from speechtrain.text.vocabulary import Tokenizer
-
-_Module = TypeVar("_Module", bound=nn.Module)
-
-
-def _on_host(module: _Module) -> _Module:
-    """Copy ``module`` to the host, with the plain compute policy."""
-    copied = copy.deepcopy(module).cpu()
-    apply_policy(copied, PLAIN)
-    return copied
 
 
 class RNNT(Recogniser):
@@ -97,7 +87,9 @@ class RNNT(Recogniser):
         if self.policy.static_shapes:
             # the number of search steps depends on data, so the host decodes; it reads the frames and these
             # weights once per batch
-            prediction, joint = _on_host(prediction), _on_host(joint)
+            prediction, joint = copy.deepcopy((prediction, joint))
+            for part in (prediction, joint):
+                apply_policy(part.cpu(), PLAIN)
             frames, lengths = frames.cpu(), lengths.cpu()
         scorer = TransducerScorer(self.tokenizer, self.frame_seconds, prediction=prediction, joint=joint)
         return self.decoder.decode(scorer, frames, lengths)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.losses import transducer as module
-from speechtrain.losses.transducer import joint_dropout_mask, transducer_loss
+from speechtrain.losses.transducer import _Dropout, _Joint, transducer_loss
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["rows", "static"])
 NAMES = ("encoder", "prediction", "weight", "bias")
@@ -109,6 +109,15 @@ def plain_loss(blank: Tensor, label: Tensor) -> Tensor:
             into.append(alpha[t, u - 1] + label[t, u - 1])
         alpha[t, u] = torch.logsumexp(torch.stack(into), 0) if into else torch.zeros_like(blank[0, 0])
     return -(alpha[frames - 1, positions - 1] + blank[frames - 1, positions - 1])
+
+
+def joint_dropout_mask(
+    batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
+) -> tuple[Tensor, float]:
+    """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units."""
+    joint = _Joint(0, rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
+    drop = _Dropout(joint, batch, hidden, keys=torch.tensor([seed]).view(torch.int32))
+    return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
 
 
 def oracle(
