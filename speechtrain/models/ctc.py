@@ -36,8 +36,7 @@ class CTC(Recogniser):
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         is_static = self.policy.ctc == "static"
-        scores, blank = self.scores(encoded), self.tokenizer.blank
-        symbols = batch.label_lengths
+        scores, blank, symbols = self.scores(encoded), self.tokenizer.blank, batch.label_lengths
         return ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, static=is_static), {}
 
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:

@@ -31,8 +31,7 @@ class Recogniser(Task, PolicyAware):
     def __init__(self, tokenizer: Tokenizer, encoder: Encoder, freeze_encoder_steps: int) -> None:
         super().__init__()
         if not tokenizer.reads_text:
-            name = type(self).__name__
-            raise ConfigError(f"{name} learns from transcripts; replace tokenizer=none by another one")
+            raise ConfigError(f"{type(self).__name__} learns from transcripts; replace tokenizer=none")
         if not encoder.width:
             raise ConfigError("encoder=none: this model needs one; choose it with encoder=NAME")
         self.tokenizer = tokenizer
