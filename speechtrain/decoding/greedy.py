@@ -33,7 +33,6 @@ class Greedy(Decoder):
 
     @torch.no_grad()
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        frames = frames.detach()
         if isinstance(scorer, TransducerScorer):
             return self._transducer(scorer, frames, lengths)
         if isinstance(scorer, CTCScorer):

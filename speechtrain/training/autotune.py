@@ -59,8 +59,9 @@ def choose_policy(
             )
         return {**record, "policy": kept.record()}
     candidates = device.candidates(precision.dtype)
-    batch = data.sample() if len(candidates) > 1 else None
-    if batch is None:
+    if len(candidates) == 1:
+        return {**names, "policy": candidates[0].record()}
+    if (batch := data.sample()) is None:
         return {**names, "policy": device.policy(precision.dtype).record()}
     chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
     taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}

@@ -32,7 +32,7 @@ def composed(group: str, choice: str, *overrides: str) -> DictConfig:
     return compose([f"{group}={choice}", *overrides], *folder_of(group, choice))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def plugins_are_importable() -> Iterator[None]:
     """In this process and in those that it starts."""
     folders = [str(conf.parent) for conf in PLUGINS]

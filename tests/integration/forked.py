@@ -21,7 +21,8 @@ TINY = [
     *("encoder.dropout=0.1", "encoder.attention_dropout=0.1", "encoder.input_dropout=0.1"),
     *("encoder.activation_dropout=0.1", "encoder.layer_drop=0.3"),
     "encoder.channel_mask={_target_:speechtrain.nn.masking.SpanMask,probability:0.2,length:4,min_masks:0}",
-    *("model.temperature=[2,0.5,0.97]", "model.penalty_weight=1", "device.threads=1", "tracking=jsonl"),
+    *("model.temperature=[2,0.5,0.97]", "model.penalty_weight=1", "tracking=jsonl"),
+    *("device.threads=1", "device.autotune=false"),
     *("data.train.utterances=50", "data.train.min_words=2", "data.train.max_words=4", "data.batch.count=2"),
     *("data.valid.unheard.utterances=3", "data.workers=0", "trainer.max_epochs=null", "trainer.log_every=1"),
 ]

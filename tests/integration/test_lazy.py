@@ -17,7 +17,7 @@ COMMON = [
     *("augment=none", "tracking=jsonl", "data.workers=0", f"trainer.log_every={LOG_EVERY}"),
     *("trainer.max_steps=null", f"trainer.max_epochs={EPOCHS}", "trainer.validate_every=4"),
     *("data.batch.count=2", "data.valid.unheard.utterances=2", f"data.shapes={SHAPES}"),
-    *("device.threads=1", "data.max_seconds=4"),
+    *("device.threads=1", "device.autotune=false", "data.max_seconds=4"),
 ]
 MODELS = {
     "rnnt": [
