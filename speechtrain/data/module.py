@@ -311,17 +311,24 @@ class SpeechData(DataModule):
             "epoch": epoch,
             "position": position,
             "content": self.index.content,
+            "texts": self.index.texts,
             "cuts": len(self.index),
             "skipped": dict(self.skips.reasons),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the state's address. Raises DataError if the training cuts differ."""
+        """Continue at the state's address. Raises DataError if the training cuts or transcripts differ.
+
+        A state of an earlier release has no digest of the transcripts, so they are not compared.
+        """
         if state["content"] != self.index.content:
             raise DataError(
                 f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(self.index)} "
                 "now); restore it, or use another run_dir"
             )
+        if state.get("texts", self.index.texts) != self.index.texts:
+            changed = "the transcripts of data.train have changed since the checkpoint"
+            raise DataError(f"{changed}; restore them, or use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 
