@@ -19,7 +19,7 @@ from speechtrain.data.module import SpeechData, automatic_workers
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.workers import Processes
 from speechtrain.errors import DataError, MachineError
-from speechtrain.text.vocabulary import Characters
+from speechtrain.text.vocabulary import Characters, NoText
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,17 @@ def test_a_resume_on_other_transcripts_is_refused(tmp_path: Path, cache: Path, r
     with pytest.raises(DataError, match=r"transcripts .* have changed since the checkpoint"):
         after.load_state_dict(state)
     after.load_state_dict({name: value for name, value in state.items() if name != "texts"})  # of 0.1.0
+
+
+def test_a_set_without_transcripts_is_refused_before_training(cache: Path, recordings: Any) -> None:
+    said, unsaid = recordings.corpus("said", 3), recordings.corpus("unsaid", 3, text=" ")
+    with pytest.raises(DataError, match=r"3 of 3 recordings of data\.train have no transcript, .*a\.txt"):
+        make_data(cache, train=unsaid, valid={}).check()
+    with pytest.raises(DataError, match=r"none of 3 recordings of data\.valid\.dev has a transcript"):
+        make_data(cache, train=said, valid={"dev": unsaid}).check()
+    make_data(cache, train=said, valid={"dev": said}).check()
+    make_data(cache, train=unsaid, valid={}, allow_empty=True).check()
+    SpeechData(unsaid, {"dev": unsaid}, NoText(), workers=0, cache=str(cache)).check()
 
 
 # --- ranks --------------------------------------------------------------------------------------
