@@ -46,7 +46,8 @@ class Torchrun(Launcher):
 
     def _command(self, job: Job) -> list[str]:
         return [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            # by address: a host whose own name does not resolve would wait for its ranks without a word
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
             *(f"--nproc-per-node={job.world_size}", f"--max-restarts={self.max_restarts}"),
             # the same worker command as with every launcher
             *("--no-python", job.command[0], *escape_for_torchrun(job.command[1:])),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import SHARDED, SHARDS, Checkpointer, Stateful, mapped
+from speechtrain.checkpoint.whole import SHARDED, SHARDS, UNWRITABLE, Checkpointer, Stateful, mapped
 from speechtrain.distributed.group import Group
 from speechtrain.dtensor import is_sharded, save_shares, whole
 
@@ -68,16 +68,14 @@ class ShardedCheckpointer(Checkpointer):
 
     @contextmanager
     def _together(self, step: int, temporary: Path | None) -> Iterator[None]:
-        """A context for a part of a save: if a rank raises OSError, all do, and ``temporary`` is removed."""
-        failure: OSError | None = None
+        """A context for a part of a save: if a rank cannot write, all raise OSError; ``temporary`` goes."""
+        failure: Exception | None = None
         try:
             yield
-        except OSError as error:
+        except UNWRITABLE as error:
             failure = error
         if self.group.any(failure is not None):
             if temporary is not None and self.group.world.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             cause = failure or "another rank could not write its part"
-            raise OSError(
-                f"checkpoint of step {step} could not be written to {self.root}: {cause}"
-            ) from failure
+            raise self._unwritten(step, cause) from failure

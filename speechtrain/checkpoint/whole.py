@@ -12,6 +12,7 @@ continues either kind of run, on any number of ranks.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,6 +33,8 @@ WHOLE, SHARDED = 1, 2
 FORMAT = SHARDED  # the newest that is read; versions that read only WHOLE refuse it, and set nothing aside
 SHARDS = "shards"
 _FILES = {"state.pt", "model.safetensors"}
+UNWRITABLE = (OSError, RuntimeError, SafetensorError)
+"""What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
 
 
@@ -107,6 +111,10 @@ def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
     return placed
 
 
+def _note(best: Path, metric: float) -> dict[str, Any]:
+    return {"name": best.name, "metric": metric}
+
+
 def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
     """``saved`` with the model's present names of weights, also in their average."""
     if not isinstance(task := states.get("task"), torch.nn.Module):
@@ -132,6 +140,7 @@ class Checkpointer:
         self.root = Path(run_dir) / "checkpoints"
         self.keep = max(1, keep)
         self.warn = warn
+        self._opened = self._identity()
 
     def save(
         self,
@@ -150,13 +159,18 @@ class Checkpointer:
             held = {name: on_host(part.state_dict()) for name, part in states.items()}
             self._write(temporary, held, weights)
             self._end(folder, temporary, WHOLE, step=step, metric=metric)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        except UNWRITABLE as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(
-                f"checkpoint of step {step} could not be written to {self.root}: {error}"
-            ) from error
+            raise self._unwritten(step, error) from error
         self._choose(folder, metric)
         return folder
+
+    def _unwritten(self, step: int, cause: object) -> OSError:
+        """The error of a save; a full disk is called so, which the cause of torch or safetensors is not."""
+        free = shutil.disk_usage(self.root).free if self.root.is_dir() else 0
+        return OSError(
+            f"checkpoint of step {step} could not be written to {self.root}: {cause} ({free >> 20} MiB free)"
+        )
 
     def _folders(self, step: int) -> tuple[Path, Path]:
         """The final folder of the checkpoint of ``step``, and the one in which it is written."""
@@ -164,7 +178,12 @@ class Checkpointer:
         return folder, self.root / f".writing-{folder.name}"
 
     def _begin(self, temporary: Path) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        if self._opened is None:
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self._opened = self._identity()
+        if self._identity() != self._opened:
+            raise OSError(f"{self.root.parent} was moved or removed while the run went on; move it back")
+        self.root.mkdir(exist_ok=True)
         for left_over in self.root.glob(".writing-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         temporary.mkdir()
@@ -174,6 +193,8 @@ class Checkpointer:
         torch.save(held, temporary / "state.pt")
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(on_cpu, temporary / "model.safetensors")
+        # safetensors writes a file that only its owner may read, whatever the umask is
+        shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
 
     def _end(self, folder: Path, temporary: Path, form: int, step: int, metric: float | None) -> None:
         """Flush and hash the written files, and rename their folder to ``folder``."""
@@ -196,21 +217,41 @@ class Checkpointer:
 
     def _choose(self, folder: Path, metric: float | None) -> None:
         """Note the best checkpoint, and remove those that are neither the best nor among the newest."""
-        if metric is not None and metric < self.best()[1]:
+        best, least = self.best()
+        if best is not None and read_json(self.root / "best.json") != (note := _note(best, least)):
+            if best != folder and metric is not None:
+                self.warn(f"{self.root / 'best.json'} did not name the best checkpoint, {best.name}")
             try:
-                write_json(self.root / "best.json", {"name": folder.name, "metric": metric})
+                write_json(self.root / "best.json", note)
             except OSError as error:
                 raise OSError(f"{folder} is written, but not {self.root / 'best.json'}: {error}") from error
-        best = self.best()[0]
         for other in self.folders()[: -self.keep]:
             if other != best:
                 shutil.rmtree(other, ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
-        """The best checkpoint's folder and metric; (None, inf) while there is none."""
-        content = read_json(self.root / "best.json")
-        folder = self.root / str(content.get("name", "none"))
-        return (folder, float(content["metric"])) if folder.is_dir() else (None, float("inf"))
+        """The best checkpoint's folder and metric, (None, inf) while there is none; of equals, the first.
+
+        The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
+        """
+        found = [(self._metric(folder), folder) for folder in self.folders()]
+        least, best = min(found, default=(math.inf, None), key=lambda pair: pair[0])
+        return (best, least) if least < math.inf else (None, math.inf)
+
+    @staticmethod
+    def _metric(folder: Path) -> float:
+        """The metric in a checkpoint's manifest; infinite if it has none or cannot be read."""
+        metric: Any = read_json(folder / "checkpoint.json").get("metric")
+        is_number = isinstance(metric, int | float) and not isinstance(metric, bool)
+        return float(metric) if is_number and not math.isnan(metric) else math.inf
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Device and number of the run directory; None while it is missing."""
+        try:
+            status = self.root.parent.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
     def folders(self) -> list[Path]:
         """Checkpoint folders, oldest first."""

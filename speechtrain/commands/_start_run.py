@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from speechtrain import errors
+from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._external_launch import RENDEZVOUS
 from speechtrain.config.build import build_device, build_launcher, build_precision, dry_build
@@ -68,7 +70,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     if launcher.is_here(job):
         device.check(job.world_size)
     done = read_result(run_dir)
-    if done and done.get("status") in _ENDED and migrate_limits(done.get("limits")) == plain["trainer"]:
+    if done and _is_complete(done, run_dir) and migrate_limits(done.get("limits")) == plain["trainer"]:
         print(f"{run_dir} is done: {_describe(done)}")
         return done
 
@@ -100,6 +102,12 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     return result
 
 
+def _is_complete(result: Mapping[str, Any], run_dir: Path) -> bool:
+    """True for the result of a run that has ended, if its last checkpoint is there."""
+    saved = {folder.name for folder in Checkpointer(run_dir).folders()}
+    return result.get("status") in _ENDED and f"step-{str(result.get('steps')).zfill(8)}" in saved
+
+
 def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
     """Write the files that the ranks of a start read, ``story`` as ``run.json``; remove earlier results."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
@@ -126,6 +134,12 @@ def _outcome(ended: Result, run_dir: Path) -> dict[str, Any]:
         result = read_failure(run_dir)
     if ended.cause and (result is None or result["status"] == "failed"):
         raise MachineError(ended.cause)
+    if result is None and ended.returncode < 0:
+        saved = Checkpointer(run_dir).folders()
+        begin = f"from {saved[-1].name}" if saved else "from its beginning"
+        name = signal.Signals(-ended.returncode).name
+        memory = " (out of memory? dmesg tells)" if name == "SIGKILL" else ""
+        raise MachineError(f"the run was ended by {name}{memory}; the same command continues {begin}")
     if result is None:
         raise RunError(f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}")
     return result

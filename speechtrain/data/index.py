@@ -31,7 +31,7 @@ from speechtrain.errors import DataError
 from speechtrain.files import atomic, flush, writing
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 2  # of the folder: an older format is built again
+FORMAT = 3  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _CHUNK = 65_536  # rows held in memory while building
 _UNSPELLABLE = -1
@@ -44,6 +44,7 @@ class Index:
         self.folder = folder
         meta = json.loads((folder / "meta.json").read_text())
         self.content: str = meta["content"]
+        self.texts: str = meta["texts"]  # a digest of the transcripts, as content is one of ids and durations
         """A hash of ids and durations: equal for equal cuts in any place."""
         self.files = [Path(name) if os.path.isabs(name) else folder / name for name in meta["files"]]
         self._size: int = meta["cuts"]
@@ -178,7 +179,13 @@ def _is_current(index: Index, source: Source) -> bool:
 
 def _build(source: Source, folder: Path) -> None:
     """Write the arrays, the converted cuts and ``meta.json`` into ``folder``."""
-    files, cuts, content = [], 0, hashlib.blake2b(digest_size=8)
+    files, cuts = [], 0
+    content, texts = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+
+    def row_of(entry: Entry, number: int) -> tuple[float, int, int, int]:
+        texts.update(text_of(entry.cut).encode() + b"\0")
+        return seconds_of(entry.cut), entry.offset, key_of(entry.cut["id"]), number
+
     with contextlib.ExitStack() as stack:
         arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}
         for number, part in enumerate(parts_of(source)):
@@ -188,7 +195,7 @@ def _build(source: Source, folder: Path) -> None:
             else:
                 files.append(f"cuts-{number}.jsonl")
                 entries = _stored(part, folder / files[-1])
-            rows = ((seconds_of(e.cut), e.offset, key_of(e.cut["id"]), number) for e in entries)
+            rows = (row_of(entry, number) for entry in entries)
             while chunk := list(islice(rows, _CHUNK)):
                 values = dict(zip(_ARRAYS, zip(*chunk, strict=True), strict=True))
                 columns = {name: np.array(values[name], dtype) for name, dtype in _ARRAYS.items()}
@@ -196,7 +203,8 @@ def _build(source: Source, folder: Path) -> None:
                     column.tofile(arrays[name])
                 content.update(columns["key"].tobytes() + columns["seconds"].tobytes())
                 cuts += len(chunk)
-    meta = {"format": FORMAT, "cuts": cuts, "content": content.hexdigest(), "files": files}
+    digests = {"content": content.hexdigest(), "texts": texts.hexdigest()}
+    meta = {"format": FORMAT, "cuts": cuts, **digests, "files": files}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for existence before training
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
+_WHERE_TRANSCRIPTS_ARE = (
+    "a folder has it in a.txt beside a.wav or in *.trans.txt, a manifest in the recording's text"
+)
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 
 
@@ -251,9 +254,10 @@ class SpeechData(DataModule):
     def check(self) -> None:
         """Check 1,000 recordings of each set and 10,000 transcripts (or all, if there are up to 100,000).
 
-        Raises DataError if more training recordings are missing, or more transcripts cannot be
-        encoded, than ``max_bad`` and ``max_bad_share`` allow, or half of them; also if any checked
-        recording of an evaluation set is missing. An evaluation transcript may have unknown symbols.
+        Raises DataError if more training recordings are missing or have no transcript, or more transcripts
+        cannot be encoded, than ``max_bad`` and ``max_bad_share`` allow, or half of them; also if any checked
+        recording of an evaluation set is missing, or none has a transcript. An evaluation transcript may
+        have unknown symbols.
         """
         self._check_files("train", self.index, self._kept, is_evaluation=False)
         if self.tokenizer.reads_text:
@@ -262,6 +266,12 @@ class SpeechData(DataModule):
             index = self._set(name).index
             rows = np.arange(len(index), dtype=np.int32)
             self._check_files(f"valid.{name}", index, rows, is_evaluation=True)
+            texts = (self.tokenizer.normalise(text_of(index.cut(row))) for row in rows.tolist())
+            if self.tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
+                raise DataError(
+                    f"none of {len(rows)} recordings of data.valid.{name} has a transcript, so there is no "
+                    f"error rate to select a checkpoint by; {_WHERE_TRANSCRIPTS_ARE}"
+                )
 
     def _check_files(self, key: str, index: Index, rows: NDArray[np.int32], is_evaluation: bool) -> None:
         looked = self._sample(rows, _SAMPLED_RECORDINGS)
@@ -277,15 +287,23 @@ class SpeechData(DataModule):
         is_small = len(self._kept) <= _ALL_TRANSCRIPTS
         looked = self._kept if is_small else self._sample(self._kept, _SAMPLED_TRANSCRIPTS)
         bad, symbols, first = 0, set[str](), ""
+        unsaid: list[str] = []
         for row in looked.tolist():
             cut = self.index.cut(row)
             text = self.tokenizer.normalise(text_of(cut))
+            if not text.strip() and not self.allow_empty:
+                unsaid.append(cut["id"])
             try:
                 self.tokenizer.encode(text)
             except (KeyError, ValueError):
                 bad += 1
                 symbols |= self.tokenizer.unknown(text)
                 first = first or cut["id"]
+        if self._is_too_many(len(unsaid), len(looked)):
+            raise DataError(
+                f"{len(unsaid)} of {len(looked)} recordings of data.train have no transcript, such as "
+                f"{unsaid[0]!r}; {_WHERE_TRANSCRIPTS_ARE}"
+            )
         if self._is_too_many(bad, len(looked)):
             shown = " ".join(map(repr, sorted(symbols)[:10])) + (" …" if len(symbols) > 10 else "")
             raise DataError(
@@ -311,17 +329,24 @@ class SpeechData(DataModule):
             "epoch": epoch,
             "position": position,
             "content": self.index.content,
+            "texts": self.index.texts,
             "cuts": len(self.index),
             "skipped": dict(self.skips.reasons),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the state's address. Raises DataError if the training cuts differ."""
+        """Continue at the state's address. Raises DataError if the training cuts or transcripts differ.
+
+        A state of an earlier release has no digest of the transcripts, so they are not compared.
+        """
         if state["content"] != self.index.content:
             raise DataError(
                 f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(self.index)} "
                 "now); restore it, or use another run_dir"
             )
+        if state.get("texts", self.index.texts) != self.index.texts:
+            changed = "the transcripts of data.train have changed since the checkpoint"
+            raise DataError(f"{changed}; restore them, or use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 

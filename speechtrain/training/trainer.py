@@ -156,7 +156,7 @@ class Trainer:
                 status = self.validation.run(parts, status) or status
                 progress.wall_s = time.perf_counter() - self._started
             if save_due or validate_due:
-                self._save(parts)
+                self._save(parts, is_last=bool(status))
                 interval.started = time.perf_counter()  # neither belongs to the training throughput
         return status
 
@@ -239,9 +239,9 @@ class Trainer:
             status = "target"  # the previous start reached it, and was killed before it wrote its result
         if self.validation.is_due(parts, status, validate_every):
             status = self.validation.run(parts, status) or status
-            self._save(parts)
+            self._save(parts, is_last=bool(status))
         elif status == "preempted" and not progress.step:  # stopped before the first update: save that, too
-            self._save(parts)
+            self._save(parts, is_last=True)
         return status
 
     def _is_late(self) -> bool:
@@ -281,7 +281,8 @@ class Trainer:
             },
         )
 
-    def _save(self, parts: Parts) -> None:
+    def _save(self, parts: Parts, is_last: bool = False) -> None:
+        """Save. A save that fails is a warning where ``on_save_error`` says so, but never the last one."""
         self.group.rank_status.at(self.progress.step, "checkpoint")
         if self.group.world.rank == 0 or self.checkpointer.needs_all:
             is_validated = self.progress.validated == self.progress.step
@@ -291,8 +292,9 @@ class Trainer:
                 path = self.checkpointer.save(self.progress.step, parts.states, weights, metric=metric)
                 self.tracker.log("checkpoint", {"step": self.progress.step, "path": str(path)})
             except OSError as error:
-                if self.config.on_save_error == "stop":
-                    raise MachineError(f"{error}; the last good checkpoint is intact") from error
+                if is_last or self.config.on_save_error == "stop":
+                    then = "the last good checkpoint is intact, and the same command continues from it"
+                    raise MachineError(f"{error}; {then}") from error
                 message = f"{error}; training goes on, trainer.on_save_error=continue"
                 self.tracker.log("warning", {"message": message})
         self.group.barrier()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Command
+from .conftest import Command, finish, wait_for
 from .forked import Forks
 
 
@@ -93,15 +95,49 @@ def test_a_disk_that_is_full_during_a_save(
     assert "checkpoint of step 4 could not be written" in done.stderr
     assert [c.name for c in run.checkpoints()] == ["step-00000002"]
     assert run.weights() == sound
-    if policy == "stop":
-        assert done.returncode == 4
-        assert done.stderr.count("\n") == 1
-        assert (run.result()["status"], run.result()["exit_code"]) == ("failed", 4)
-        assert run.result()["steps"] == 4
-        assert run.events()[-1]["status"] == "failed"
-        assert (run.run_dir / "error.log").exists()
-    else:
-        assert done.returncode == 0
-        assert "training goes on" in done.stderr
-        assert sorted(run.losses()) == [1, 2, 3, 4]
+    # the last save is never a mere warning
+    assert done.returncode == 4
+    assert done.stderr.count("\n") == 1
+    assert (run.result()["status"], run.result()["exit_code"]) == ("failed", 4)
+    assert run.result()["steps"] == 4
+    assert run.events()[-1]["status"] == "failed"
+    assert (run.run_dir / "error.log").exists()
+    assert sorted(run.losses()) == [1, 2, 3, 4]
+    again = run.run("trainer.max_steps=4")  # with room again
+    assert again.returncode == 0, again.stderr
+    assert [c.name for c in run.checkpoints()][-1] == "step-00000004"
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_a_save_that_fails_on_the_way_is_a_warning_where_that_is_asked(
+    command: Callable[..., Command], forks: Forks
+) -> None:
+    run = command("run", "trainer.max_steps=4", "trainer.save_every=2", "trainer.validate_every=100")
+    path = run.write()
+    # in the way of the folder that the save of step 2 writes, and gone before that of step 4
+    (run.run_dir / "checkpoints").mkdir()
+    (run.run_dir / "checkpoints" / ".writing-step-00000002").write_text("")
+    assert forks.run(path) == [0], run.result()
+    assert [e["message"] for e in run.events("warning") if "training goes on" in e["message"]]
+    assert [c.name for c in run.checkpoints()] == ["step-00000004"]
+
+
+def test_a_finished_run_without_its_last_checkpoint_continues(command: Callable[..., Command]) -> None:
+    run = command("run", "trainer.max_steps=4", "trainer.save_every=2", "trainer.validate_every=100")
+    assert run.run().returncode == 0
+    shutil.rmtree(run.checkpoints()[-1])
+    done = run.run()
+    assert done.returncode == 0, done.stderr
+    assert "is done" not in done.stdout
+    assert [c.name for c in run.checkpoints()] == ["step-00000002", "step-00000004"]
+
+
+def test_the_only_rank_that_is_killed_is_the_machines_fault(command: Callable[..., Command]) -> None:
+    run = command("run", "trainer.max_steps=2000", "trainer.save_every=2", "trainer.validate_every=5000")
+    process = run.start()
+    wait_for(lambda: len(run.checkpoints()) >= 2, process)
+    os.kill(run.pid(), signal.SIGKILL)
+    ended = finish(process)
+    assert ended.returncode == 4, ended.stderr
+    assert "the run was ended by SIGKILL (out of memory?" in ended.stderr
+    assert "the same command continues from step-" in ended.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -184,6 +185,58 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     value = Value(torch.zeros(100))
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
+
+
+def test_a_disk_that_fills_under_the_weights_is_the_same_error(tmp_path: Path) -> None:
+    """Safetensors has an error of its own for it, torch another one."""
+    checkpointer = saved(tmp_path, (10,))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"step 20 could not be written .* MiB free\)"):
+            checkpointer.save(20, {"value": Value(torch.zeros(10))}, {"weight": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        saved(tmp_path, (10,))
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
+
+
+def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpointer = saved(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
+    checkpointer.warn = said.append
+    note = tmp_path / "checkpoints" / "best.json"
+    sound = note.read_bytes()
+    for place in range(8 * len(sound)):
+        damaged = bytearray(sound)
+        damaged[place // 8] ^= 1 << place % 8
+        note.write_bytes(damaged)
+        assert checkpointer.best() == (tmp_path / "checkpoints" / "step-00000002", 0.25)
+    checkpointer.save(4, {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)}, 0.9)
+    assert [folder.name for folder in checkpointer.folders()] == ["step-00000002", "step-00000004"]
+    assert note.read_bytes() == sound
+    assert len(said) == 1
+    assert "did not name the best checkpoint, step-00000002" in said[0]
+
+
+def test_a_run_directory_that_moves_away_is_noticed_and_not_made_again(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path / "run", (10,))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    states, weights = {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)}
+    with pytest.raises(OSError, match=r"run was moved or removed while the run went on"):
+        checkpointer.save(20, states, weights)
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+    (tmp_path / "moved").rename(tmp_path / "run")
+    assert checkpointer.save(20, states, weights).is_dir()
 
 
 def test_another_format_is_never_set_aside(tmp_path: Path) -> None:

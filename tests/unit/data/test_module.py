@@ -19,7 +19,7 @@ from speechtrain.data.module import SpeechData, automatic_workers
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.workers import Processes
 from speechtrain.errors import DataError, MachineError
-from speechtrain.text.vocabulary import Characters
+from speechtrain.text.vocabulary import Characters, NoText
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_the_state_is_an_address(corpus: Path) -> None:
     for number, expected in enumerate([0, 0, 0, 4, 4, 4, 4, 8], 1):
         next(stream)
         assert (data.state_dict()["epoch"], data.state_dict()["position"]) == (0, expected), number
-    assert set(data.state_dict()) == {"epoch", "position", "content", "cuts", "skipped"}
+    assert set(data.state_dict()) == {"epoch", "position", "content", "texts", "cuts", "skipped"}
 
 
 def test_a_resume_on_other_cuts_is_refused(corpus: Path) -> None:
@@ -115,6 +115,31 @@ def test_a_resume_on_other_cuts_is_refused(corpus: Path) -> None:
     other = make_data(corpus, train=Digits("train", utterances=32))
     with pytest.raises(DataError, match=r"changed since the checkpoint \(31 cuts then, 32 now\)"):
         other.load_state_dict(state)
+
+
+def test_a_resume_on_other_transcripts_is_refused(tmp_path: Path, cache: Path, recordings: Any) -> None:
+    path = Path(recordings.corpus("said", 2))
+    before = make_data(cache, train=str(path))
+    state = before.state_dict()
+    lines = path.read_text().splitlines(keepends=True)
+    assert '"text": "' in lines[1]
+    path.write_text(lines[0] + lines[1].replace('"text": "', '"text": "nine '))
+    after = make_data(cache, train=str(path))
+    assert after.index.content == before.index.content  # the same recordings
+    with pytest.raises(DataError, match=r"transcripts .* have changed since the checkpoint"):
+        after.load_state_dict(state)
+    after.load_state_dict({name: value for name, value in state.items() if name != "texts"})  # of 0.1.0
+
+
+def test_a_set_without_transcripts_is_refused_before_training(cache: Path, recordings: Any) -> None:
+    said, unsaid = recordings.corpus("said", 3), recordings.corpus("unsaid", 3, text=" ")
+    with pytest.raises(DataError, match=r"3 of 3 recordings of data\.train have no transcript, .*a\.txt"):
+        make_data(cache, train=unsaid, valid={}).check()
+    with pytest.raises(DataError, match=r"none of 3 recordings of data\.valid\.dev has a transcript"):
+        make_data(cache, train=said, valid={"dev": unsaid}).check()
+    make_data(cache, train=said, valid={"dev": said}).check()
+    make_data(cache, train=unsaid, valid={}, allow_empty=True).check()
+    SpeechData(unsaid, {"dev": unsaid}, NoText(), workers=0, cache=str(cache)).check()
 
 
 # --- ranks --------------------------------------------------------------------------------------
