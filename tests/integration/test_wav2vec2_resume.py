@@ -48,7 +48,7 @@ def test_twenty_kills_leave_no_trace(
         if process is None:
             assert forks.wait() == [-signal.SIGKILL]
         else:
-            assert finish(process).returncode == 5
+            assert finish(process).returncode == 4
     assert forks.run(config) == [0], killed.result()
 
     assert sorted(undisturbed.losses()) == list(range(1, STEPS + 1))

@@ -283,7 +283,7 @@ def test_the_default_launcher_counts_the_ranks(tmp_path: Path) -> None:
     assert launcher.render(one) == f"A=1 {sys.executable} -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
     assert launcher.render(two) == (
         "A=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9 "
-        f"{sys.executable} -m torch.distributed.run --standalone "
+        f"{sys.executable} -m torch.distributed.run --standalone --local-addr=127.0.0.1 "
         f"--nproc-per-node=2 --max-restarts=2 --no-python {sys.executable} -m speechtrain.train_rank "
         f"{tmp_path / 'c.yaml'}"
     )

@@ -338,12 +338,17 @@ def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path
 
 
 def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".writing-step-00000002").write_text("a file where the folder should be")
     rig = Rig(tmp_path, max_steps=4, save_every=2)
     assert rig.status == "finished"
     assert any("on_save_error=continue" in w["message"] for w in rig.recorder.of("warning"))
-    with pytest.raises(MachineError, match="last good checkpoint is intact"):
-        Rig(tmp_path, max_steps=4, save_every=2, on_save_error="stop")
+    for step, settings in ((2, {"on_save_error": "stop"}), (4, {})):  # the last save is never a mere warning
+        folder = tmp_path / str(step)
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints" / f".writing-step-{step:08d}").write_text("")
+        with pytest.raises(MachineError, match="last good checkpoint is intact"):
+            Rig(folder, max_steps=4, save_every=2, **settings)
 
 
 def test_profile_writes_the_steps_asked_for(tmp_path: Path) -> None:
