@@ -67,19 +67,20 @@ class Numbers(Tokenizer):
 def full_lattice(
     encoder: Tensor,
     prediction: Tensor,
+    *,
     weight: Tensor,
     bias: Tensor,
     labels: Tensor,
-    frames: Tensor,
-    symbols: Tensor,
-    *,
+    encoder_lengths: Tensor,
+    label_lengths: Tensor,
     dropout: float,
     compute_dtype: torch.dtype,
     **others: object,
 ) -> Tensor:
     """``transducer_loss`` by way of every logit, as ``benchmarks/transducer_loss.py`` writes it."""
     shape = lattice.Shape(len(labels), encoder.shape[1], labels.shape[1], *weight.shape)
-    problem = lattice.Problem(shape, [encoder, prediction, weight, bias], labels, frames, symbols)
+    inputs = [encoder, prediction, weight, bias]
+    problem = lattice.Problem(shape, inputs, labels, encoder_lengths, label_lengths)
     return lattice.full_lattice(problem, dropout, compute_dtype)
 
 

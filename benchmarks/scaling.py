@@ -86,7 +86,16 @@ class Steps:
         )
         optimizer, progress = LAMB(task.parameters(), lr=1e-6), self.trainer.progress
         # no data and no schedule: the batch is always the same
-        self.parts = Parts(task, None, optimizer, None, NoEMA(), precision, progress, module)  # type: ignore[arg-type]
+        self.parts = Parts(
+            task=task,
+            data=None,  # type: ignore[arg-type]
+            optimizer=optimizer,
+            schedule=None,  # type: ignore[arg-type]
+            average=NoEMA(),
+            precision=precision,
+            progress=progress,
+        )
+        self.parts.wrapped = module
         self.interval = Interval()
 
     def step(self) -> float:
