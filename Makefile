@@ -8,7 +8,7 @@ TORCH ?= 2.13.0
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-cluster check bench wheel test-ipex clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-cluster check bench wheel test-ipex clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -41,9 +41,18 @@ test: setup-dev
 test-fast: setup-dev
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS) -m 'not slow'
 
+# Kills, signals, full disks and damaged files on real runs, with figures at the end: about an hour of two cores.
+# SPEECHTRAIN_FLIPS=1 flips every bit of a run's small files, where the default takes a share of them.
+test-faults: setup-dev
+	$(BIN)/python -m pytest -q tests/faults
+
 # Every launcher with its real engine; one that is missing is a failure here, where `make test` skips it.
 test-cluster: setup-dev
 	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
+
+# What a stranger's files try, by real commands; `make test` has the fast ones.
+test-attacks: setup-dev
+	$(BIN)/python -m pytest -q tests/attacks
 
 check: setup-dev
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ setup(
     long_description=Path("README.md").read_text() if Path("README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11.1",  # 3.11.0's fork server lets other users in (CVE-2022-42919)
     packages=[
         *find_packages(include=["speechtrain", "speechtrain.*"]),
         "speechtrain.conf",

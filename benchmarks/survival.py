@@ -38,7 +38,8 @@ from speechtrain.errors import RunError
 from speechtrain.supervision.process_tree import children_of
 
 SMALL = [
-    *("recipe=demo", "schedule=constant", "device.threads=1", "device.matmul=highest", "tracking=jsonl"),
+    *("recipe=demo", "schedule=constant", "schedule.warmup_steps=60"),
+    *("device.threads=1", "device.matmul=highest", "tracking=jsonl"),
     *("data.workers=0", "data.train.utterances=400", "data.valid.unheard.utterances=12"),
     *("data.batch.count=4", "trainer.max_epochs=null", "trainer.log_every=1", "allow_targets=survival"),
     *("data._target_=survival.RecordedData", "trainer.validate_every=1000000"),
@@ -249,7 +250,7 @@ def _tail(path: Path, offset: int) -> str:
 
 def kills(out: Path, first: int, seeds: int, overrides: list[str]) -> bool:
     """A random rank of 2 to 4 is killed at a random step; the run must end as if nothing had been."""
-    plan = ["trainer.save_every=5", f"trainer.max_steps={UPDATES}", *overrides]
+    plan = ["trainer.save_every=5", f"trainer.max_steps={UPDATES}", "device.oversubscribe=true", *overrides]
     undisturbed: dict[int, Run] = {}
     for size in (2, 3, 4):
         undisturbed[size] = Run(out / f"undisturbed-{size}", [*plan, f"world_size={size}"])

@@ -18,6 +18,9 @@ class Auto(Launcher):
     def check(self, job: Job) -> None:
         self._chosen(job).check(job)
 
+    def lacking(self, job: Job) -> str:
+        return self._chosen(job).lacking(job)
+
     def is_here(self, job: Job) -> bool:
         return self._chosen(job).is_here(job)
 

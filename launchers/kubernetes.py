@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,10 +17,12 @@ from typing import Any
 
 import yaml
 
+from speechtrain import errors
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
+from speechtrain.files import write_text
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
 from speechtrain.supervision.node_agent import MODULE
-from speechtrain.supervision.rendezvous import rendezvous_port
+from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
 
 MANIFEST = "kubernetes.yaml"
@@ -58,6 +59,8 @@ class Kubernetes(Launcher):
     and ends the pods, the second ends them at once.
     """
 
+    files = (*Launcher.files, MANIFEST)
+    programs = ("kubectl",)
     image: str
     kind: str = "job"
     nodes: int = 1
@@ -110,14 +113,12 @@ class Kubernetes(Launcher):
         )
 
     def launch(self, job: Job) -> Result:
-        self.check(job)
-        if shutil.which("kubectl") is None:
-            raise MachineError("launcher=kubernetes: there is no kubectl on this machine; install it")
         name, kind, manifest = self._name(job), self._kind, self.manifest(job)
         self._clear(name)
         self._kubectl.must("apply", "--filename=-", text=manifest)
-        (job.run_dir / MANIFEST).write_text(manifest)
-        print(f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}", flush=True)
+        write_text(job.run_dir / MANIFEST, manifest)
+        told = f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}"
+        print(errors.printable(told), flush=True)
         if not self.wait:
             delete = shlex.join([*self._kubectl.command, "delete", *kind.objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
@@ -189,10 +190,8 @@ class Kubernetes(Launcher):
         spec = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": replicas}
         return [_document("kubeflow.org/v1", "PyTorchJob", self._name(job), spec=spec)]
 
-    def _container(
-        self, job: Job, node: str, address: str, port: object, retry_from: int = 0
-    ) -> dict[str, Any]:
-        """The only container of a pod. ``node``, ``address``, ``port`` may be variables for Kubernetes."""
+    def _container(self, job: Job, node: str, host: str, port: object, retry_from: int = 0) -> dict[str, Any]:
+        """The only container of a pod. ``node``, ``host``, ``port`` may be variables for Kubernetes."""
         environment = {
             **forwarded_environment(job, self.forward),
             "PYTHONUNBUFFERED": "1",
@@ -206,13 +205,14 @@ class Kubernetes(Launcher):
             "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
             "resources": {"requests": quantities, "limits": quantities} if quantities else {},
         }
-        mounts = [{"name": _volume(n), "mountPath": path} for n, path in enumerate(self._mounts.values())]
+        # numbered: a claim's name may be too long for a volume
+        mounts = [{"name": f"volume-{n}", "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
             mounts.append({"name": _MEMORY, "mountPath": "/dev/shm"})
         return {
             "name": _CONTAINER,
             "image": self.image,
-            "command": self._command(job, node, address, port=port, retry_from=retry_from),
+            "command": self._command(job, node, host, port=port, retry_from=retry_from),
             **{key: value for key, value in given.items() if value},
             "env": [pod_ip, *({"name": n, "value": _literal(v)} for n, v in environment.items())],
             "volumeMounts": mounts,
@@ -220,20 +220,22 @@ class Kubernetes(Launcher):
 
     def _command(self, job: Job, node: str, address: str, port: object, retry_from: int) -> list[str]:
         """The container's command, without a shell, so that its first process handles SIGTERM."""
-        python, run_dir = _literal(self.python), _literal(str(job.run_dir))
+        run_dir, ranks = _literal(str(job.run_dir)), job.ranks_per_node(self.nodes)
         retry = [f"--retry-from={retry_from}"] if retry_from else []
+        python, *on_host = map(_literal, job.on_host([], ranks, self.python))
+        own = ["--address=$(POD_IP)"] if self.nodes > 1 else []
+        meeting = [f"--node-rank={node}", f"--master-addr={address}", f"--master-port={port}"]
+        meeting += [f"--rdzv-conf=timeout={_WAIT_SECONDS}"]
         return [
-            *(python, "-m", MODULE, "run", "--address=$(POD_IP)", f"--node={node}"),
-            *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--"),
-            *(python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}", f"--node-rank={node}"),
-            *(f"--nproc-per-node={job.ranks_per_node(self.nodes)}", f"--master-addr={address}"),
-            *(f"--master-port={port}", f"--rdzv-conf=timeout={_WAIT_SECONDS}"),
-            *("--no-python", python, *(_literal(word) for word in escape_for_torchrun(job.command[1:]))),
+            *(python, "-P", "-m", MODULE, "run", *own, f"--node={node}"),
+            *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--", python, *on_host),
+            *agent_command(python, ranks, self.nodes, *meeting),
+            *(python, *(_literal(word) for word in escape_for_torchrun(job.command[1:]))),
         ]
 
     def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:
         volumes: list[dict[str, Any]] = [
-            {"name": _volume(n), "persistentVolumeClaim": {"claimName": claim}}
+            {"name": f"volume-{n}", "persistentVolumeClaim": {"claimName": claim}}
             for n, claim in enumerate(self._mounts)
         ]
         if self.shared_memory is not None:  # the runtime's 64 MiB are too small for loaders and collectives
@@ -258,15 +260,14 @@ class Kubernetes(Launcher):
 
     def _clear(self, name: str) -> None:
         """Remove the objects of an earlier command. Raises RunError if they are still at work."""
-        found = self._kubectl.must(*self._kind.get(name))
+        kind = self._kind
+        found = self._kubectl.must(*kind.get(name))
         if not found.strip():
             return
-        if self._kind.end(json.loads(found)) is None:
-            delete = shlex.join([*self._kubectl.command, "delete", *self._kind.objects(name)])
-            raise RunError(
-                f"{self._kind.resource}/{name} is still in the cluster; wait for it, or `{delete}`"
-            )
-        self._kubectl.must("delete", *self._kind.objects(name), "--ignore-not-found", "--cascade=foreground")
+        if kind.end(json.loads(found)) is None:
+            delete = shlex.join([*self._kubectl.command, "delete", *kind.objects(name)])
+            raise RunError(f"{kind.resource}/{name} is still in the cluster; wait for it, or `{delete}`")
+        self._kubectl.must("delete", *kind.objects(name), "--ignore-not-found", "--cascade=foreground")
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,15 @@ class _Kubectl:
     def must(self, *arguments: str, text: str = "") -> str:
         """The output of a call. Raises MachineError with the cluster's own message if the call fails."""
         try:
-            done = self._done(arguments, text)
+            done = subprocess.run(
+                [*self.command, *arguments],
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=_KUBECTL_SECONDS,
+                start_new_session=True,  # a terminal's Ctrl-C must reach only this process
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise MachineError(
                 f"launcher=kubernetes: kubectl {arguments[0]} got no answer in {_KUBECTL_SECONDS:.0f} s"
@@ -323,21 +332,9 @@ class _Kubectl:
     def said(self, *arguments: str) -> str | None:
         """The output of a call; None if it fails."""
         try:
-            done = self._done(arguments, "")
-        except subprocess.TimeoutExpired:
+            return self.must(*arguments)
+        except MachineError:
             return None
-        return None if done.returncode else done.stdout
-
-    def _done(self, arguments: tuple[str, ...], text: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self.command, *arguments],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_KUBECTL_SECONDS,
-            start_new_session=True,  # a terminal's Ctrl-C must reach only this process
-            check=False,
-        )
 
 
 @dataclass(eq=False)
@@ -385,7 +382,8 @@ class _Followed:
         if end is None or end[0]:
             return None if end is None else 0
         if not self.received:
-            print(f"speechtrain: {self.kind.resource}/{self.name}: {end[1]}", file=sys.stderr, flush=True)
+            told = f"speechtrain: {self.kind.resource}/{self.name}: {end[1]}"
+            print(errors.one_line(told), file=sys.stderr, flush=True)
         return 1
 
     def _stop(self) -> bool:
@@ -409,7 +407,7 @@ class _Followed:
         if reason != self.waits_for:
             self.waits_for = reason
             if reason:
-                print(f"{newest['metadata']['name']} waits: {reason}", flush=True)
+                print(errors.one_line(f"{newest['metadata']['name']} waits: {reason}"), flush=True)
 
     def _receive(self) -> None:
         self.received += 1
@@ -491,10 +489,6 @@ def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[
 
 def _exited(codes: list[int]) -> dict[str, Any]:
     return {"containerName": _CONTAINER, "operator": "In", "values": codes}
-
-
-def _volume(number: int) -> str:
-    return f"volume-{number}"  # a claim's name may be too long for a volume
 
 
 def _literal(text: str) -> str:

@@ -30,7 +30,6 @@ class Local(Launcher):
         return True
 
     def launch(self, job: Job) -> Result:
-        self.check(job)
         if self.inline:
             return Result(importlib.import_module(WORKER).main([str(job.config)]))
         return Result(supervise(job.command, job.environ()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
@@ -49,40 +49,40 @@ class Mpi(Launcher):
 
     @cached_property
     def found_program(self) -> str:
-        """The mpirun to call. Raises MachineError if there is none."""
+        """The mpirun to call; its usual name if there is none."""
         usual = [_PROGRAMS.get(self.engine, "mpirun"), "mpirun"]
-        names = [self.program] if self.program else usual
-        for name in names:
-            if shutil.which(name):
-                return name
-        raise MachineError(
-            f"launcher=mpi: there is no {names[0]} on this machine; install Open MPI, MPICH or Intel MPI, "
-            "or set launcher.program"
-        )
+        return self.program or next(filter(shutil.which, usual), usual[0])
 
     @cached_property
     def found_engine(self) -> str:
-        """The MPI that the program belongs to. Raises MachineError if it is not the one that is set."""
+        """The MPI that the program belongs to; empty if it is unknown or the program is not here."""
+        if shutil.which(self.found_program) is None:
+            return ""
         said = subprocess.run(
             [self.found_program, "--version"], capture_output=True, text=True, timeout=60, check=False
         )
-        found = next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
-        if not found or self.engine not in ("auto", found):
-            fault = f"{self.found_program} is {found or 'an unknown MPI'}, not engine={self.engine}"
-            raise MachineError(f"launcher=mpi: {fault}; set launcher.engine or launcher.program")
-        return found
+        return next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
 
     def check(self, job: Job) -> None:
         self._first_host()
+
+    def lacking(self, job: Job) -> str:
+        program, engine = self.found_program, self.found_engine
+        if shutil.which(program) is None:
+            fix = "install Open MPI, MPICH or Intel MPI, or set launcher.program"
+            return f"launcher=mpi: there is no {program} on this machine; {fix}"
+        if not engine or self.engine not in ("auto", engine):
+            fault = f"{program} is {engine or 'an unknown MPI'}, not engine={self.engine}"
+            return f"launcher=mpi: {fault}; set launcher.engine or launcher.program"
         is_allowed = "--allow-run-as-root" in (self.options or ()) or "OMPI_ALLOW_RUN_AS_ROOT" in os.environ
-        if self.found_engine == "openmpi" and not os.geteuid() and not is_allowed:
-            raise MachineError(
+        if engine == "openmpi" and not os.geteuid() and not is_allowed:
+            return (
                 "launcher=mpi: Open MPI refuses to run as root; use another account, or in a container set "
                 "launcher.options=[--allow-run-as-root]"
             )
+        return ""
 
     def launch(self, job: Job) -> Result:
-        self.check(job)
         return Result(supervise(self._command(job), job.environ(), job.run_dir / AGENT, is_deep=True))
 
     def render(self, job: Job) -> str:
@@ -94,7 +94,8 @@ class Mpi(Launcher):
             "MASTER_ADDR": self._first_host(),
             "MASTER_PORT": str(self._port(job)),
         }
-        engine = self.found_engine
+        # without an mpirun here, a dry run shows that of Open MPI
+        engine = self.found_engine or ("openmpi" if self.engine == "auto" else self.engine)
         hosts = [_HOSTS[engine], self.hostfile] if self.hostfile else []
         # Hydra's proxies pass this machine's whole environment to the ranks, on other hosts, too
         alone = ["-u", PARENT] if self.hostfile else []
@@ -102,7 +103,7 @@ class Mpi(Launcher):
         assignments = [f"{name}={value}" for name, value in environment.items()]
         return [
             *(self.found_program, "-n", str(job.world_size), *hosts, *_OPTIONS[engine].split()),
-            *(*(self.options or ()), "env", *alone, *assignments, *job.command),
+            *(*(self.options or ()), "env", *alone, *assignments, *job.on_host(job.command)),
         ]
 
     def _first_host(self) -> str:
@@ -110,8 +111,9 @@ class Mpi(Launcher):
             return "127.0.0.1"
         try:
             lines = Path(self.hostfile).read_text().splitlines()
-        except OSError as error:
-            raise ConfigError(f"launcher.hostfile={self.hostfile}: {error.strerror}; set another") from None
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "strerror", error)
+            raise ConfigError(f"launcher.hostfile={self.hostfile}: {cause}; set another") from None
         named = [words[0] for line in lines if (words := line.partition("#")[0].split())]
         if not named:
             raise ConfigError(f"launcher.hostfile={self.hostfile} names no host; add at least one")

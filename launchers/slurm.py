@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MachineError, printable
+from speechtrain.files import open_append, write_text, writing
 from speechtrain.launcher import Job, Launcher, Result, is_secret
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import rendezvous_port
@@ -45,6 +45,8 @@ class Slurm(Launcher):
     makes the ranks save and exit, the second cancels the job. ``options`` are further options of sbatch.
     """
 
+    files = (SCRIPT, LOG)
+    programs = ("sbatch", "squeue", "scancel", "scontrol")
     nodes: int = 1
     time: str | None = None
     partition: str | None = None
@@ -70,26 +72,22 @@ class Slurm(Launcher):
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
-        missing = [name for name in ("sbatch", "squeue", "scancel", "scontrol") if shutil.which(name) is None]
-        if missing:
-            raise MachineError(
-                f"launcher=slurm: there is no {missing[0]} on this machine; run the command where Slurm is"
-            )
         if "\n" in str(job.run_dir):
             raise ConfigError(f"run_dir={str(job.run_dir)!r}: remove the line break for launcher=slurm")
 
     def launch(self, job: Job) -> Result:
-        self.check(job)
         script = self.script(job)
-        (job.run_dir / SCRIPT).write_text(script)
+        with writing(job.run_dir / LOG, "remove it or set another run_dir"):  # Slurm follows links
+            write_text(job.run_dir / SCRIPT, script)
+            open_append(job.run_dir / LOG).close()
         done = subprocess.run(
             self._submission(job), input=script, capture_output=True, text=True, timeout=120, check=False
         )
         if done.returncode:
             words = " ".join(done.stderr.split())
-            raise MachineError(f"launcher=slurm: sbatch rejected {job.run_dir / SCRIPT}: {words}")
+            raise MachineError(f"launcher=slurm: sbatch rejected the job that dry_run=true prints: {words}")
         number = done.stdout.strip().partition(";")[0]
-        print(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}", flush=True)
+        print(printable(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}"), flush=True)
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
@@ -103,7 +101,6 @@ class Slurm(Launcher):
         return f"{shlex.join(self._submission(job))} <<'{end}'\n{script}{end}\n"
 
     def script(self, job: Job) -> str:
-        """The batch script."""
         directives = {
             **{option: getattr(self, key) for option, key in _SETTINGS.items()},
             "ntasks-per-node": job.ranks_per_node(self.nodes),
@@ -124,8 +121,8 @@ class Slurm(Launcher):
             environment="\n".join(f"export {name}={shlex.quote(job.environment[name])}" for name in given),
             folder=shlex.quote(str(Path.cwd())),
             port=rendezvous_port(job.run_dir),
-            command=shlex.join(job.command),
-            outcome=shlex.join([sys.executable, "-m", MODULE, "outcome", str(job.run_dir)]),
+            command=shlex.join(job.on_host(job.command)),
+            outcome=shlex.join([sys.executable, "-P", "-m", MODULE, "outcome", str(job.run_dir)]),
         )
 
     def _submission(self, job: Job) -> list[str]:

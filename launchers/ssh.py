@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MachineError, one_line
+from speechtrain.files import write_text
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
 from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
-from speechtrain.supervision.rendezvous import RESTARTABLE, rendezvous_port
+from speechtrain.supervision.rendezvous import RESTARTABLE, agent_command, rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
 
 _ALIVE_SECONDS = 5.0
@@ -49,6 +50,7 @@ class Ssh(Launcher):
     a terminal there (``ssh -tt``) would merge its outputs and change their bytes.
     """
 
+    programs = ("ssh",)
     hostfile: str
     nodes: int | None = None
     port: int | None = None
@@ -66,7 +68,7 @@ class Ssh(Launcher):
         self._python = self.python or sys.executable
 
     def check(self, job: Job) -> None:
-        self._ranks_per_host(job, self._hosts())
+        job.ranks_per_node(len(self._hosts()))
 
     def launch(self, job: Job) -> Result:
         hosts = self._hosts()
@@ -88,16 +90,16 @@ class Ssh(Launcher):
     def _hosts(self) -> list[str]:
         try:
             lines = Path(self.hostfile).read_text().splitlines()
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "strerror", error)
             raise ConfigError(
-                f"launcher.hostfile={self.hostfile}: {error.strerror}; name a file with one address per line"
+                f"launcher.hostfile={self.hostfile}: {cause}; name a file with one address per line"
             ) from None
         hosts = [address for line in lines if (address := line.partition("#")[0].strip())]
         for host in hosts:
-            if host.startswith("-") or len(host.split()) > 1:
-                raise ConfigError(
-                    f"{self.hostfile}: {host!r} is not an address; write one address per line, nothing else"
-                )
+            if host.startswith("-") or len(host.split()) > 1 or len(host) > 255 or not host.isprintable():
+                shown = f"{host[:80]!r} is not an address"
+                raise ConfigError(f"{self.hostfile}: {shown}; write one address per line, nothing else")
         wanted = len(hosts) if self.nodes is None else self.nodes
         if not hosts or wanted > len(hosts):
             raise ConfigError(
@@ -108,15 +110,6 @@ class Ssh(Launcher):
             raise ConfigError(f"{self.hostfile} names a host twice; write one line per host")
         return hosts[:wanted]
 
-    def _ranks_per_host(self, job: Job, hosts: list[str]) -> int:
-        ranks, left = divmod(job.world_size, len(hosts))
-        if left or not ranks:
-            raise ConfigError(
-                f"world_size={job.world_size} must be a multiple of {len(hosts)}, the number of hosts "
-                f"({self.hostfile}); change world_size or launcher.nodes"
-            )
-        return ranks
-
     def _port(self, job: Job) -> int:
         return rendezvous_port(job.run_dir) if self.port is None else self.port
 
@@ -126,7 +119,7 @@ class Ssh(Launcher):
 
     def _commands(self, job: Job, hosts: list[str]) -> list[list[str]]:
         """The ssh command of each host: change to this folder, then run one command with its environment."""
-        ranks = self._ranks_per_host(job, hosts)
+        ranks = job.ranks_per_node(len(hosts))
         environment = {
             **forwarded_environment(job, self.forward),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
@@ -136,13 +129,12 @@ class Ssh(Launcher):
         commands = []
         for index, host in enumerate(hosts):
             log = job.run_dir / (f"agent-{index}.log" if index else AGENT)
-            agent = [
-                *(self._python, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"),
-                *(f"--nproc-per-node={ranks}", *self._meeting(job, hosts, index)),
-                *("--no-python", self._python, *escape_for_torchrun(job.command[1:])),
-            ]
-            node = [self._python, "-m", MODULE, "run", f"--attached={self.shutdown_seconds}"]
-            node += [f"--address={host}", str(log), "--", *agent]
+            meeting = self._meeting(job, hosts, index)
+            agent = agent_command(self._python, ranks, len(hosts), *meeting, restarts=self.max_restarts)
+            agent += [self._python, *escape_for_torchrun(job.command[1:])]
+            node = [self._python, "-P", "-m", MODULE, "run", f"--attached={self.shutdown_seconds}"]
+            node += [f"--address={host}"] if len(hosts) > 1 else []
+            node += [str(log), "--", *job.on_host(agent, ranks, self._python)]
             line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(['env', *assignments, *node])}"
             commands.append(self._remote(host, line))
         return commands
@@ -150,36 +142,38 @@ class Ssh(Launcher):
     def _meeting(self, job: Job, hosts: list[str], index: int) -> list[str]:
         """torchrun's options for the rendezvous of the hosts.
 
-        With a fixed address no host can join later; with a store on the first host, a host can.
+        With a fixed address no host can join later; with a store on the first host, a host can, but the
+        agents unpickle what the store holds.
         """
         if not self.max_restarts:
             where = [f"--master-addr={hosts[0]}", f"--master-port={self._port(job)}"]
             return [f"--node-rank={index}", *where]
         settings = f"is_host={int(index == 0)},join_timeout={self.rejoin_seconds}"
         return [
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0]}:{self._port(job)}"),
+            *(
+                f"--nnodes={len(hosts)}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={hosts[0]}:{self._port(job)}",
+            ),
             *("--rdzv-id=speechtrain", f"--rdzv-conf={settings}", f"--local-addr={hosts[index]}"),
-            f"--max-restarts={self.max_restarts}",
         ]
 
     def _check_hosts(self, job: Job, hosts: list[str]) -> None:
         """Raise MachineError if hosts cannot take part; if several cannot, print a line for each first."""
         lacking = self._lacking(job, hosts, self._port(job))
-        complaints = [f"{host}: {lack}" for host, lack in lacking.items()]
-        if len(complaints) == 1:
-            raise MachineError(complaints[0])
-        for complaint in complaints:
-            print(f"speechtrain: {complaint}", file=sys.stderr)
-        if complaints:
-            raise MachineError(
-                f"{len(complaints)} of {len(hosts)} hosts cannot take part; see the lines above"
-            )
+        faults = [f"{host}: {lack}" for host, lack in lacking.items()]
+        if len(faults) == 1:
+            raise MachineError(faults[0])
+        for fault in faults:
+            print(one_line(f"speechtrain: {fault}"), file=sys.stderr)
+        if faults:
+            raise MachineError(f"{len(faults)} of {len(hosts)} hosts cannot take part; see the lines above")
 
     def _lacking(self, job: Job, hosts: list[str], port: int) -> dict[str, str]:
         """The hosts that cannot take part, with the reason; ``port`` must be free on the first host."""
         token = secrets.token_hex(16)
         path = job.run_dir / f".seen-{token[:8]}"
-        path.write_text(token)
+        write_text(path, token)
         ports = [port] + [0] * (len(hosts) - 1)
         try:
             with ThreadPoolExecutor(len(hosts)) as pool:
@@ -190,7 +184,7 @@ class Ssh(Launcher):
 
     def _lacks(self, host: str, port: int, path: Path, token: str, job: Job) -> str:
         """What ``host`` lacks, with the fix; empty if nothing is missing. Port 0 is always free."""
-        probe = [self._python, "-m", MODULE, "look", str(path), str(port), host if port else ""]
+        probe = [self._python, "-P", "-m", MODULE, "look", str(path), str(port), host if port else ""]
         # among them PYTHONPATH, if it is forwarded
         kept = forwarded_environment(Job(job.config, job.run_dir), self.forward)
         environment = ["env", *(f"{name}={value}" for name, value in kept.items())]
@@ -205,8 +199,6 @@ class Ssh(Launcher):
                 timeout=3 * self.login_seconds,
                 check=False,
             )
-        except FileNotFoundError:
-            return "cannot be reached: this machine has no ssh; install an OpenSSH client"
         except subprocess.TimeoutExpired:
             return f"no answer within {3 * self.login_seconds} s; raise launcher.login_seconds if it is slow"
         words = login.stderr.strip().splitlines()[-1:] or [f"exit code {login.returncode}"]
@@ -375,7 +367,7 @@ class _Connections:
         self.cause = f"{cause}; the run ends, and the same command continues it"
 
     def _tell(self, line: str) -> None:
-        print(f"speechtrain: {line}", file=sys.stderr, flush=True)
+        print(one_line(f"speechtrain: {line}"), file=sys.stderr, flush=True)
 
     def _say(self, word: bytes) -> None:
         for client in self.clients:

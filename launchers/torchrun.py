@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, shell_line
-from speechtrain.supervision.rendezvous import RESTARTABLE
+from speechtrain.supervision.rendezvous import agent_command
 from speechtrain.supervision.supervise import supervise
 
 
@@ -14,10 +14,10 @@ from speechtrain.supervision.supervise import supervise
 class Torchrun(Launcher):
     """Start ``world_size`` ranks under torchrun's agent, which ends all of them when one fails.
 
-    The ranks meet at a free port of this host, so that runs on the same host do not collide. The agent
-    starts all ranks again up to ``max_restarts`` times, and they continue from the last checkpoint.
-    After a failure, the other ranks have ``shutdown_seconds`` to end before they are killed; the agent
-    itself waits at most 30 s.
+    The ranks meet at a free port of the loopback address: runs on the same host do not collide, and other
+    hosts reach none of their processes. The agent starts all ranks again up to ``max_restarts`` times, and
+    they continue from the last checkpoint.
+    After a failure, the other ranks have ``shutdown_seconds``, at most 30, to end before they are killed.
     """
 
     max_restarts: int = 0
@@ -40,15 +40,10 @@ class Torchrun(Launcher):
 
     def _prepared(self, job: Job) -> Job:
         # a variable, not an option: torch releases that do not know it ignore it
-        variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
-        variables |= RESTARTABLE if self.max_restarts else {}
-        return replace(job, environment={**job.environment, **variables})
+        timeout = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds)}
+        return replace(job, environment={**job.environment, **timeout})
 
     def _command(self, job: Job) -> list[str]:
-        return [
-            # by address: a host whose own name does not resolve would wait for its ranks without a word
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-            *(f"--nproc-per-node={job.world_size}", f"--max-restarts={self.max_restarts}"),
-            # the same worker command as with every launcher
-            *("--no-python", job.command[0], *escape_for_torchrun(job.command[1:])),
-        ]
+        agent = agent_command(sys.executable, job.world_size, nodes=1, restarts=self.max_restarts)
+        # the same worker command as with every launcher
+        return [*agent, job.command[0], *escape_for_torchrun(job.command[1:])]

@@ -68,4 +68,5 @@ def uniform_at(*address: int | NDArray[np.int64]) -> NDArray[np.float64]:
 
 def key_of(name: str) -> int:
     """Return a non-negative 63-bit hash of a name, equal in every process (unlike ``hash``)."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -7,10 +7,18 @@ to a file in the run directory. The codes are part of the interface (see ``docs/
 from __future__ import annotations
 
 import difflib
+import errno
+import unicodedata
 from collections.abc import Iterable
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved after a signal, the same command continues
 EXIT_KILLED = 130  # the second Ctrl-C
+
+MALFORMED = (ValueError, OverflowError, RecursionError, MemoryError)
+"""What readers raise for a stranger's file: bad syntax or UTF-8, numbers too long, nesting too deep."""
+
+SPELLING = "\u200c\u200d\u200e\u200f\u061c\u06dd"
+"""Format characters that transcripts of some scripts need: joiners, marks of direction, ends of verses."""
 
 
 class SpeechtrainError(Exception):
@@ -55,10 +63,34 @@ class Preempted(SpeechtrainError):
     exit_code = EXIT_PREEMPTED
 
 
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def disk_explained(error: Exception) -> Exception:
+    """``error``, as a MachineError if the cause is a disk that is full, read-only or broken."""
+    if not isinstance(error, OSError) or error.errno not in _DISK:
+        return error
+    cause = f"{error.filename or 'a file'}: {error.strerror}"
+    return MachineError(f"{cause}; with room on the disk, the same command continues")
+
+
+# what other toolkits call it
+_ALIASES = {
+    "gpu": "cuda",
+    "gaudi": "hpu",
+    "learning_rate": "lr",
+    "batch_size": "count",
+    "devices": "world_size",
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'hidden'?"`` if a name in ``known`` is similar, else an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """``"; did you mean 'hidden'?"`` if another name in ``known`` is similar, else an empty string."""
+    parent, dot, leaf = name.rpartition(".")  # keys with one parent are compared by their ends
+    others = {other.removeprefix(parent + dot): other for other in known if other != name}
+    close = [o for o in others if o.rpartition(".")[2] == _ALIASES.get(leaf)]
+    close = close or difflib.get_close_matches(leaf, others) or difflib.get_close_matches(name, others)
+    return f"; did you mean {others[close[0]]!r}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:
@@ -68,4 +100,17 @@ def first_line(error: BaseException) -> str:
 
 def one_line(message: str, limit: int | None = None) -> str:
     """A message with line breaks and runs of spaces as one space, cut to ``limit`` characters."""
-    return " ".join(message.split())[:limit]
+    return printable(" ".join(message.split()))[:limit]
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with escapes for what a terminal obeys or cannot print, except characters in ``keep``.
+
+    These are the Unicode categories Cc and Cf (colours, titles, reversed lines), Cs, Zl and Zp. Names
+    have no exception; transcripts keep ``SPELLING``.
+    """
+    if text.isprintable():
+        return text
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    shown = (c if c in keep or unicodedata.category(c) not in hidden else ascii(c)[1:-1] for c in text)
+    return "".join(shown)

@@ -1,17 +1,49 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and reads that end.
+
+A run directory may be a stranger's: its links are not followed, and what is read is regular and bounded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
+import shutil
+import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any
 
-from speechtrain.errors import MachineError
+import yaml
+
+from speechtrain.errors import MALFORMED, MachineError
+
+MOST_BYTES = 2**24  # of a file that is read whole: the largest, checkpoint.json of 1000 ranks, has 0.1 MB
+MOST_LOG_BYTES = 2**28  # of a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes
+
+FilePath = Annotated[str, "path"]
+"""A parameter that names a file or folder: a run's config holds it absolute, and so works from any folder."""
+
+
+def whole_path(name: str | Path) -> Path:
+    """``name`` absolute and without ``~`` and ``..``, which stays where a link before it leads elsewhere."""
+    path = Path(name).expanduser().absolute()
+    short = Path(os.path.abspath(path))
+    return short if not path.exists() or (short.exists() and short.samefile(path)) else path
+
+
+def lost_output(text: str = "") -> str:
+    """Print ``text`` and flush; returns why stdout cannot be written, which discards all from then on."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return str(error.strerror)
+    return ""
 
 
 def flush(path: Path) -> None:
@@ -27,6 +59,93 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the mode of a new one; safetensors writes files that only their owner may read."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    new.touch()
+    shutil.copymode(new, path)
+    new.unlink()
+
+
+def open_regular(path: str | Path, limit: int | None = None, follow: bool = True) -> IO[bytes]:
+    """Open a regular file of at most ``limit`` bytes for reading.
+
+    A pipe does not block, a device is not read, and without ``follow`` no link is followed. Raises OSError,
+    ValueError for a name that no file can have.
+    """
+    return _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", limit)
+
+
+def _regular(path: str | Path, flags: int, mode: str, limit: int | None = None) -> IO[bytes]:
+    try:
+        handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        error.strerror = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise
+    status = os.fstat(handle)
+    problem = "it is not a regular file" if not stat.S_ISREG(status.st_mode) else ""
+    if limit is not None and status.st_size > limit:
+        problem = f"it has {status.st_size} bytes, the most are {limit}"
+    if problem:
+        os.close(handle)
+        raise OSError(errno.EINVAL, problem, str(path))
+    return os.fdopen(handle, mode)
+
+
+def open_append(path: Path) -> IO[bytes]:
+    """Open a regular file, or a new one, to append and read. Raises OSError, also for a link."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, "ab+")
+
+
+def read_bytes(path: str | Path, limit: int = MOST_BYTES, follow: bool = False) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes. Raises as ``open_regular``."""
+    with open_regular(path, limit, follow) as file:
+        return file.read(limit)
+
+
+def read_text(path: str | Path, errors: str = "strict") -> str:
+    """The UTF-8 text of a file of at most MOST_BYTES, through no link. Raises OSError, ValueError."""
+    return read_bytes(path).decode("utf-8", errors)
+
+
+_YAML_BYTES, _YAML_NODES, _YAML_DEPTH = 2**20, 50_000, 50
+
+
+def yaml_text(path: Path, follow: bool = True) -> str:
+    """The text of a YAML file that is small, as ``small_yaml`` says. Raises as it, and OSError."""
+    return small_yaml(read_bytes(path, _YAML_BYTES, follow).decode())
+
+
+def small_yaml(text: str) -> str:
+    """``text``, if it is small YAML as a text and as what it builds, where aliases repeat nodes.
+
+    Each character of an interpolation counts as a node: parsing them is as slow.
+    Raises ValueError, and YAMLError for a text that is no YAML.
+    """
+    if len(text) > _YAML_BYTES:
+        raise ValueError(f"it has {len(text)} characters, the most are {_YAML_BYTES}")
+    anchors: dict[str, tuple[int, int]] = {}
+    nested: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # anchor, nodes and depth of each open node
+    for event in yaml.parse(text, yaml.SafeLoader):
+        anchor, nodes, depth = getattr(event, "anchor", None), 1, 0
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, nodes, depth = nested.pop()
+        elif isinstance(event, yaml.AliasEvent):  # one that is open still contains itself
+            nodes, depth = anchors.get(str(anchor), (0, _YAML_DEPTH))
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes += len(event.value) * ("${" in event.value)
+        outer, total, below = nested.pop()
+        nested.append((outer, total + nodes, max(below, depth + 1)))
+        if total + nodes > _YAML_NODES or len(nested) + depth > _YAML_DEPTH:
+            raise ValueError(f"it has more than {_YAML_NODES} nodes, or more than {_YAML_DEPTH} levels")
+        if isinstance(event, yaml.CollectionStartEvent):
+            nested.append((anchor, 0, 0))
+        elif anchor and not isinstance(event, yaml.AliasEvent):
+            anchors[anchor] = nodes, depth
+    return text
+
+
 @contextlib.contextmanager
 def writing(what: object, fix: str) -> Iterator[None]:
     """A context in which an OSError becomes a MachineError: ``what`` cannot be written, why, and the fix."""
@@ -37,15 +156,16 @@ def writing(what: object, fix: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A temporary path in the folder of ``path``; it replaces ``path`` if the block ends without an error.
+def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[Path]:
+    """A new, empty file in the folder of ``path``; it replaces ``path`` if the block ends without an error.
 
-    A reader sees the old file or the new one. A missing folder is made first. An error removes the
-    temporary. ``durable`` flushes its bytes to the disk before the rename. Raises OSError if the
-    disk is full or read-only.
+    A reader sees the old file or the new one. A link is replaced, not followed. A missing folder is made
+    first. An error removes the temporary. ``durable`` flushes its bytes to the disk before the rename;
+    with ``private``, only the owner may read it. Raises OSError if the disk is full or read-only.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600 if private else 0o666))
     try:
         yield temporary
         if durable:
@@ -61,32 +181,47 @@ def append_line(path: Path, line: bytes) -> None:
 
     After an incomplete line (killed process, full disk), it starts on a new line. Raises OSError.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
+    with open_append(path) as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
         file.write(line + b"\n")
 
 
+def write_text(path: Path, text: str, durable: bool = True, private: bool = False) -> None:
+    """Replace ``path`` by ``text`` as ``atomic`` does; what UTF-8 cannot encode becomes an escape."""
+    with atomic(path, durable, private) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def log_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a file, above MOST_BYTES in parts; a missing file has none. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path, MOST_LOG_BYTES, follow=False) as file:
+        yield from iter(lambda: file.readline(MOST_BYTES), b"")
+
+
 def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
     """The JSON objects in ``lines``; a line that is none, as an incomplete one after a kill, is left out."""
     for line in lines:
-        with contextlib.suppress(ValueError):  # also for bytes that are not UTF-8
+        with contextlib.suppress(*MALFORMED):
             if isinstance(record := json.loads(line), dict):
                 yield record
 
 
-def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:
-    """Replace ``path`` by ``content`` as JSON, in one step as ``atomic`` does."""
-    with atomic(path, durable) as temporary:
-        temporary.write_text(json.dumps(content, indent=2) + "\n")
+def finite(content: Any) -> Any:
+    """JSON-like ``content`` with None for infinities and NaN, which JSON lacks."""
+    return json.loads(json.dumps(content), parse_constant=lambda name: None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in ``path``; empty if the file is missing, unreadable or not a mapping."""
+def write_json(path: Path, content: Mapping[str, Any], durable: bool = True, private: bool = False) -> None:
+    """Replace ``path`` by ``content`` as JSON, in one step as ``atomic`` does; what is not finite is null."""
+    write_text(path, json.dumps(finite(content), indent=2) + "\n", durable, private)
+
+
+def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
+    """The mapping in ``path``; empty if the file is missing, unreadable, a link or not a mapping."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = json.loads(read_bytes(path, follow=follow))
+    except (OSError, *MALFORMED):
         return {}
     return content if isinstance(content, dict) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -15,16 +16,27 @@ from pathlib import Path
 from speechtrain.errors import ConfigError, MachineError
 
 WORKER = "speechtrain.train_rank"
+ON_HOST = "speechtrain.commands._on_host"
+"""The program that runs first on a host whose ranks a command of another host may have started."""
 AGENT = "agent.log"
 """File in the run directory: the stderr of an agent that starts the ranks."""
 
 PARENT = "SPEECHTRAIN_PARENT"
 """Environment variable: the pid of the command on this host; a rank stops when that process has ended."""
 
+RANK_MEMORY = "SPEECHTRAIN_RANK_MEMORY"
+"""Environment variable: the bytes of a rank's weights, gradients, optimizer state and average; 0: unknown."""
+
 NETWORK_VARIABLES = "SPEECHTRAIN_NETWORK_VARIABLES"
 """Environment variable: the names of those by which the device's collectives choose a network interface."""
 
-_SECRET = re.compile("TOKEN(?!IZER)|KEY|PASSW|SECRET|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?i)TOKEN(?!IZER)|KEY|PASSW|PASSPHRASE|SECRET|CREDENTIAL|BEARER|JWT|COOKIE|DATABASE_URL"
+    r"|(?:^|_)(?:PAT|AUTH|DSN)(?![A-Z])|_PWD(?![A-Z])"
+)
+# a key with a value that is neither null nor an interpolation, in YAML, JSON or KEY=VALUE
+_VALUE = re.compile(r"(\w+)[\"']?[ \t]*[:=][ \t]*(?!null\b|[\"']?\$\{)[^\s,}[{]")
+_PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 @dataclass(frozen=True)
@@ -40,8 +52,15 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """The worker command of one process."""
-        return [sys.executable, "-m", WORKER, str(self.config)]
+        """The worker command of one process, which imports nothing from the current folder (``-P``)."""
+        return [sys.executable, "-P", "-m", WORKER, str(self.config)]
+
+    def on_host(self, command: list[str], ranks: int = 0, python: str = sys.executable) -> list[str]:
+        """``command`` with the device's variables of the host where it runs, for ``ranks`` ranks there.
+
+        0 ranks: as many as the variables of the program that starts it say.
+        """
+        return [python, "-P", "-m", ON_HOST, str(self.config), str(ranks), *command]
 
     def environ(self) -> dict[str, str]:
         """This process's environment plus the job's; what the user has set wins."""
@@ -51,8 +70,8 @@ class Job:
         """The number of ranks on each of ``nodes`` nodes. Raises ConfigError if they cannot be equal."""
         ranks, left = divmod(self.world_size, nodes)
         if left or not ranks:
-            cause = f"world_size={self.world_size} must be a multiple of launcher.nodes={nodes}"
-            raise ConfigError(f"{cause}; change one of them")
+            cause = f"world_size={self.world_size} must be a multiple of {nodes}, the number of hosts"
+            raise ConfigError(f"{cause}; change it or launcher.nodes")
         return ranks
 
 
@@ -70,6 +89,11 @@ class Result:
 class Launcher(ABC):
     """A way to start a job's processes."""
 
+    files: tuple[str, ...] = (AGENT, "agent-*.log")
+    """Patterns of the files that it writes into the run directory, whether or not a rank starts."""
+    programs: tuple[str, ...] = ()
+    """The programs of this machine that ``launch`` needs; ``render`` needs none."""
+
     def check_minimum(self, lowest: int, *names: str) -> None:
         """Raise ValueError if one of the settings ``names`` is below ``lowest``; null passes."""
         for name in names:
@@ -77,10 +101,16 @@ class Launcher(ABC):
                 raise ValueError(f"{name}={value}: it must be at least {lowest}")
 
     def check(self, job: Job) -> None:  # noqa: B027 - nothing is a sensible default
-        """Raise ConfigError or MachineError if this launcher cannot start ``job``."""
+        """Raise ConfigError if this launcher cannot start ``job``."""
+
+    def lacking(self, job: Job) -> str:
+        """What this machine lacks to start ``job``, and the fix; empty if nothing."""
+        missing = next((name for name in self.programs if shutil.which(name) is None), "")
+        start = f"launcher={type(self).__name__.lower()}: there is no {missing} on this machine"
+        return f"{start}; install it, or run the command where it is" if missing else ""
 
     def is_here(self, job: Job) -> bool:
-        """Whether the processes run on this host, so that its devices can be checked before the start."""
+        """Whether all processes run on this host; the command then sets and checks what its device needs."""
         return False
 
     @abstractmethod
@@ -95,6 +125,11 @@ class Launcher(ABC):
 def is_secret(name: str) -> bool:
     """Whether, by its name, a variable's value must not appear in a command line or a log."""
     return _SECRET.search(name) is not None
+
+
+def holds_secret(text: str) -> bool:
+    """Whether a text of keys and values has a value of a secret's name, or a URL with a password."""
+    return any(map(is_secret, _VALUE.findall(text))) or _PASSWORD_IN_URL.search(text) is not None
 
 
 def forwarded_environment(job: Job, patterns: Iterable[str] | None) -> dict[str, str]:
@@ -165,14 +200,20 @@ _STARTERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # Slurm's "2(x3),1": two on three nodes, one on another
-_TASKS_OF_NODES = re.compile(r"(\d+)(\(x\d+\))?(,|$)")
+_TASKS_OF_NODES = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?(?:,|$)")
+
+
+def is_number(text: str) -> bool:
+    """Whether ``text`` is a number of ranks or processes; ``isdigit`` admits ``²`` and 5,000 digits."""
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None
 
 
 def _number(environ: Mapping[str, str], name: str, fallback: str | None) -> int:
     text = environ.get(name, fallback)
-    if name.endswith("TASKS_PER_NODE") and (counted := _TASKS_OF_NODES.match(text or "")):
-        text = counted.group(1)
-    if text is None or not text.isdigit():
+    if name.endswith("TASKS_PER_NODE"):
+        nodes = [n for n, times in _TASKS_OF_NODES.findall(text or "") for _ in range(int(times or 1))]
+        text = dict(enumerate(nodes)).get(_number(environ, "SLURM_NODEID", "0"), text)
+    if text is None or not is_number(text):
         found = "not set" if text is None else repr(text)
         raise MachineError(f"environment variable {name} is {found}; the launcher must set it to a number")
     return int(text)

@@ -8,12 +8,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
-from speechtrain.errors import RunError
-from speechtrain.files import read_json
+from speechtrain.errors import RunError, disk_explained, one_line
+from speechtrain.files import open_append, read_json
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
@@ -24,8 +25,7 @@ ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
 """The phase and stacks of each rank when a rank was stuck; one folder per time."""
-
-_LIBRARIES = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
+_FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
 
 
 class RunLock:
@@ -36,22 +36,30 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "lock"
-        self._file: TextIO | None = None
+        self._file: IO[bytes] | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock. Raises RunError, which names the process that holds it."""
-        file = self.path.open("a+")
+        """Take the lock. Raises RunError, which names the process that holds it, or a link in its place."""
+        for folder in (self.path.parent / name for name in _FOLDERS):
+            for path in (folder, *folder.glob("*")):
+                if path.is_symlink() and not path.is_file():  # the run would write and delete files elsewhere
+                    raise RunError(f"{path} is a link; remove it, a run writes into its own folders only")
+        try:
+            file = open_append(self.path)
+        except OSError as error:
+            problem = RunError(f"{self.path}: {error.strerror}; remove it or set another run_dir")
+            raise (problem if disk_explained(error) is error else error) from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            holder = file.read().strip() or "another process"
+            holder = one_line(file.read(300).decode(errors="replace")) or "another process"
             file.close()
             raise RunError(
                 f"{self.path.parent} is in use by {holder}; wait for it, stop it, or set another run_dir"
             ) from None
         file.truncate(0)
-        file.write(f"pid {os.getpid()} on {platform.node()}\n")
+        file.write(f"pid {os.getpid()} on {platform.node()}\n".encode())
         file.flush()
         self._file = file
         return self
@@ -82,6 +90,33 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
 def read_result(run_dir: Path) -> dict[str, Any] | None:
     """The content of ``result.json``, or None if it is missing or unreadable."""
     return read_json(run_dir / RESULT) or None
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """The figures of a result: of the best checkpoint, and of the last validation where that is another."""
+    best, last = _figures(result.get("metrics")), _figures(result.get("last_metrics"))
+    if best == last or not last:
+        return best
+    return f"best at step {int(result['checkpoint'].rpartition('-')[2])}: {best}; last {last}"
+
+
+def _figures(metrics: Mapping[str, Any] | None) -> str:
+    found = metrics or {}
+    # the first set's metrics are listed twice, once without its name
+    of_sets = {name: value for name, value in found.items() if "/" in name}
+    return ", ".join(metric(name, value) for name, value in (of_sets or found).items())
+
+
+def metric(name: str, value: Any) -> str:
+    """``wer 3.21 %`` for an error rate given as a fraction, ``loss 4.56`` for anything else."""
+    if not isinstance(value, int | float):
+        return f"{name} {'-' if value is None else value}"
+    return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
+
+
+def is_error_rate(name: str) -> bool:
+    """Whether a metric is a word, character or sentence error rate: a fraction, shown in percent."""
+    return name.rpartition("/")[2].rpartition("_")[2] in ("wer", "cer", "ser")
 
 
 def read_device(run_dir: Path) -> dict[str, Any]:

@@ -7,9 +7,11 @@ here: the file is the whole truth.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import faulthandler
 import logging
+import math
 import os
 import random
 import signal
@@ -21,14 +23,14 @@ from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 
 from speechtrain.batch import Footprint
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.whole import Checkpointer, validated
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import (
     build_data,
@@ -41,21 +43,25 @@ from speechtrain.config.build import (
     build_tokenizer,
     build_tracker,
 )
+from speechtrain.config.check import part_class
 from speechtrain.config.resolved import load
 from speechtrain.counter_rng import RunStream, seed_at
+from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
-from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
-from speechtrain.files import write_json
-from speechtrain.launcher import PARENT, World
+from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError, disk_explained, one_line
+from speechtrain.files import finite, lost_output, open_append, write_json, write_text
+from speechtrain.launcher import PARENT, World, is_number
 from speechtrain.optim.ema import EMA, Average, NoEMA
+from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import ERROR, RESULT, STUCK, RunLock, rank_folder
-from speechtrain.supervision.process_tree import ancestors_of, is_running, siblings_of
+from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder
+from speechtrain.supervision.process_tree import ancestors_of, children_of, is_running, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
+from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.autotune import resolve_policy
@@ -123,14 +129,36 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     return build_model(config, tokenizer, build_encoder(config)), tokenizer
 
 
-def _begin_with(path: str | None, task: Task) -> dict[str, int]:
-    """Give a new run the weights at ``path``; how many tensors came from there and how many are fresh."""
-    if not path:
+def read_config(run_dir: Path) -> DictConfig:
+    """Load a run's stored config, with the paths of the tokenizer's copy in the run."""
+    config = load(run_dir / CONFIG)
+    tokenizer_class = cast("type[Tokenizer]", part_class("tokenizer", config.tokenizer))
+    config.tokenizer.update(tokenizer_class.saved(str(run_dir.resolve())))
+    return config
+
+
+def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Give a new run the weights at ``init_from``; what came from there and what is fresh.
+
+    Tensors whose shape depends on the vocabulary stay fresh if the weights' run has another one.
+    """
+    if not (path := config.init_from):
         return {}
     from speechtrain.interop.weights import initialise, read_weights
 
-    found = initialise(task, read_weights(path), path)
-    return {"tensors taken over": len(found.loaded), "fresh": len(found.fresh)}
+    weights, fresh = read_weights(path), set[str]()
+    place = Path(path).expanduser().resolve()  # a run, a checkpoint of one, or a file in it
+    step = place if place.is_dir() else place.parent
+    run = step.parents[1] if (step / "checkpoint.json").is_file() else place
+    labels = build_tokenizer(read_config(run)).labels if (run / CONFIG).is_file() else []
+    if labels and labels != tokenizer.labels:
+        longer = copy.copy(tokenizer)
+        longer.labels = tokenizer.labels * 2
+        other = build_model(config, longer, build_encoder(config)).state_dict()
+        fresh = {name for name, value in task.state_dict().items() if value.shape != other[name].shape}
+    found = initialise(task, weights, path, fresh)
+    note = {"fresh for another vocabulary": ", ".join(sorted(fresh))} if fresh else {}
+    return {"tensors taken over": len(found.loaded), "fresh": len(found.fresh), **note}
 
 
 def seed_everything(seed: int) -> None:
@@ -152,16 +180,22 @@ class Attempt:
     status: str = "failed"
     progress: Progress = field(default_factory=Progress)
     metric: str = "loss"
+    checkpointer: Checkpointer | None = None
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None
 
     def result(self) -> dict[str, Any]:
-        """The content of ``result.json``."""
+        """The content of ``result.json``; its metrics are those of the best checkpoint, if there is one."""
+        best, least = self.checkpointer.best() if self.checkpointer else (None, math.inf)
+        last: dict[str, Any] = finite(self.progress.metrics)
+        metrics = last if best is None else validated(best) or {self.metric: least}
         return {
             "status": self.status,
-            "metric": self.progress.metrics.get(self.metric),
-            "metrics": self.progress.metrics,
+            "metric": metrics.get(self.metric),
+            "metrics": metrics,
+            "checkpoint": best and best.name,
+            "last_metrics": last,
             "steps": self.progress.step,
             "wall_s": round(self.progress.wall_s, 3),
             "skipped_updates": self.progress.skipped_updates,
@@ -225,14 +259,14 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_cause}
     result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **failure}
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ERROR).write_text(f"{diagnosis.message}\n\n{report.others}{report.stack}")
+        write_text(folder / ERROR, f"{diagnosis.message}\n\n{report.others}{report.stack}", durable=False)
         write_json(folder / RESULT, result)
     with contextlib.suppress(OSError, ValueError):
         stack = f"speechtrain: the stack of rank {diagnosis.rank}:\n{diagnosis.stack}"
         print(stack, file=sys.stderr, flush=True)
     if report.rank:
         time.sleep(_RANK0_HEAD_START_SECONDS)
+    _kill_descendants()
     for pid, environment in siblings_of(os.getpid()).items():
         with contextlib.suppress(MachineError, ProcessLookupError, PermissionError):
             if World.from_environment(environment).rank in diagnosis.silent:
@@ -271,9 +305,10 @@ def train(
     seed_everything(config.seed)
     early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there are trackers
     logging.getLogger("speechtrain").handlers[:] = [early]
+    logging.getLogger("speechtrain").propagate = False  # lhotse gives the root logger a handler
     device, precision = open_device(config, world.local_rank)
     group, checkpointer = open_ranks(settings, world, device, run_dir=run_dir)
-    attempt.group = group
+    attempt.group, attempt.checkpointer = group, checkpointer
     if is_watched:
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
@@ -282,22 +317,22 @@ def train(
     with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
     device.validate_shapes(data.shapes())
-    begun = _begin_with(config.init_from, task) if not checkpointer.folders() else {}
+    begun = _begin_with(config, task, tokenizer) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
     policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
-    per_epoch = data.micro_batches_per_epoch / (world.size * settings.accumulate)
-    planned = planned_steps(settings, per_epoch)
-    schedule = build_schedule(config, max(1, round(per_epoch)), planned)
+    schedule, planned = _plan(config, settings, data)
+    if schedule.warmup and not checkpointer.folders():
+        begun["warm-up steps"] = schedule.warmup
     optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
     group.shard(module, optimizer)
+    data.obey(stop)
     attempt.metric = task.metric
     attempt.tracker = tracker = _open_tracker(config, world, early)
     if not world.rank:
         tokenizer.save(str(run_dir))
-    checkpointer.warn = lambda message: tracker.log("warning", {"message": message})
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     tracker.log("device", chosen)
@@ -324,9 +359,25 @@ def train(
         )
 
 
+def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tuple[Schedule, int | None]:
+    """The schedule and the number of planned updates; warns where they or the data cannot do their work."""
+    per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
+    planned = planned_steps(settings, per_epoch)
+    schedule = build_schedule(config, max(1, round(per_epoch)), planned)
+    if not data.valid():
+        _LOG.warning("data.valid is empty: nothing chooses the best checkpoint; add data.valid.NAME=FILE")
+    if planned and planned <= schedule.warmup:
+        _LOG.warning(f"the warm-up takes {schedule.warmup} of {planned} updates; change schedule.warmup_*")
+    return schedule, planned
+
+
 def _open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Tracker:
     """The trackers, which get the warnings so far and all later ones; other ranks have logs of their own."""
-    tracker = Trackers() if world.rank else build_tracker(config)
+    tracker = Trackers()
+    if not world.rank:
+        own = build_tracker(config)
+        tracker = Trackers({"output.log": TextLog(config.run_dir), "tracking": own})
+        tracker.visible |= isinstance(own, Trackers)  # which reports warnings itself
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     early.setTarget(_Warnings(tracker))
     early.close()
@@ -358,7 +409,7 @@ def _stop_with_parent(stop: StopRequest) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     except (OSError, AttributeError):
         return
-    if command.isdigit() and int(command) in ancestors_of(os.getpid()):
+    if is_number(command) and int(command) in ancestors_of(os.getpid()):
         stop.command = int(command)
     else:  # it ended before the kernel was asked
         stop.received = True
@@ -383,15 +434,16 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
         if world.size > 1:
             os.environ.update(world.variables())
     rank = os.environ.get("RANK", "0")
-    if rank.isdigit() and int(rank):  # a malformed RANK is reported by World.from_environment
-        _print_to(rank_folder(run_dir, int(rank)) / "output.log")
+    if is_number(rank) and int(rank):  # a malformed RANK is reported by World.from_environment
+        with contextlib.suppress(OSError):  # a full disk is reported by what follows
+            _print_to(rank_folder(run_dir, int(rank)) / "output.log")
         return _attempt(path, stop, int(rank), is_watched=is_watched)
     lock = RunLock(run_dir)
     try:
         lock.acquire()
     except (RunError, OSError) as error:  # another process runs it, and owns its result
-        print(f"speechtrain: error: {error}", file=sys.stderr)
-        return RunError.exit_code
+        print(one_line(f"speechtrain: error: {error}"), file=sys.stderr)
+        return error.exit_code if isinstance(error, RunError) else MachineError.exit_code
     try:
         return _attempt(path, stop, is_watched=is_watched)
     finally:
@@ -400,8 +452,7 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
 
 def _print_to(path: Path) -> None:
     """Append what this process and its children print to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as log:
+    with open_append(path) as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
@@ -421,7 +472,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         attempt.unwatch()
     except Exception as raised:  # the boundary of the process: the parent reads the result
         attempt.unwatch()  # first: if the watchdog reports a hang, its diagnosis wins over this error
-        error = attempt.group.explained(raised)
+        error = disk_explained(attempt.group.explained(raised))
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
         message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
         attempt.status = "failed"
@@ -429,12 +480,13 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
         result = {**attempt.result(), "error": message.strip(), "exit_code": code, **failure}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
-            trace.write_text(traceback.format_exc())
+            write_text(trace, traceback.format_exc(), durable=False)
     attempt.end(result)
     try:
         write_json(folder / RESULT, result)
     except OSError as error:
-        print(f"speechtrain: error: {folder / RESULT} cannot be written: {error}", file=sys.stderr)
+        told = one_line(f"speechtrain: error: {folder / RESULT} cannot be written: {error}")
+        print(told, file=sys.stderr)
         return code or MachineError.exit_code
     return code
 
@@ -445,8 +497,17 @@ def _exit(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+        _kill_descendants()
         os._exit(code)
+    lost_output()  # a full disk below stdout must not change the code
     sys.exit(code)
+
+
+def _kill_descendants() -> None:
+    """End data workers and their fork server; one that is stopped would outlive this process."""
+    for pid in children_of(os.getpid(), all_generations=True):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

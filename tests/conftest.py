@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -58,10 +59,50 @@ settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")
 
 
+class Disk:
+    """A file system of its own that a test fills, by bytes or by the number of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def mount(self, options: str) -> None:
+        """Mount it, or mount it anew with other options. Raises OSError where that is not permitted."""
+        line = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.path)]
+        try:
+            subprocess.run(line, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            raise OSError(error.stderr.strip()) from None
+
+    def fill(self, left: int) -> None:
+        """Fill it but for ``left`` bytes; a second call changes how many are left."""
+        self.free()
+        free = os.statvfs(self.path)
+        with (self.path / "filler").open("wb") as file:
+            if (size := free.f_bavail * free.f_frsize - left) > 0:
+                os.posix_fallocate(file.fileno(), 0, size)
+
+    def free(self) -> None:
+        """Give the space back."""
+        (self.path / "filler").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A file system in memory, of 400 MiB; the test is skipped where mounting one is not permitted."""
+    found = Disk(tmp_path / "disk")
+    found.path.mkdir()
+    try:
+        found.mount("size=400m")
+    except OSError as error:
+        pytest.skip(f"a file system in memory cannot be mounted here: {error}")
+    yield found
+    subprocess.run(["umount", "--lazy", str(found.path)], check=True)
+
+
 KEPT_PROCESSES = ("starting.py", "pretraining.py", "multiprocessing", "torch/_inductor", "/usr/sbin/sshd")
 """In the command lines of processes that serve all tests: what runs are forked from, Python's own helpers."""
-KEPT_FILES = ("cache", "pytest-of-", "started-", "pymp-", "torchinductor_", "torchelastic_", "ompi.")
-"""The last two are those of torchrun and Open MPI, which leave them there."""
+KEPT_FILES = ("cache", "pytest-of-", "started-", "pymp-", "torchinductor_", "ompi.")
+"""The last are those of Open MPI, which leaves them there."""
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PATH")
 """Environment variables that libraries set once; PATH by audioread, which lhotse tries last."""
 PATIENCE_SECONDS = 10.0

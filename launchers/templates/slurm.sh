@@ -13,8 +13,9 @@ if [ -n "$$SLURM_ARRAY_TASK_ID" ] && $outcome; then exit 0; fi
 hold="env --block-signal=TERM,INT"
 $$hold true 2>/dev/null || hold=
 
+# each rank sees all CPUs of the job on its node, and the device shares them out
 # shellcheck disable=SC2086  # splitting is wanted
-srun --kill-on-bad-exit=1 $$hold $command
+srun --kill-on-bad-exit=1 --cpu-bind=none $$hold $command
 started=$$?
 $outcome
 code=$$?

@@ -28,13 +28,7 @@ class ShardedCheckpointer(Checkpointer):
         super().__init__(run_dir, keep)
         self.group = group
 
-    def save(
-        self,
-        step: int,
-        states: Mapping[str, Stateful],
-        weights: Mapping[str, Tensor],
-        metric: float | None = None,
-    ) -> Path:
+    def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
         is_first = self.group.world.rank == 0
         shares: dict[str, Tensor] = {}
 
@@ -60,14 +54,12 @@ class ShardedCheckpointer(Checkpointer):
         with self._together(step, temporary):
             if is_first:
                 self._write(temporary, held, evaluated)
-                self._end(folder, temporary, SHARDED, step=step, metric=metric)
-        with self._together(step, None):
-            if is_first:
-                self._choose(folder, metric)
+                self._end(folder, temporary, SHARDED, step)
+                self._prune()
         return folder
 
     @contextmanager
-    def _together(self, step: int, temporary: Path | None) -> Iterator[None]:
+    def _together(self, step: int, temporary: Path) -> Iterator[None]:
         """A context for a part of a save: if a rank cannot write, all raise OSError; ``temporary`` goes."""
         failure: Exception | None = None
         try:
@@ -75,7 +67,7 @@ class ShardedCheckpointer(Checkpointer):
         except UNWRITABLE as error:
             failure = error
         if self.group.any(failure is not None):
-            if temporary is not None and self.group.world.rank == 0:
+            if self.group.world.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             cause = failure or "another rank could not write its part"
             raise self._unwritten(step, cause) from failure

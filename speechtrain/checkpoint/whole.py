@@ -11,7 +11,9 @@ continues either kind of run, on any number of ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 import re
 import shutil
@@ -26,13 +28,16 @@ from torch import Tensor
 
 from speechtrain.checkpoint.migrations import migrate_2_to_3, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
-from speechtrain.errors import RunError
-from speechtrain.files import flush, read_json, sha256, write_json
+from speechtrain.errors import MALFORMED, RunError, one_line
+from speechtrain.files import flush, follow_umask, read_json, read_text, sha256, write_json
+
+_LOG = logging.getLogger(__name__)
 
 WHOLE, SHARDED = 1, 2
 FORMAT = SHARDED  # the newest that is read; versions that read only WHOLE refuse it, and set nothing aside
 SHARDS = "shards"
-_FILES = {"state.pt", "model.safetensors"}
+WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
+_FILES = {"state.pt", WEIGHTS}
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -111,8 +116,32 @@ def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
     return placed
 
 
-def _note(best: Path, metric: float) -> dict[str, Any]:
-    return {"name": best.name, "metric": metric}
+def validated(folder: Path) -> dict[str, Any]:
+    """The metrics of a checkpoint's validation; empty if it has none, or an earlier release wrote it."""
+    metrics = _manifest(folder).get("metrics")
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def _score(value: Any) -> float:
+    """A stored metric; infinite where it is not known, or was not finite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and not math.isnan(value) else math.inf
+
+
+def _own_sha256(manifest: Mapping[str, Any]) -> str:
+    """The digest of a manifest without its own digest."""
+    held = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    write_json(folder / "checkpoint.json", {**manifest, "sha256": _own_sha256(manifest)})
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; empty if it is damaged. Those of 0.2 and before have no own digest."""
+    manifest = read_json(folder / "checkpoint.json")
+    return manifest if manifest.get("sha256", digest := _own_sha256(manifest)) == digest else {}
 
 
 def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -129,41 +158,50 @@ def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[
 class Checkpointer:
     """Saves and restores named Stateful objects under ``run_dir/checkpoints``.
 
-    Keeps the newest ``keep`` and the best. It reports a damaged checkpoint through ``warn``, renames it
-    to ``<name>.damaged`` and never loads it.
+    Keeps the newest ``keep`` and the best. It warns of a damaged checkpoint, renames it to
+    ``<name>.damaged`` and never loads it.
     """
 
     needs_all = False
     """Whether every rank must call ``save``, not only rank 0."""
 
-    def __init__(self, run_dir: str | Path, keep: int = 2, warn: Callable[[str], None] = print) -> None:
+    def __init__(self, run_dir: str | Path, keep: int = 2) -> None:
         self.root = Path(run_dir) / "checkpoints"
         self.keep = max(1, keep)
-        self.warn = warn
         self._opened = self._identity()
 
-    def save(
-        self,
-        step: int,
-        states: Mapping[str, Stateful],
-        weights: Mapping[str, Tensor],
-        metric: float | None = None,
-    ) -> Path:
-        """Write the checkpoint of ``step``; ``metric`` (lower is better) competes for the best.
-
-        Raises OSError if that fails; every earlier checkpoint stays intact.
-        """
+    def save(self, step: int, states: Mapping[str, Stateful], weights: Mapping[str, Tensor]) -> Path:
+        """Write the checkpoint of ``step``. Raises OSError if that fails; all earlier ones stay intact."""
         folder, temporary = self._folders(step)
         self._begin(temporary)
         try:
             held = {name: on_host(part.state_dict()) for name, part in states.items()}
             self._write(temporary, held, weights)
-            self._end(folder, temporary, WHOLE, step=step, metric=metric)
+            self._end(folder, temporary, WHOLE, step)
         except UNWRITABLE as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._unwritten(step, error) from error
-        self._choose(folder, metric)
+        self._prune()
         return folder
+
+    def note(self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0) -> None:
+        """Add a later validation to the manifest of ``step``; ``score`` (lower is better) chooses the best.
+
+        ``metrics`` are all of it; of equal checkpoints, the lower ``loss`` wins. Does nothing if the
+        checkpoint could not be written. Raises OSError.
+        """
+        folder, _ = self._folders(step)
+        if manifest := _manifest(folder):
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            score = score if score is not None and math.isfinite(score) else None
+            _write_manifest(folder, {**manifest, "metric": score, "metrics": finite, "wall_s": wall_s})
+            self._choose(folder)
+            self._prune()
+
+    def noted(self, step: int) -> dict[str, Any]:
+        """The fields of a run's progress that ``note`` was given; empty if there was none."""
+        manifest = _manifest(self._folders(step)[0])
+        return {key: manifest[key] for key in ("metrics", "wall_s") if "metrics" in manifest}
 
     def _unwritten(self, step: int, cause: object) -> OSError:
         """The error of a save; a full disk is called so, which the cause of torch or safetensors is not."""
@@ -192,58 +230,47 @@ class Checkpointer:
     def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         torch.save(held, temporary / "state.pt")
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(on_cpu, temporary / "model.safetensors")
-        # safetensors writes a file that only its owner may read, whatever the umask is
-        shutil.copymode(temporary / "state.pt", temporary / "model.safetensors")
+        save_file(on_cpu, temporary / WEIGHTS)
+        follow_umask(temporary / WEIGHTS)
 
-    def _end(self, folder: Path, temporary: Path, form: int, step: int, metric: float | None) -> None:
+    def _end(self, folder: Path, temporary: Path, form: int, step: int) -> None:
         """Flush and hash the written files, and rename their folder to ``folder``."""
         files = {}
-        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        for path in sorted(temporary.rglob("*")):
             flush(path)
-            files[path.relative_to(temporary).as_posix()] = sha256(path)
-        manifest = {"format": form, "step": step, "metric": metric, "files": files}
-        write_json(temporary / "checkpoint.json", manifest)
-        for written in (p for p in temporary.iterdir() if p.is_dir()):
-            flush(written)
+            if path.is_file():
+                files[path.relative_to(temporary).as_posix()] = sha256(path)
+        _write_manifest(temporary, {"format": form, "step": step, "metric": None, "files": files})
         flush(temporary)
-        aside = self.root / f".replaced-{folder.name}"
-        if folder.exists():  # the same step again, for example evaluated this time
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
         temporary.rename(folder)
         flush(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
 
-    def _choose(self, folder: Path, metric: float | None) -> None:
-        """Note the best checkpoint, and remove those that are neither the best nor among the newest."""
+    def _choose(self, latest: Path) -> None:
+        """Name the best checkpoint in ``best.json``."""
         best, least = self.best()
-        if best is not None and read_json(self.root / "best.json") != (note := _note(best, least)):
-            if best != folder and metric is not None:
-                self.warn(f"{self.root / 'best.json'} did not name the best checkpoint, {best.name}")
-            try:
-                write_json(self.root / "best.json", note)
-            except OSError as error:
-                raise OSError(f"{folder} is written, but not {self.root / 'best.json'}: {error}") from error
+        note = {"name": best and best.name, "metric": least}
+        if best is not None and read_json(self.root / "best.json") != note:
+            if best != latest:
+                _LOG.warning(f"{self.root / 'best.json'} did not name the best checkpoint, {best.name}")
+            write_json(self.root / "best.json", note)
+
+    def _prune(self) -> None:
+        """Remove what is neither the best nor among the newest; one with a damaged manifest may be best."""
+        best, _ = self.best()
         for other in self.folders()[: -self.keep]:
-            if other != best:
+            if other != best and _manifest(other):
                 shutil.rmtree(other, ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
-        """The best checkpoint's folder and metric, (None, inf) while there is none; of equals, the first.
+        """The best checkpoint's folder and metric, (None, inf) while there is none.
 
+        Of equals, the one with the lower loss, then the first.
         The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
         """
-        found = [(self._metric(folder), folder) for folder in self.folders()]
-        least, best = min(found, default=(math.inf, None), key=lambda pair: pair[0])
+        metrics = [(_manifest(folder).get("metric"), validated(folder), folder) for folder in self.folders()]
+        found = [(_score(metric), _score(others.get("loss")), folder) for metric, others, folder in metrics]
+        least, _, best = min(found, default=(math.inf, math.inf, None))
         return (best, least) if least < math.inf else (None, math.inf)
-
-    @staticmethod
-    def _metric(folder: Path) -> float:
-        """The metric in a checkpoint's manifest; infinite if it has none or cannot be read."""
-        metric: Any = read_json(folder / "checkpoint.json").get("metric")
-        is_number = isinstance(metric, int | float) and not isinstance(metric, bool)
-        return float(metric) if is_number and not math.isnan(metric) else math.inf
 
     def _identity(self) -> tuple[int, int] | None:
         """Device and number of the run directory; None while it is missing."""
@@ -257,18 +284,20 @@ class Checkpointer:
         """Checkpoint folders, oldest first."""
         return sorted(p for p in self.root.glob("step-*") if p.is_dir() and not p.suffix)
 
-    def verify(self, folder: Path) -> dict[str, Any]:
-        """The manifest of a checkpoint, after a check that all its files are there and unchanged.
+    def verify(self, folder: Path, only: str | None = None) -> dict[str, Any]:
+        """The manifest of a checkpoint, after a check that its files (``only`` one) are there and unchanged.
 
         Raises RunError that names the fault: a missing or changed file, or another format.
         """
         try:
-            manifest: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+            manifest: dict[str, Any] = json.loads(read_text(folder / "checkpoint.json"))
+            if not _manifest(folder):
+                raise ValueError("it does not match its own sha256")
             files: dict[str, str] = dict(manifest["files"])
             form = manifest.get("format")
             shards = {name for name in files if form == SHARDED and _SHARD.fullmatch(name)}
             is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest['step']:08d}"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, KeyError, TypeError, *MALFORMED) as error:
             raise RunError(f"{folder} has no readable checkpoint.json ({type(error).__name__})") from None
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
@@ -276,7 +305,7 @@ class Checkpointer:
             )
         if not is_whole:
             raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")
-        for name, digest in files.items():
+        for name, digest in files.items() if only is None else [(only, files[only])]:
             if not (folder / name).is_file():
                 raise RunError(f"{folder / name} is missing")
             if sha256(folder / name) != digest:
@@ -305,9 +334,13 @@ class Checkpointer:
                 before = folders.index(folder)
                 end = "no other checkpoint is left, training starts at step 0"
                 then = f"trying {folders[before - 1].name}" if before else end
-                self.warn(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
+                _LOG.warning(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
                 continue
-            saved = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            try:
+                saved = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
+            except Exception as error:  # whatever a damaged file makes the readers raise
+                cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
+                raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
             if set(saved) != set(states):
                 raise RunError(f"{folder} holds {sorted(saved)}, but this run needs {sorted(states)}")
             saved = _migrated(_placed(saved, states, folder / SHARDS), states)
@@ -324,9 +357,16 @@ class Checkpointer:
         folders = self.folders()
         if not folders:
             raise RunError(f"{self.root} holds no checkpoint; train first")
+        for folder in folders:
+            if which == "best" and not _manifest(folder):
+                _LOG.warning(f"{folder / 'checkpoint.json'} is damaged; if this was the best, it is not used")
         if which == "best":
             folder = self.best()[0] or folders[-1]
         else:
             folder = folders[-1] if which == "last" else self.root / which
-        self.verify(folder)
-        return folder, load_file(folder / "model.safetensors")
+        self.verify(folder, only=WEIGHTS)
+        try:
+            return folder, load_file(folder / WEIGHTS)
+        except (SafetensorError, KeyError, TypeError, RuntimeError, *MALFORMED) as error:
+            cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
+            raise RunError(f"{folder / WEIGHTS} cannot be read ({cause}); use another checkpoint") from None

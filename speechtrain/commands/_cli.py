@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from speechtrain.errors import EXIT_KILLED, ConfigError, Preempted, SpeechtrainError, one_line
+from speechtrain import errors
+from speechtrain.errors import (
+    ConfigError,
+    MachineError,
+    Preempted,
+    SpeechtrainError,
+    disk_explained,
+    one_line,
+)
+from speechtrain.files import lost_output
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,9 +32,47 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
 
 
+def say(line: str) -> None:
+    """Print a line that no work depends on: where stdout cannot be written, a warning takes its place."""
+    line = errors.printable(line)
+    if cause := lost_output(f"{line}\n"):
+        print(f"speechtrain: warning: stdout: {cause}; {line}", file=sys.stderr)
+
+
+def json_text(content: Any) -> str:
+    """JSON on one line with the letters of all scripts, and escapes where ``printable`` has some."""
+    text = json.dumps(content, ensure_ascii=False)
+    return text if text == errors.printable(text, errors.SPELLING) else json.dumps(content)
+
+
+class _Lines(logging.Formatter):
+    """Messages of a command that has no handler of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return errors.printable(super().format(record), keep="\n\t")
+
+
 def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
     """The entry point of a command: ``run`` with the process's arguments, then the exit with its code."""
-    return lambda: sys.exit(guarded(lambda: run(sys.argv[1:])))
+    return lambda: sys.exit(guarded(lambda: _check_process() or run(sys.argv[1:])))
+
+
+def _check_process() -> int:
+    """Open closed standard streams, whose numbers a lock would get and ranks inherit; return 0.
+
+    Raises MachineError if the working folder was deleted, in which torch's libraries would abort.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Lines())
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise MachineError("the working folder was deleted; change to a folder that exists") from None
+    return 0
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -33,20 +82,27 @@ def guarded(command: Callable[[], int]) -> int:
     the trace in a temporary file that the line names.
     """
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except Preempted as note:
         print(f"speechtrain: {one_line(str(note))}", file=sys.stderr)
         return note.exit_code
     except SpeechtrainError as error:
         print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("speechtrain: interrupted", file=sys.stderr)
-        return EXIT_KILLED
-    except BrokenPipeError:  # the reader of the output has exited, as in `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except KeyboardInterrupt as note:
+        print(one_line(": ".join(["speechtrain: interrupted", *map(str, note.args)])), file=sys.stderr)
+        return errors.EXIT_KILLED
     except Exception as error:  # the boundary of the process
+        if isinstance(error, OSError) and (cause := lost_output("\n")):
+            if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `… | head`
+                return 0
+            print(f"speechtrain: error: stdout: {cause}", file=sys.stderr)
+            return MachineError.exit_code
+        if isinstance(found := disk_explained(error), MachineError):
+            print(one_line(f"speechtrain: error: {found}"), file=sys.stderr)
+            return found.exit_code
         path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
         told = one_line(f"{type(error).__name__}: {error}", 300)

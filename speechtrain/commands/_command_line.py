@@ -89,6 +89,9 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             if key.startswith("data.valid."):
                 key = "++" + key
             argument = f"{key}={value}"
+        is_bare = not value.startswith(("[", "{", "'", '"')) and "${" not in value
+        if is_bare and not value.isascii() and key[0] != "-":  # Hydra reads other letters in quotes only
+            argument = f"{key}={','.join(_quoted(part) for part in value.split(','))}"
         if equals and key in PLACES:
             argument = f"{PLACES[key]}={value}"
         rewritten.append(argument)
@@ -115,6 +118,8 @@ def check_flags(flags: Sequence[str]) -> None:
     remaining = iter(flags)
     for flag in remaining:
         name, equals, value = flag.partition("=")
+        if name in ("--config-name", "-cn", "--config-path", "-cp"):
+            raise ConfigError(f"{name}: write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME")
         if name not in _FLAGS:
             raise ConfigError(
                 f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain-train --help lists them"

@@ -13,14 +13,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
+from speechtrain.commands._config_folder import COMMANDS, refuse_commands
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.config.migrations import migrate_overrides
-from speechtrain.config.resolved import resolved
+from speechtrain.config.resolved import resolved, with_whole_paths
 from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of, typed_fields
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line
+from speechtrain.files import read_json
 from speechtrain.run_directory import ABOUT, CONFIG, read_about
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
@@ -93,7 +96,8 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    new = [text for text in command.overrides if text not in about["overrides"] or key_of(text) in PER_START]
+    refuse_commands(config, command.overrides, run_dir / CONFIG)
+    new = [text for text in command.overrides if text not in about["overrides"] or _is_per_start(text)]
     changes = dict([*_rewritten(command.config_dir, about["written"]), *_parsed(new)])
     changes.pop("run_dir", None)
     shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
@@ -110,10 +114,19 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
             set_key(config, key, value)
         elif (before := stored_value(config, key)) != value:
             refused.append(f"{key}: {before} in the run, {value} now")
+    if any("was not typed" in each for each in refused) and "overrides" not in read_json(run_dir / ABOUT):
+        raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")
     _say_what_is_kept(config, [*about["overrides"], *new], command.config_dir)
     return config
+
+
+def _is_per_start(text: str) -> bool:
+    """True for an override that counts although it is the run's: what is run is never a stored value."""
+    return key_of(text) in PER_START or (
+        key_of(text).startswith("launcher.") and not COMMANDS.isdisjoint(key_of(text).split("."))
+    )
 
 
 def _shown(items: Sequence[str]) -> str:
@@ -171,16 +184,16 @@ def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) ->
 
 def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | None) -> None:
     """Print one line if a new run with these overrides would have other values than this run."""
-    own = flat(resolved(config))
+    own = flat(resolved(with_whole_paths(copy.deepcopy(config))))
     try:
-        new = flat(resolved(compose(migrate_overrides(typed), folder)))
+        new = flat(resolved(with_whole_paths(compose(migrate_overrides(typed), folder))))
         kept = [
             f"{key}={own[key]}" for key in own if key in new and not _is_place(key) and new[key] != own[key]
         ]
     except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have
         kept = ["configuration"]
     if kept:
-        print(f"{config.run_dir}: the run keeps its {_shown(kept)}; a new run would differ", flush=True)
+        say(f"{config.run_dir}: the run keeps its {_shown(kept)}; a new run would differ")
 
 
 def _is_place(key: str) -> bool:

@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError
+from speechtrain.errors import ConfigError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import read_json, write_json
-from speechtrain.launcher import Job, Launcher, Result, World
+from speechtrain.launcher import RANK_MEMORY, Job, Launcher, Result, World
 from speechtrain.run_directory import CONFIG, rank_folder, read_result
+from speechtrain.supervision.process_tree import siblings_of
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import supervise
 
 RENDEZVOUS = "rendezvous.json"
 """File in the run directory: what rank 0 passes to the other ranks of this start."""
 
+_PASSED = ("MASTER_ADDR", "MASTER_PORT", RANK_MEMORY)
+"""The variables that rank 0 passes on. Another one in the file is of somebody who can write there."""
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 600.0
 # variables that differ between two starts, if the starter sets them
@@ -34,6 +37,7 @@ class ExternalLaunch(Launcher):
 
     world: World
     run_dir: Path
+    files = (RENDEZVOUS,)
     told: bool = field(default=False, init=False)
 
     def check(self, job: Job) -> None:
@@ -50,9 +54,9 @@ class ExternalLaunch(Launcher):
             environment["MASTER_ADDR"] = "127.0.0.1" if is_here else socket.gethostname()
         if "MASTER_PORT" not in os.environ:
             environment["MASTER_PORT"] = str(rendezvous_port(job.run_dir))
-        self._tell({"environment": environment})
+        self._tell({"environment": {n: v for n, v in environment.items() if n in _PASSED}})
         own = replace(job, environment=environment)
-        return Result(supervise(own.command, own.environ()))
+        return Result(supervise(own.on_host(own.command, _sharing(self.world)), own.environ()))
 
     def render(self, job: Job) -> str:
         return f"# {self.world.size} processes were started together; each runs\n" + " ".join(job.command)
@@ -71,7 +75,6 @@ class ExternalLaunch(Launcher):
         finally:
             if not self.told:
                 with suppress(OSError):
-                    self.run_dir.mkdir(parents=True, exist_ok=True)
                     self._tell({"code": code})
 
     def _tell(self, content: dict[str, Any]) -> None:
@@ -84,8 +87,11 @@ class ExternalLaunch(Launcher):
         if "code" in content:
             return int(content["code"])
         size, environment = self.world.size, content["environment"]
+        if unknown := {*environment} - {*_PASSED}:
+            path = self.run_dir / RENDEZVOUS
+            raise RunError(f"{path} sets {min(unknown)}, which rank 0 never does: somebody else writes there")
         job = Job(self.run_dir / CONFIG, self.run_dir, world_size=size, environment=environment)
-        code = supervise(job.command, job.environ())
+        code = supervise(job.on_host(job.command, _sharing(self.world)), job.environ())
         result = read_result(rank_folder(self.run_dir, self.world.rank)) or {}
         return Preempted.exit_code if result.get("status") == "preempted" else code
 
@@ -116,6 +122,17 @@ def started_together(run_dir: Path | None) -> ExternalLaunch | None:
             "together; set run_dir=, so that all use the same run directory"
         )
     return ExternalLaunch(world, run_dir)
+
+
+def _sharing(world: World) -> int:
+    """The ranks of this host that share this process's CPUs: a starter may bind each rank to its own."""
+    peers = []
+    with suppress(MachineError, OSError, AttributeError):  # the last where there is no affinity
+        for pid, environment in siblings_of(os.getpid()).items():
+            if World.from_environment(environment).size > 1:
+                peers.append(bool(os.sched_getaffinity(pid) & os.sched_getaffinity(0)))
+    is_known = len(peers) == world.local_size - 1  # all were started by one process, and none has ended
+    return 1 + sum(peers) if is_known else world.local_size
 
 
 def _start(world: World) -> list[str]:

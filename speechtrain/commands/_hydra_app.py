@@ -15,9 +15,10 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.commands._choices import refuse_bases
+from speechtrain.commands import _config_folder  # noqa: F401 - checks what Hydra reads and composes
+from speechtrain.commands._choices import choices, refuse_bases
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
-from speechtrain.config.resume_fields import flat
+from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
 
 _group_files = ConfigRepository.get_group_options
@@ -27,9 +28,7 @@ ConfigRepository.get_group_options = lambda *group, **kind: [  # type: ignore[me
 ]
 
 
-def compose(
-    overrides: list[str], config_dir: str | None = None, return_hydra_config: bool = False
-) -> DictConfig:
+def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
     """Compose one job's config from the package's groups and ``config_dir``.
 
     Raises Hydra's errors, and ConfigError for a base YAML.
@@ -38,7 +37,7 @@ def compose(
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
-        return hydra.compose("config", [*search, *overrides], return_hydra_config)
+        return hydra.compose("config", [*search, *overrides])
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | None = None) -> ConfigError:
@@ -65,7 +64,8 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
         wrong = [
             o for o in overrides if re.fullmatch(r"[\w/@]*=(null|[\d.]+|true|false)", o, flags=re.IGNORECASE)
         ]
-        return ConfigError(f"{(wrong or ['the command line'])[0]}: a group takes a name, as in model=rnnt")
+        names = choices(config_dir).get(key_of(wrong[0]) if wrong else "", ["model=rnnt"])
+        return ConfigError(f"{(wrong or ['the command line'])[0]}: a group takes a name: {', '.join(names)}")
     cause = error.__cause__ or error
     if isinstance(cause, OmegaConfBaseException):
         found = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)

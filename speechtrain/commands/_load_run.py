@@ -22,17 +22,17 @@ from torch import Tensor
 from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.config.build import build_tokenizer, size_of_network
 from speechtrain.config.check import mismatch
-from speechtrain.config.resolved import load
 from speechtrain.config.resume_fields import flat
 from speechtrain.config.schema import PLACES
-from speechtrain.config.targets import ALLOW_TARGETS, target_class
+from speechtrain.config.targets import ALLOW_TARGETS, parameter_types, target_class
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, RunError, first_line, nearest, one_line
 from speechtrain.run_directory import CONFIG, read_device
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
-from speechtrain.train_rank import build_task, open_device
+from speechtrain.train_rank import build_task, open_device, read_config
 from speechtrain.training.autotune import recorded_policy
 
 _CHOICES = ("device", "precision", "decoder")
@@ -65,11 +65,8 @@ def open_config(run_dir: Path, overrides: Sequence[str], config_dir: str | None 
 
 def own_config(run_dir: Path) -> DictConfig:
     """Load a run's stored config, with the paths of its present folder and of its tokenizer's copy there."""
-    config = load(run_dir / CONFIG)
+    config = read_config(run_dir)
     _relocate(config, str(config.run_dir), str(run_dir.resolve()))
-    tokenizer_class = target_class(str(config.tokenizer._target_), "tokenizer")
-    if issubclass(tokenizer_class, Tokenizer):
-        config.tokenizer.update(tokenizer_class.saved(str(run_dir.resolve())))
     return config
 
 
@@ -96,6 +93,12 @@ def open_run(
     folder, weights = read_weights(run_dir, checkpoint)
     device, precision = open_device(config, 0)
     policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
+    values, stored = (
+        size_of_network(config, build_tokenizer(config))[1],
+        sum(map(Tensor.numel, weights.values())),
+    )
+    if values > 2 * stored:  # before it takes memory
+        raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {stored:,} of {values:,} weights")
     task, tokenizer = build_task(config)
     apply_policy(task, policy)
     try:
@@ -126,9 +129,6 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
             if names == (names := [folder.name for folder in checkpointer.folders()]):
                 raise
     return checkpointer.weights(checkpoint)
-
-
-# --- overrides ----------------------------------------------------------------------------------
 
 
 def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
@@ -205,10 +205,6 @@ def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
     if "_target_" not in parent:
         return
     found = target_class(str(parent["_target_"]), key.rpartition(".")[0])
-    try:
-        hints = typing.get_type_hints(inspect.unwrap(found.__init__))  # type: ignore[misc]
-    except (NameError, TypeError):  # names imported for type checkers only
-        return
     value = OmegaConf.to_container(parent, resolve=True)[leaf]  # type: ignore[call-overload,index]
-    if problem := mismatch(value, hints.get(leaf, Any)):
+    if problem := mismatch(value, parameter_types(found).get(leaf, Any)):
         raise ConfigError(f"{key}: {problem}")

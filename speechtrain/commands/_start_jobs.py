@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import sys
@@ -12,16 +13,21 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands._choices import refuse_bases
+from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._continue_run import base_folder, continued, run_name, written_files
 from speechtrain.commands._external_launch import started_together
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._start_run import start_run
+from speechtrain.config.resolved import with_whole_paths
+from speechtrain.config.resume_fields import key_of
+from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, one_line
 from speechtrain.run_directory import CONFIG
 
@@ -45,18 +51,18 @@ def start_jobs(command: Command) -> None:
         return folders.expect(str(_root_.run_dir or base_folder() / name_of_run(_root_=_root_)))
 
     def folder_of_sweep(*, _root_: DictConfig) -> str:
-        return folders.expect(str(_root_.run_dir or base_folder()))
+        return folders.expect(str(_root_.run_dir or base_folder()), "multirun.yaml" if _root_.dry_run else "")
 
     resolvers = {"run_name": name_of_run, "run_dir": folder_of_run, "sweep_dir": folder_of_sweep}
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
 
     previous = sys.argv
+    logging.raiseExceptions = False  # of a closed pipe, as in --info | head
     sys.argv = [previous[0], *command.flags, *command.overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
     try:
         refuse_bases(command.overrides, command.config_dir)
-        _refuse_callbacks(command)
         start = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
         with contextlib.suppress(_Stop):
             start(lambda config: jobs(config))()
@@ -65,7 +71,9 @@ def start_jobs(command: Command) -> None:
     except Exception as error:  # it comes from composing: jobs keep theirs
         if isinstance(error, HydraException) or not isinstance(error, OSError):  # a missing choice is both
             raise explain(error, command.overrides, command.config_dir) from error
-        where = f"{error.filename or 'the run directory'}: {error.strerror}"
+        if error.filename is None:  # of stdout
+            raise
+        where = f"{error.filename}: {error.strerror}"
         raise MachineError(f"{where}; set run_dir or OUTPUT_DIR to a writable folder") from error
     finally:
         sys.argv = previous
@@ -74,51 +82,50 @@ def start_jobs(command: Command) -> None:
     jobs.conclude()
 
 
-def _refuse_callbacks(command: Command) -> None:
-    """Refuse ``hydra.callbacks`` in a config folder: Hydra builds a callback from any class."""
-    folder = command.config_dir
-    if folder is None or not Path(folder).is_dir():  # Hydra itself reports that it is missing
-        return
-    overrides = [o for o in command.overrides if "=" in o and not (command.is_sweep and "," in o)]
-    if OmegaConf.select(compose(overrides, folder, return_hydra_config=True), "hydra.callbacks"):
-        raise ConfigError(f"hydra.callbacks: {folder} sets it, but a callback can run any code; remove it")
-
-
 def _typed(settings: Any) -> list[str]:
     """The overrides as typed: Hydra would resolve an interpolation in its own node."""
     return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
 
 
-def _start(job: Command, config: DictConfig, settings: Any) -> float | None:
-    """Start the run of a job, which Hydra has composed; its metric, which an optimizing sweeper reads."""
+def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
+    """Start the run of a job, which Hydra has composed; its result."""
     # absolute: ranks on other hosts and a resumed command must use the same folder
     run_dir = Path(settings.runtime.output_dir).resolve()
     if (run_dir / CONFIG).is_file():
         config = continued(run_dir, job)
     else:
         config.run_dir = str(run_dir)
+        _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
+        with_whole_paths(config)
         if job.together and config.world_size == 1:
             config.world_size = job.together.world.size
     written = written_files(settings.runtime.choices, job.config_dir)
-    metric: float | None = start_run(job, config, written)["metric"]
-    return metric
+    return start_run(job, config, written)
+
+
+def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:
+    """Refuse files in place of a corpus's training set, whose validation sets would choose the checkpoint."""
+    if "data.train" not in map(key_of, job.overrides) or isinstance(config.data.train, DictConfig):
+        return
+    if isinstance(compose([f"data={choice}"], job.config_dir).data._get_node("train"), DictConfig):
+        raise ConfigError(f"data.train: data={choice} validates on recordings of its own; add data=manifest")
 
 
 class _Folders:
-    """The folders that Hydra makes: those that stay empty are removed when the command ends."""
+    """What Hydra makes: folders that stay empty, and files, are removed when the command ends."""
 
     def __init__(self) -> None:
         self.missing: set[Path] = set()
 
-    def expect(self, folder: str) -> str:
+    def expect(self, folder: str, file: str = "") -> str:
         path = Path(folder).absolute()
-        self.missing |= {p for p in (path, *path.parents) if not p.exists()}
+        self.missing |= {p for p in (path / file, path, *path.parents) if not p.exists()}
         return folder
 
     def remove_empty(self) -> None:
         for path in sorted(self.missing, key=lambda p: len(p.parts), reverse=True):
             with contextlib.suppress(OSError):  # not empty, or never made
-                path.rmdir()
+                (path.unlink if path.is_file() else path.rmdir)()
 
 
 class _Stop(BaseException):
@@ -126,41 +133,55 @@ class _Stop(BaseException):
 
 
 class _Jobs:
-    """The jobs of one command, and their errors."""
+    """The jobs of one command: what was typed for each alone, and its result or error."""
 
     def __init__(self, command: Command) -> None:
         self.command = command
         self.process = os.getpid()
-        self.count = 0
-        self.errors: list[Exception] = []
+        self.allowed = {k: v for k, v in os.environ.items() if k == ALLOW_TARGETS}
+        self.ended: list[tuple[str, dict[str, Any] | Exception]] = []
 
     def __call__(self, config: DictConfig) -> float | None:
+        os.environ.pop(ALLOW_TARGETS, None)
+        os.environ |= self.allowed  # as read before Hydra, which sets variables itself
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_typed(settings))
-        self.count += 1
+        typed = OverridesParser.create().parse_overrides(self.command.overrides)
+        fixed = {key_of(one.input_line or "") for one in typed if not one.is_sweep_override()}
+        named = " ".join(text for text in job.overrides if key_of(text) not in fixed)
+        is_sweep = settings.mode == RunMode.MULTIRUN
         try:
             if os.getpid() != self.process:
                 started_together(None)  # refuses several processes for one job of a sweep
-            return _start(job, config, settings)
+            if is_sweep:
+                say(f"job {len(self.ended) + 1}: {named}")
+            result = _start(job, config, settings)
+            self.ended.append((named, result))
+            metric: float | None = result.get("metric")
+            return metric
         except Exception as error:
             if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
                 raise
-            self.errors.append(error)
-            is_sweep = settings.mode == RunMode.MULTIRUN
+            self.ended.append((named, error))
             if not is_sweep or isinstance(error, Preempted) or not isinstance(error, SpeechtrainError):
                 raise _Stop from error
-            named = " ".join(job.overrides)
-            print(f"speechtrain: error: job {self.count} ({named}): {one_line(str(error))}", file=sys.stderr)
+            line = one_line(f"job {len(self.ended)} ({named}): {error}")
+            print(f"speechtrain: error: {line}", file=sys.stderr)
             return math.nan  # an optimizing sweeper continues with its next job
         finally:
             with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
 
     def conclude(self) -> None:
-        """Raise the jobs' error; if several failed, the first one with the number of failures."""
-        if not self.errors:
+        """Print a table of several jobs. Raise their error; of several, the first with their number."""
+        errors = [end for _, end in self.ended if isinstance(end, Exception)]
+        for number, (named, end) in enumerate(self.ended if len(self.ended) > 1 else (), 1):
+            result = {"status": type(end).__name__} if isinstance(end, Exception) else end
+            score = "-" if result.get("metric") is None else f"{result['metric']:.4g}"
+            say(f"job {number:>3}  {score:>8}  {result['status']:<12} {named}")
+        if not errors:
             return
-        last, first = self.errors[-1], self.errors[0]
-        if self.count == 1 or not isinstance(last, SpeechtrainError) or isinstance(last, Preempted):
+        last, first = errors[-1], errors[0]
+        if len(self.ended) == 1 or not isinstance(last, SpeechtrainError) or isinstance(last, Preempted):
             raise last
-        raise type(first)(f"{len(self.errors)} of {self.count} jobs failed; the first: {first}")
+        raise type(first)(f"{len(errors)} of {len(self.ended)} jobs failed; the first: {first}")

@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from speechtrain import errors
+from speechtrain import errors, run_directory
 from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
-from speechtrain.commands._external_launch import RENDEZVOUS
+from speechtrain.commands._on_host import host_environment, refuse
 from speechtrain.config.build import build_device, build_launcher, build_precision, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
 from speechtrain.config.resolved import dump
+from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
-from speechtrain.files import atomic, write_json
-from speechtrain.launcher import AGENT, NETWORK_VARIABLES, Job, Result
-from speechtrain.run_directory import (
-    ABOUT,
-    CONFIG,
-    DEVICE,
-    ERROR,
-    RANKS,
-    RESULT,
-    RunLock,
-    about,
-    rank_folder,
-    read_about,
-    read_failure,
-    read_result,
-)
+from speechtrain.files import atomic, write_json, write_text
+from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
+from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, RunLock
 
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
 
+_EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training works, not how well
+_BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS)
+"""What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
@@ -54,74 +48,106 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     """
     run_dir = Path(config.run_dir)
     plain = check(config)
-    dry_build(config)
+    memory = dry_build(config)
     device, launcher = build_device(config), command.together or build_launcher(config)
     device.check_precision(build_precision(config))
-    environment = device.environment(config.world_size)
-    environment |= {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
-    environment[NETWORK_VARIABLES] = " ".join(device.facts.network_variables)
+    if config.data.get("shapes") == 0:
+        device.validate_shapes([])
+    environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
+    environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(memory)}
     forwarded, size = device.facts.forwarded_variables, int(config.world_size)
     job = Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
     launcher.check(job)
-    _check_disk(run_dir)
+    _check_place(run_dir, launcher.files)
+    if launcher.is_here(job):
+        environment |= host_environment(device, size, memory, run_dir=run_dir, is_dry=config.dry_run)
     if config.dry_run:
-        print(launcher.render(job))
+        print(errors.printable(launcher.render(job), keep="\n\t"))
+    refuse(launcher.lacking(job), is_warning=config.dry_run)
+    if config.dry_run:
         return {"status": "dry run", "metric": None}
     if launcher.is_here(job):
-        device.check(job.world_size)
-    done = read_result(run_dir)
+        device.check(size)
+    done = run_directory.read_result(run_dir)
     if done and _is_complete(done, run_dir) and migrate_limits(done.get("limits")) == plain["trainer"]:
-        print(f"{run_dir} is done: {_describe(done)}")
+        say(f"{run_dir} is done: {_describe(done)}")
         return done
 
     is_new = not (run_dir / CONFIG).exists()
-    start = {**about(command.argv), "seed": config.seed, "device": device.name}
+    start = {**run_directory.about(command.argv), "seed": config.seed, "device": device.name}
     first = {**start, "overrides": command.overrides, "written": dict(written)}
-    _write(config, job, first if is_new else {**read_about(run_dir), "latest": start})
+    _write(config, job, first if is_new else {**run_directory.read_about(run_dir), "latest": start})
     try:
         ended = launcher.launch(job)
     except SpeechtrainError:  # no process was started
         if is_new:
-            _discard(run_dir)
+            _discard(run_dir, launcher.files)
         raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_continues(run_dir)) from None
     if ended.submitted:
-        print(ended.submitted)
+        say(ended.submitted)
         return {"status": "submitted", "metric": None}
 
     result = _outcome(ended, run_dir)
     if result["status"] == "failed":
         error = _error_of(result, run_dir)
         if is_new and result.get("is_cause", True) and isinstance(error, _FIXABLE):
-            _discard(run_dir)
+            _discard(run_dir, launcher.files)
         raise error
     result["limits"] = plain["trainer"]
     write_json(run_dir / RESULT, result)
     if result["status"] == "preempted":
         raise Preempted(f"saved at step {result['steps']} in {run_dir}; the same command continues")
-    print(f"{run_dir}: {_describe(result)}")
+    say(f"{run_dir}: {_describe(result)}")
+    _conclude(config, command)
     return result
 
 
+def _conclude(config: DictConfig, command: Command) -> None:
+    """Write the report of a finished run; print its path and, after an example, the line for own data."""
+    if "console" in (config.tracking.get("trackers") or {}):  # people follow this run
+        from speechtrain.report import page, run  # half a second of imports
+
+        path = Path(config.run_dir) / "report.html"
+        try:
+            runs = [run.read_run(path.parent)]
+            write_text(path, page.page(runs), private=run.hold_secrets(runs))
+            print(errors.printable(f"report: {path}"))
+        except Exception as error:  # the run itself has ended well
+            print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
+    if OmegaConf.select(config, "data.train._target_") == _EXAMPLE and not command.is_sweep:
+        kept = [o for o in command.overrides if key_of(o).partition(".")[0] not in ("data", "run_dir")]
+        own = ["data=manifest", "data.train=train.jsonl", "data.valid.dev=dev.jsonl"]
+        line = f"your own recordings: {shlex.join(['speechtrain-train', *kept, *own])}"
+        print(errors.printable(line))
+
+
 def _is_complete(result: Mapping[str, Any], run_dir: Path) -> bool:
-    """True for the result of a run that has ended, if its last checkpoint is there."""
+    """True for the whole result of a run that has ended, if its last checkpoint is there."""
     saved = {folder.name for folder in Checkpointer(run_dir).folders()}
-    return result.get("status") in _ENDED and f"step-{str(result.get('steps')).zfill(8)}" in saved
+    is_whole = "metric" in result and isinstance(result.get("metrics"), dict)
+    is_saved = f"step-{str(result.get('steps')).zfill(8)}" in saved
+    return is_whole and is_saved and result.get("status") in _ENDED
 
 
 def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
     """Write the files that the ranks of a start read, ``story`` as ``run.json``; remove earlier results."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
-    # first: without its overrides, the same command would be refused as another config
-    write_json(job.run_dir / ABOUT, story)
-    with atomic(job.config) as temporary:
-        temporary.write_text(dump(config))
-    for path in (job.run_dir / RESULT, *(job.run_dir / RANKS).glob(f"*/{RESULT}")):
-        path.unlink(missing_ok=True)
-    lock.release()  # rank 0 takes it over
+    try:
+        text = dump(config)
+        private = holds_secret(f"{text}\n{story}")
+        # first: without its overrides, the same command would be refused as another config
+        write_json(job.run_dir / ABOUT, story, private=private)
+        write_text(job.config, text, private=private)
+        for path in (job.run_dir / RESULT, *(job.run_dir / RANKS).glob(f"*/{RESULT}")):
+            path.unlink(missing_ok=True)
+    finally:
+        lock.release()  # rank 0 takes it over
     if simulated := config.trainer.simulate_world:
         share = f"world_size {job.world_size} × accumulate {simulated // job.world_size}"
-        print(f"trainer.simulate_world={simulated}: {share}", flush=True)
+        say(f"trainer.simulate_world={simulated}: {share}")
 
 
 def _outcome(ended: Result, run_dir: Path) -> dict[str, Any]:
@@ -129,26 +155,37 @@ def _outcome(ended: Result, run_dir: Path) -> dict[str, Any]:
 
     Raises MachineError if something outside ended them, RunError if no rank wrote a result.
     """
-    result = read_result(run_dir)
-    if result is None or result["status"] == "failed":
-        result = read_failure(run_dir)
-    if ended.cause and (result is None or result["status"] == "failed"):
+    result = run_directory.read_result(run_dir)
+    if result is None or result.get("status") == "failed":
+        result = run_directory.read_failure(run_dir)
+    if ended.cause and (result is None or result.get("status") == "failed"):
         raise MachineError(ended.cause)
+    if result is None and ended.returncode == Preempted.exit_code:
+        raise Preempted("stopped before the ranks had started; the same command continues")
     if result is None and ended.returncode < 0:
-        saved = Checkpointer(run_dir).folders()
-        begin = f"from {saved[-1].name}" if saved else "from its beginning"
         name = signal.Signals(-ended.returncode).name
         memory = " (out of memory? dmesg tells)" if name == "SIGKILL" else ""
-        raise MachineError(f"the run was ended by {name}{memory}; the same command continues {begin}")
+        raise MachineError(f"the run was ended by {name}{memory}; {_continues(run_dir)}")
     if result is None:
-        raise RunError(f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}")
+        message = f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}"
+        with atomic(run_dir / RESULT) as temporary:  # a full disk explains it: then this raises OSError
+            temporary.write_text(message)
+            raise RunError(message)
     return result
 
 
-def _check_disk(run_dir: Path) -> None:
+def _continues(run_dir: Path) -> str:
+    saved = Checkpointer(run_dir).folders()
+    return f"the same command continues from {saved[-1].name if saved else 'its beginning'}"
+
+
+def _check_place(run_dir: Path, files: Iterable[str]) -> None:
     folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
     if not os.access(folder, os.W_OK):
         raise MachineError(f"{folder} is not writable; set run_dir or OUTPUT_DIR to a folder that is")
+    found = {p.name for p in run_dir.glob("[!.]*") if p.suffix not in (".log", ".txt", ".out", ".err")}
+    if found and not found & {*_BEGUN, *files, "checkpoints", "metrics.jsonl"}:
+        raise RunError(f"{run_dir} holds other files ({min(found)}, …); set run_dir to a folder of its own")
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     if free < _MIN_FREE:
         raise MachineError(
@@ -156,20 +193,20 @@ def _check_disk(run_dir: Path) -> None:
         )
 
 
-def _discard(run_dir: Path) -> None:
-    """Remove the files of a run that a user's error ended before its first step, if there are no others."""
-    begun = {CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", AGENT, RENDEZVOUS}
-    if {path.name for path in run_dir.iterdir()} <= {*begun, RANKS}:
+def _discard(run_dir: Path, files: Iterable[str]) -> None:
+    """Empty the folder of a run that a user's error ended before its first step, if all in it is our own."""
+    found = list(run_dir.iterdir())
+    if all(any(fnmatchcase(path.name, pattern) for pattern in (*_BEGUN, *files)) for path in found):
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
-        for name in begun:
-            (run_dir / name).unlink(missing_ok=True)
+        for path in {*found} - {run_dir / RANKS}:
+            path.unlink()
 
 
 def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, SpeechtrainError)]
     by_code = {c.exit_code: c for c in classes}
     found = by_code.get(result["exit_code"], SpeechtrainError)
-    folder = rank_folder(run_dir, int(result.get("rank", 0)))
+    folder = run_directory.rank_folder(run_dir, int(result.get("rank", 0)))
     trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""
     if not result.get("is_cause", True):  # killed, or its host was lost: it wrote no error
         trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
@@ -177,6 +214,4 @@ def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
 
 
 def _describe(result: dict[str, Any]) -> str:
-    metrics = result.get("metrics", {})
-    named = ", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k and isinstance(v, float))
-    return f"{result['status']} at step {result.get('steps')}{', ' + named if named else ''}"
+    return f"{result['status']} at step {result.get('steps')}, {run_directory.outcome(result)}".rstrip(", ")

@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
+from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line, printable
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -40,7 +40,6 @@ _SHOWN = 8  # shapes
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     build = Parser(
         prog="speechtrain-doctor",
         description="Check this machine, and a recipe on it. Takes speechtrain-train's arguments; without "
@@ -79,7 +78,7 @@ def run(argv: list[str]) -> int:
     code = 0
     for finding in findings(arguments.overrides, folder):
         state = f"{paint.get(finding.state, '')}{finding.state:<5}{chr(27) + '[0m' if paint else ''}"
-        print(f"{state}  {finding.what:<13} {finding.found}", flush=True)
+        print(f"{state}  {finding.what:<13} {printable(finding.found)}", flush=True)
         if finding.state == RED and not code:
             code = finding.exit_code
     return code
@@ -89,7 +88,7 @@ def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
     """The findings of all checks, the cheapest check first."""
     yield from machine()
     yield from packages()
-    yield from tried("audio", _libsndfile)
+    yield from tried("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
         yield from tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder))
@@ -106,7 +105,6 @@ def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
 
 
 def failure(what: str, error: Exception) -> Finding:
-    """The red finding of an error."""
     if isinstance(error, SpeechtrainError):
         return Finding(RED, what, one_line(str(error)), exit_code=error.exit_code)
     return Finding(RED, what, one_line(f"{type(error).__name__}: {error}")[:300])
@@ -122,8 +120,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(GREEN, "cores", f"{len(usable_cpus())} usable of {os.cpu_count()} ({platform.machine()})")
     yield _threads()
     memory = psutil.virtual_memory().available / 2**30
-    small = "" if memory >= 2 else "; small: use model=rnnt_small"
-    yield Finding(AMBER if small else GREEN, "memory", f"{memory:.1f} GiB available{small}")
+    yield Finding(GREEN if memory >= 2 else AMBER, "memory", f"{memory:.1f} GiB available")
     yield _room("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
     from speechtrain.data.cache import cache_folder
 
@@ -157,7 +154,6 @@ def _room(what: str, wanted: Path, variable: str) -> Finding:
 
 
 def packages() -> Iterator[Finding]:
-    """Findings on packages and devices."""
     for name in ("torch", "hydra-core", "lhotse", "soundfile", "sentencepiece", "safetensors", "tensorboard"):
         try:
             yield Finding(GREEN, name, metadata.version(name))
@@ -213,12 +209,6 @@ def devices() -> Finding:
     return Finding(GREEN, "devices", f"{', '.join(here)}{absent}")
 
 
-def _libsndfile() -> str:
-    import soundfile
-
-    return f"libsndfile {soundfile.__libsndfile_version__}"
-
-
 def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
     """Compose and check the config of a run; append it to ``config`` if it is valid."""
     from hydra.errors import HydraException
@@ -264,7 +254,7 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
             what = "data"
             data = build_data(config, tokenizer, task)
             stack.callback(data.close)
-            yield from _look_at_data(config, data, task, tokenizer=tokenizer)
+            yield from _check_data(config, data, task, tokenizer=tokenizer)
         except Exception as error:  # a doctor reports whatever it finds
             yield _data_failure(config, error) if what == "data" else failure(what, error)
             return
@@ -312,9 +302,7 @@ def _data_failure(config: DictConfig, error: Exception) -> Finding:
     return replace(finding, found=f"{finding.found} (DATASET_DIR is not set; set it to that folder)")
 
 
-def _look_at_data(
-    config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer
-) -> Iterator[Finding]:
+def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Findings on recordings, shapes, spelling, and labels per encoder frame."""
     from speechtrain.data.module import EvaluationBatches, SpeechData
 

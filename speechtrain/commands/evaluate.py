@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, MachineError
-from speechtrain.files import atomic, writing
+from speechtrain.commands._cli import Parser, console, json_text
+from speechtrain.errors import ConfigError, MachineError, printable
+from speechtrain.files import atomic, finite, writing
+from speechtrain.run_directory import is_error_rate, metric
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     build = Parser(
         prog="speechtrain-evaluate",
         description="Score a run's checkpoint, with the same code and the same figures as in training. "
@@ -73,17 +72,14 @@ def run(argv: list[str]) -> int:
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     if arguments.json:
         found = {"checkpoint": str(opened.checkpoint), "metrics": finite(metrics)}
-        print(json.dumps(found, ensure_ascii=False))
+        print(json_text(found))
         return 0
-    print(f"checkpoint {opened.checkpoint}")
-    for name, values in metrics.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:.6g}" for key, value in values.items()))
+    print(printable(f"checkpoint {opened.checkpoint}"))
+    for name, outcome in outcomes.items():
+        totals = {k: f" ({e:.0f} of {n:.0f})" for k, (e, n) in outcome.totals.items() if is_error_rate(k)}
+        shown = ", ".join(metric(k, v) + totals.get(k, "") for k, v in outcome.metrics.items())
+        print(printable(f"{name}: {shown}"))
     return 0
-
-
-def finite(metrics: Mapping[str, Mapping[str, float]]) -> Any:
-    """Replace infinities and NaN, which JSON lacks, by None."""
-    return json.loads(json.dumps(metrics), parse_constant=lambda name: None)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:
@@ -121,7 +117,7 @@ def _check_writable(path: Path) -> None:
 
 def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:
     rows = ({"set": name, **vars(row)} for name, outcome in outcomes.items() for row in outcome.examples)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json_text(row) + "\n" for row in rows)
     with writing(f"--out {path}", "name a file in a writable folder"), atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, printable
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ _FORMATS = (_OURS, "fairseq", "huggingface")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     build = Parser(
         prog="speechtrain-export",
         description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), one of their "
@@ -52,13 +51,13 @@ def run(argv: list[str]) -> int:
         )
     out: Path = arguments.out
     _check_free(out, arguments.form, arguments.force)
-    pretrained, updates, differences = _read(arguments.source, arguments.source_form, arguments.checkpoint)
+    pretrained, updates, differences = _read(arguments)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
     with writing(f"--out {out}", "name another path"):
         differences.append(_write(pretrained, arguments.form, out, updates=updates))
-    kind = "encoder" if pretrained.is_encoder else "pretraining model"
-    print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
+    kind = "pretraining model" if pretrained.model else "CTC model" if pretrained.labels else "encoder"
+    print(printable(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values"))
     known = [value for value in differences if value is not None]
     if known:
         print(f"checked against Hugging Face's model on the same audio: largest difference {max(known):.1e}")
@@ -78,12 +77,13 @@ def _check_free(out: Path, form: str, force: bool) -> None:
         raise ConfigError(f"--out {out} exists; name another path, or add --force to replace its files")
 
 
-def _read(source: Path, form: str, checkpoint: str) -> tuple[Pretrained, int, list[float | None]]:
+def _read(arguments: argparse.Namespace) -> tuple[Pretrained, int, list[float | None]]:
     """Read the source: the model, its number of updates, and the differences that its check found."""
     from speechtrain.interop import huggingface
     from speechtrain.interop.wav2vec2 import describe
     from speechtrain.interop.weights import read_fairseq
 
+    source, form = arguments.source, arguments.source_form
     if form == "huggingface":
         pretrained, difference = huggingface.read(source)
         return pretrained, 0, [difference]
@@ -93,9 +93,9 @@ def _read(source: Path, form: str, checkpoint: str) -> tuple[Pretrained, int, li
     from speechtrain.commands._load_run import open_run
 
     # the device of the training may be missing here
-    opened = open_run(source, checkpoint, ["device=cpu", "precision=fp32"])
+    opened = open_run(source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
     updates = int(opened.checkpoint.name.partition("-")[2])
-    return describe(opened.task, opened.task.state_dict()), updates, []
+    return describe(opened.task, opened.task.state_dict(), arguments.encoder), updates, []
 
 
 def _write(pretrained: Pretrained, form: str, out: Path, updates: int) -> float | None:

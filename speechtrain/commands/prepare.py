@@ -27,10 +27,11 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
 from speechtrain.data.folder import files_below
-from speechtrain.data.manifests import Manifest, Record, header, seconds_of, simple_cut, text_of
+from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut, text_of
+from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import names_in, open_source, parts_of
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, printable
 from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normaliser
 
@@ -48,7 +49,6 @@ _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/dig
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the argument parser."""
     build = Parser(
         prog="speechtrain-prepare",
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
@@ -128,38 +128,31 @@ def run(argv: list[str]) -> int:
     return cast("int", arguments.act(arguments))
 
 
-# --- tokenizer ----------------------------------------------------------------------------------
-
-
 def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
     from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
 
-    coverage = arguments.character_coverage
+    out, coverage = arguments.out, arguments.character_coverage
     if not 0 < coverage <= 1:
         raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
-    with writing(arguments.out, _FIX):
-        train_sentencepiece(
-            texts, arguments.out, arguments.kind, size=arguments.size, character_coverage=coverage
-        )
-    made = SentencePiece(str(arguments.out), arguments.normaliser)
+    with writing(out, _FIX):
+        train_sentencepiece(texts, out, arguments.kind, size=arguments.size, character_coverage=coverage)
+    made = SentencePiece(str(out), arguments.normaliser)
     unspelt = sum(bool(made.unknown(text)) for text in texts)
     spoken = [text for text in texts if text]
     labels = sum(len(made.encode(text)) for text in spoken if not made.unknown(text))
-    print(
-        f"{arguments.out}: {made.size - 1} {arguments.kind} pieces from {len(spoken)} transcripts, "
+    told = (
+        f"{out}: {made.size - 1} {arguments.kind} pieces from {len(spoken)} transcripts, "
         f"{labels / max(1, len(spoken) - unspelt):.1f} labels each"
     )
+    print(printable(told))
     if unspelt:
         print(f"{unspelt} transcripts have symbols outside the coverage; training skips them")
     other = f" tokenizer.normaliser={arguments.normaliser}" if arguments.normaliser != "lower" else ""
-    print(f"use it with: tokenizer=sentencepiece tokenizer.model={arguments.out.absolute()}{other}")
+    print(printable(f"use it with: tokenizer=sentencepiece tokenizer.model={out.absolute()}{other}"))
     return 0
-
-
-# --- sources ------------------------------------------------------------------------------------
 
 
 def named_source(arguments: argparse.Namespace) -> Source:
@@ -199,7 +192,7 @@ def measured(cut: Record, counts_samples: bool = False) -> Record:
     """
     recording = cut["recording"]
     info = header(recording["sources"][0]["source"])
-    if info is None or info.frames < 1:
+    if info is None:
         return cut  # kept: it is reported like any other bad recording
     if counts_samples and info.frames == recording["num_samples"]:
         cut["duration"] = info.duration
@@ -217,9 +210,6 @@ def measured(cut: Record, counts_samples: bool = False) -> Record:
     return cut
 
 
-# --- manifest -----------------------------------------------------------------------------------
-
-
 @dataclass
 class Totals:
     """Totals of a manifest, and its bad recordings by reason."""
@@ -231,7 +221,6 @@ class Totals:
     bad: Counter[str] = field(default_factory=Counter)
 
     def add(self, cut: Record) -> None:
-        """Count one cut."""
         text = text_of(cut)
         self.utterances += 1
         self.seconds += seconds_of(cut)
@@ -239,12 +228,10 @@ class Totals:
         self.empty += not text.strip()
 
     def refuse(self, cut: Record, reason: str, detail: str) -> None:
-        """Count and print one bad recording."""
         self.bad[reason] += 1
-        print(f"bad: {cut['id']}\t{reason}\t{detail}", flush=True)
+        print("bad: " + "\t".join(map(printable, (str(cut["id"]), reason, detail))), flush=True)
 
     def describe(self) -> str:
-        """Return the totals as one line."""
         empty = f", {self.empty} empty transcripts" if self.empty else ""
         bad = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
         return (
@@ -277,9 +264,10 @@ def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], ke
                     continue
                 made = cut
             totals.add(made)
-            file.write(json.dumps(made, ensure_ascii=False).encode() + b"\n")
+            # a lone surrogate becomes the escape \udcxx, as JSON writes it
+            file.write(json.dumps(made, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
         _refuse_empty(totals, out)
-    print(f"{out}: {totals.describe()}")
+    print(printable(f"{out}: {totals.describe()}"))
     return totals.bad.total()
 
 
@@ -288,18 +276,12 @@ def _refuse_empty(totals: Totals, out: Path) -> None:
         raise DataError(f"{out} is not written: no recording is usable; repair the sources")
 
 
-def _checked(cut: Record) -> Record | Refusal:
-    """Return the cut if its audio is usable, else the reason."""
-    from speechtrain.data.audio import Unusable, read_cut
+def _checked(cut: Record) -> Record:
+    """Return the cut. Raises Unusable."""
+    from speechtrain.data.audio import read_cut
 
-    try:
-        read_cut(cut, 16_000)
-    except Unusable as problem:
-        return problem.reason, problem.detail
+    read_cut(cut, 16_000)
     return cut
-
-
-# --- fairseq ------------------------------------------------------------------------------------
 
 
 def write_tsv(arguments: argparse.Namespace) -> int:
@@ -344,7 +326,7 @@ def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Any]]) -> Non
             file.write(f"{name}\t{info.frames}\n".encode())
     hours = sum(info.frames / info.samplerate for _, info in chosen) / 3600
     more = "" if chosen else "; training refuses an empty set: change --valid-percent or --seed"
-    print(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}")
+    print(printable(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}"))
 
 
 def _fits_tsv(name: str) -> bool:
@@ -355,26 +337,11 @@ def _fits_tsv(name: str) -> bool:
         return False
 
 
-def _header_of(folder: Path, name: str) -> Any | Refusal:
-    """Return soundfile's info of a recording, or the reason why it cannot be in a TSV."""
-    from speechtrain.data.audio import Unusable, check_file
-
+def _header_of(folder: Path, name: str) -> Header:
+    """Return a recording's header. Raises Unusable if it cannot be in a TSV."""
     if not _fits_tsv(name):
-        return "unreadable", "a TSV cannot contain its name; rename it"
-    path = str(folder / name)
-    try:
-        check_file(path)
-        info = soundfile.info(path)
-    except Unusable as problem:
-        return problem.reason, problem.detail
-    except (OSError, RuntimeError) as error:
-        return "unreadable", one_line(str(error), 300)
-    if info.frames < 1 or info.samplerate < 1:
-        return "no_samples", path
-    return info
-
-
-# --- converting ---------------------------------------------------------------------------------
+        raise Unusable("unreadable", "a TSV cannot contain its name; rename it")
+    return read_header(str(folder / name))
 
 
 @dataclass(frozen=True)
@@ -398,24 +365,24 @@ class Converter:
         """Return the largest size of a file."""
         return seconds * self.rate * 2 * (_FLAC_SHARE if self.format == "flac" else 1.0) + 4096
 
-    def __call__(self, cut: Record) -> Record | Refusal:
-        """Write one file; return its cut, or why its audio is unusable. Raises OSError if it cannot write."""
-        from speechtrain.data.audio import Unusable, read_cut
+    def __call__(self, cut: Record) -> Record:
+        """Write one file; return its cut. Raises Unusable for its audio, OSError if it cannot write."""
+        from speechtrain.data.audio import read_cut
 
         path = self.path(cut)
         samples = self._done(cut, path)
         if samples is None:
-            try:
-                audio = read_cut(cut, self.rate)
-            except Unusable as problem:
-                return problem.reason, problem.detail
+            audio = read_cut(cut, self.rate)
             pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
             buffer = io.BytesIO()  # libsndfile does not report a full disk
             soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
             with atomic(path, durable=False) as temporary:  # a sync for each of a million files takes hours
                 temporary.write_bytes(buffer.getvalue())
             samples = len(pcm)
-        return self._cut(cut, path, samples)
+        first = (cut.get("supervisions") or [{}])[0]
+        told = {"speaker": first.get("speaker"), "language": first.get("language"), "text": text_of(cut)}
+        seconds = samples / self.rate
+        return simple_cut(cut["id"], str(path.absolute()), 0.0, duration=seconds, rate=self.rate, **told)
 
     def _done(self, cut: Record, path: Path) -> int | None:
         """Return the samples of a file from an earlier call, if it is newer than its sources."""
@@ -429,14 +396,6 @@ class Converter:
             return None
         info = header(str(path))
         return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
-
-    def _cut(self, cut: Record, path: Path, samples: int) -> Record:
-        first = (cut.get("supervisions") or [{}])[0]
-        told = {"speaker": first.get("speaker"), "language": first.get("language")}
-        seconds = samples / self.rate
-        return simple_cut(
-            cut["id"], str(path.absolute()), 0.0, duration=seconds, text=text_of(cut), rate=self.rate, **told
-        )
 
 
 def convert_source(arguments: argparse.Namespace) -> int:
@@ -470,14 +429,11 @@ def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
     told = f"{converter.folder} needs up to {_size(need)}, {_size(free)} are free"
     if need + _ROOM > free:
         raise MachineError(f"{told}; free some space, use another --out, or use --format flac")
-    print(told, flush=True)
+    print(printable(told), flush=True)
 
 
 def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-# --- sample -------------------------------------------------------------------------------------
 
 
 def write_sample(arguments: argparse.Namespace) -> int:
@@ -490,11 +446,8 @@ def write_sample(arguments: argparse.Namespace) -> int:
     soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
     with opened(arguments.out) as file:
         file.write(buffer.getvalue())
-    print(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}")
+    print(printable(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}"))
     return 0
-
-
-# --- writing ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -513,12 +466,19 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def parallel(
     function: Callable[[Item], Made], items: Iterable[Item], jobs: int
-) -> Iterator[tuple[Item, Made]]:
-    """Yield (item, result) in order from ``jobs`` threads; decoding releases the interpreter lock."""
+) -> Iterator[tuple[Item, Made | Refusal]]:
+    """Yield (item, result or refusal) in order from ``jobs`` threads; decoding releases Python's lock."""
+
+    def made(item: Item) -> Made | Refusal:
+        try:
+            return function(item)
+        except Unusable as problem:
+            return problem.reason, problem.detail
+
     remaining = iter(items)
     with ThreadPoolExecutor(jobs) as pool:
         while chunk := list(islice(remaining, _CHUNK * jobs)):
-            yield from zip(chunk, pool.map(function, chunk), strict=True)
+            yield from zip(chunk, pool.map(made, chunk), strict=True)
 
 
 main = console(run)

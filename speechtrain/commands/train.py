@@ -13,8 +13,7 @@ HELP = f"""speechtrain-train {__version__}: train a speech model.
 
 usage: speechtrain-train [GROUP=CHOICE ...] [KEY=VALUE ...] [-m] [--config-dir DIR] [--cfg job] [--help]
 
-  speechtrain-train recipe=demo
-  speechtrain-train model=rnnt device=cpu precision=bf16 trainer.max_steps=100
+  speechtrain-train model=rnnt device=cpu precision=bf16
   speechtrain-train data=manifest data.train=a.jsonl,b.jsonl data.valid.dev=dev.jsonl
   speechtrain-train -m model=rnnt optimizer.lr=1e-3,4e-3
 

@@ -8,7 +8,9 @@ from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from speechtrain.config.check import check_part
 from speechtrain.config.targets import target_class
 from speechtrain.errors import ConfigError, SpeechtrainError, first_line
 
@@ -84,12 +86,16 @@ def build_schedule(config: DictConfig, steps_per_epoch: int, planned_steps: int 
 def build(config: DictConfig, group: str, **offers: Any) -> Any:
     """Construct the part of ``group``; those of ``offers`` that its constructor takes replace config values.
 
-    Not ``hydra.utils.instantiate``: every level is checked by ``target_class``, in the ranks too, and
+    Not ``hydra.utils.instantiate``: every level is checked by ``check_part``, in the ranks too, and
     ``offers`` (modules, parameters) are passed unchanged, never read as configuration.
     Raises the part's own SpeechtrainError, or ConfigError if its constructor refuses a value.
     """
-    node = OmegaConf.to_container(config[group], resolve=True)
-    assert isinstance(node, dict)
+    try:
+        part = config[group]
+        node = OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or group}: {first_line(error)}") from None
+    check_part(group, node)
     return _construct(group, cast("dict[str, Any]", node), offers)
 
 
@@ -101,7 +107,7 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
         return found(**{**arguments, **taken})
     except SpeechtrainError as error:
         raise type(error)(_with_path(path, str(error), arguments)) from error
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
         message = _with_path(path, first_line(error), arguments)
         raise ConfigError(message if message.startswith(path) else f"{path}: {message}") from error
 
@@ -121,29 +127,46 @@ def _construct_nested(path: str, value: Any) -> Any:
     return value
 
 
-def dry_build(config: DictConfig) -> None:
+def dry_build(config: DictConfig) -> int:
     """Build every part that is cheap to build: a constructor's error is known before a process starts.
 
     Networks are built on torch's meta device, without values; only the ranks build a network that
-    fails there, and trackers, which open files. Raises what ``build`` raises.
+    fails there, and trackers, which open files. Returns the bytes of a rank's weights, gradients, optimizer
+    state and average, all of them fp32; 0 for a network that fails. Raises what ``build`` raises.
     """
     import torch  # only here: --cfg job and dry checks of the root need none
 
     tokenizer = build_tokenizer(config)
-    build_optimizer(config, [{"params": [torch.nn.Parameter(torch.zeros(2, 2))]}])
+    probe = torch.nn.Parameter(torch.zeros(2, 2))
+    probe.grad = torch.zeros(2, 2)
+    optimizer = build_optimizer(config, [{"params": [probe]}])
+    optimizer.step()  # makes its state
+    state = [value.numel() for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+    copies = 2 + sum(state) // probe.numel() + bool(config.trainer.ema)
     build_schedule(config, steps_per_epoch=1, planned_steps=1)
     data = build_data(config, tokenizer)
+    rate, values = size_of_network(config, tokenizer)
+    if rate and (given := getattr(data, "sample_rate", None)) and given != rate:
+        raise ConfigError(f"data.sample_rate={given}: the encoder expects {rate} Hz; set both to one rate")
+    shards = 1 if config.trainer.shard == "none" else config.world_size
+    return copies * values * 4 // int(shards)
+
+
+def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]:
+    """The encoder's sample rate and the model's number of weights, of a network that has no values.
+
+    Zeros for one that cannot be built so. Raises ConfigError for one that no machine can hold.
+    """
+    import torch
+
     try:
         with torch.device("meta"):
             encoder = build_encoder(config)
-            build_model(config, tokenizer, encoder)
-        given, wanted = getattr(data, "sample_rate", None), getattr(encoder, "sample_rate", None)
-        if given and wanted and given != wanted:
-            raise ConfigError(
-                f"data.sample_rate={given}: the encoder expects {wanted} Hz; set both to one rate"
-            )
+            model = build_model(config, tokenizer, encoder)
+        return getattr(encoder, "sample_rate", None) or 0, sum(p.numel() for p in model.parameters())
     except NotImplementedError:
-        return
+        return 0, 0
     except RuntimeError as error:
         if "meta" not in str(error):
             raise ConfigError(f"model or encoder: {first_line(error)}") from error
+        return 0, 0

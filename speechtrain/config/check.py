@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from speechtrain.config.resolved import resolved
 from speechtrain.config.schema import INTERFACES, OFFERED, Config
-from speechtrain.config.targets import import_class, target_class
+from speechtrain.config.targets import import_class, parameter_types, target_class
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
@@ -35,16 +35,26 @@ def check(config: DictConfig) -> dict[str, Any]:
     if plain["resume"] not in ("auto", "never", "must"):
         raise ConfigError(f"resume={plain['resume']}: choose auto, never or must")
     _check_limits(plain)
-    for group, interface in INTERFACES.items():
-        node = plain[group]
-        if not isinstance(node, dict) or "_target_" not in node:
-            raise ConfigError(f"{group} has no class; choose one with {group}=NAME")
-        found, wanted = target_class(str(node["_target_"]), group), import_class(interface, group)
-        if not issubclass(found, wanted) or inspect.isabstract(found):
-            fault = "is abstract" if inspect.isabstract(found) else f"does not implement {wanted.__name__}"
-            raise ConfigError(f"{group}._target_: {node['_target_']} {fault}; choose one with {group}=NAME")
-        _check_node(group, node, OFFERED.get(group, set()))
+    for group in INTERFACES:
+        check_part(group, plain[group])
     return plain
+
+
+def check_part(group: str, node: Any) -> None:
+    """Check the resolved node of one part against its group's interface and its class's constructor."""
+    part_class(group, node)
+    _check_node(group, node, OFFERED.get(group, set()))
+
+
+def part_class(group: str, node: Any) -> type:
+    """The class of a part. Raises ConfigError if it has none, or one that is not of its group."""
+    if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
+        raise ConfigError(f"{group} has no class; choose one with {group}=NAME")
+    found, wanted = target_class(str(node["_target_"]), group), import_class(INTERFACES[group], group)
+    if not issubclass(found, wanted) or inspect.isabstract(found):
+        fault = "is abstract" if inspect.isabstract(found) else f"does not implement {wanted.__name__}"
+        raise ConfigError(f"{group}._target_: {node['_target_']} {fault}; choose one with {group}=NAME")
+    return found
 
 
 def _check_root(plain: Mapping[str, Any]) -> None:
@@ -102,24 +112,34 @@ def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
     every = inspect.signature(found).parameters.items()
     parameters = {n: p for n, p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     known = [name for name in parameters if name not in offered]
-    try:
-        hints = typing.get_type_hints(found.__init__)  # type: ignore[misc]
-    except (NameError, TypeError):  # names imported for type checkers only: keys are still checked
-        hints = {}
+    hints = parameter_types(found)
     for key, value in node.items():
         if key == "_target_":
             continue
         if key not in known:
             takes = nearest(str(key), known) or f"; it takes {', '.join(known) or 'nothing'}"
             raise ConfigError(f"{path}.{key}: {found.__name__} takes no {str(key)!r}{takes}")
-        if problem := mismatch(value, hints.get(str(key), Any)):
-            raise ConfigError(f"{path}.{key}: {problem}")
         for inner, child in _nested(f"{path}.{key}", value):
             _check_node(inner, child, set())
+        if problem := mismatch(value, hints.get(str(key), Any)) or _beyond(str(key), value):
+            raise ConfigError(f"{path}.{key}: {problem}")
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in node and name not in offered:
             raise ConfigError(f"{path}: {found.__name__} needs {name!r}; set {path}.{name}")
     return found
+
+
+_MOST = dict.fromkeys(("layers", "pre_layers", "post_layers", "conv_layers", "context", "splice"), 1000)
+_MOST |= {"n_fft": 2**14, "mels": 4096, "sample_rate": 10**6, "length_multiple": 10**6, "threads": 4096}
+_MOST |= {"utterances": 10**6, "max_words": 50}
+"""Bounds of counts, and of lengths of lists, that cost time or memory before weights do; above them is a
+mistake or an attack. What weights cost is predicted from the network."""
+
+
+def _beyond(key: str, value: Any) -> str:
+    """Why a count is too large; empty if it is not."""
+    most, count = _MOST.get(key, 2**63 - 1), len(value) if isinstance(value, list) else value
+    return f"it must be at most {most}" if isinstance(count, int) and abs(count) > most else ""
 
 
 def _nested(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -139,12 +159,12 @@ def mismatch(value: Any, annotation: Any) -> str:
     """Why a config value does not match a parameter's annotation; empty if it does.
 
     Understands int, float, bool, str, None, unions, list[…] and dict[str, …]; a class accepts a
-    nested node, and anything else passes.
+    nested node of that class, ``object`` accepts what has no class, and anything else passes.
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         problems = [mismatch(value, option) for option in typing.get_args(annotation)]
-        return "" if "" in problems else f"{value!r} is not {_describe(annotation)}"
+        return "" if "" in problems else f"{repr(value)[:100]} is not {_describe(annotation)}"
     fits = True
     if annotation is bool:
         fits = isinstance(value, bool)
@@ -159,14 +179,25 @@ def mismatch(value: Any, annotation: Any) -> str:
     elif origin in (list, tuple) or annotation in (list, tuple):
         fits = isinstance(value, list)
         items = [a for a in typing.get_args(annotation) if a is not Ellipsis]
-        for index, inner in enumerate(value if fits and items else []):
-            if problem := mismatch(inner, items[min(index, len(items) - 1)]):
+        for index, inner in enumerate(value if fits else []):
+            if problem := mismatch(inner, _plain(items[min(index, len(items) - 1)] if items else Any)):
                 return f"item {index + 1}: {problem}"
     elif dict in (origin, annotation):
-        fits = isinstance(value, dict)
-    elif inspect.isclass(annotation) and annotation not in (object, Any):
+        fits, inner = isinstance(value, dict) and "_target_" not in value, typing.get_args(annotation)[1:]
+        for key, one in value.items() if fits else ():
+            if problem := mismatch(one, _plain(inner[0] if inner else Any)):
+                return f"{key}: {problem}"
+    elif annotation is object:
+        fits = not any(_nested("", value))
+    elif inspect.isclass(annotation) and annotation is not Any:
         fits = isinstance(value, dict) and "_target_" in value
-    return "" if fits else f"{value!r} is not {_describe(annotation)}"
+        fits = fits and issubclass(target_class(str(value["_target_"]), "value"), annotation)
+    return "" if fits else f"{repr(value)[:100]} is not {_describe(annotation)}"
+
+
+def _plain(annotation: Any) -> Any:
+    """The annotation of an item: values of any kind in a list or a mapping have no class."""
+    return object if annotation is Any else annotation
 
 
 def _describe(annotation: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import typing
 from typing import Any
 
 from speechtrain.errors import ConfigError, nearest
@@ -30,6 +31,14 @@ def target_class(target: str, path: str) -> type:
         f"{path}._target_: {target} is defined in {module}, which is not allowed; "
         f"allow_targets={module} on the command line allows it"
     )
+
+
+def parameter_types(found: type, include_extras: bool = False) -> dict[str, Any]:
+    """The annotations of a constructor's parameters; none if some are imported for type checkers only."""
+    try:
+        return typing.get_type_hints(inspect.unwrap(found.__init__), None, None, include_extras)  # type: ignore[misc]
+    except (NameError, TypeError):
+        return {}
 
 
 def import_class(target: str, path: str) -> type:
@@ -62,4 +71,5 @@ def import_class(target: str, path: str) -> type:
         if not inspect.isclass(found):
             raise ConfigError(f"{path}._target_: {target} is not a class")
         return found
-    raise ConfigError(f"{path}._target_: there is no module {'.'.join(parts[:-1])}")
+    missing = f"there is no module {'.'.join(parts[:-1])}"
+    raise ConfigError(f"{path}._target_: {missing}; install it, or name its folder in PYTHONPATH")

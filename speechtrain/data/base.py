@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from speechtrain.batch import Batch
@@ -64,6 +64,9 @@ class DataModule(ABC):
     def report(self) -> dict[str, float]:
         """Return the run's skipped recordings by reason, and the shares of padded and cropped audio."""
         return {}
+
+    def obey(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default
+        """Let a stop request end a long wait for a batch, with Preempted."""
 
     def close(self) -> None:  # noqa: B027 - empty by default
         """Stop worker processes."""

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, key_of, uniform_at
-from speechtrain.data.audio import Samples, Unusable, change_speed, files_of, read_cut, read_file, standardise
+from speechtrain.data.audio import DECODED_SECONDS, change_speed, files_of, read_cut, read_file, standardise
 from speechtrain.data.index import Index
+from speechtrain.data.lhotse_cuts import Samples
 from speechtrain.data.manifests import Record, seconds_of, text_of
+from speechtrain.data.recordings import Unusable
 from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.vocabulary import Tokenizer
@@ -29,13 +31,14 @@ REASONS = {
     "not_finite": "samples are NaN, infinite or far beyond full scale",
     "silent": "every sample is zero, but the transcript is not empty",
     "too_short": "shorter than data.min_seconds",
-    "too_long": "longer than data.max_seconds",
+    "too_long": "longer than data.max_seconds, or in evaluation data.max_decoded_seconds",
     "empty_transcript": "the transcript is empty, and data.allow_empty is false",
     "unknown_symbol": "the tokenizer cannot encode the transcript",
     "long_transcript": "more labels per second than data.max_labels_per_second",
 }
 """Explanation of each ``Skip.reason``: why a recording is not used."""
 
+_MANY_LABELS = 10_000  # of an evaluation transcript: their losses take gigabytes
 _SHORTEST_SECONDS = 0.1  # rows are padded to it: a front end needs at least one frame
 
 
@@ -57,8 +60,9 @@ class BatchLoader:
 
     In training, an unusable cut becomes a padding row and a ``Skip``. In an evaluation set
     (``is_evaluation``), unreadable audio is a DataError that names the file; every other cut is kept.
-    If its transcript cannot be encoded, it has no labels and weight 0: it counts in the error rates
-    but not in the loss. With a tokenizer that reads no text, transcripts are not checked.
+    If its transcript cannot be encoded, or has more than ``max_labels_per_second`` and 10,000 labels, it has
+    no labels and weight 0: it counts in the error rates but not in the loss. With a tokenizer that reads
+    no text, transcripts are not checked.
 
     ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is
     then cropped at an offset drawn from (``seed``, epoch, cut): to ``crop_seconds`` if the batch has a
@@ -75,11 +79,17 @@ class BatchLoader:
     normalise: bool = False
     crop_seconds: float | None = None
     seed: int = 0
+    max_decoded_seconds: float = DECODED_SECONDS
 
     def __call__(self, planned: MicroBatch) -> Batch:
         """Decode one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
         with _one_thread():
             return self._decode(planned)
+
+    def recordings(self, planned: MicroBatch) -> list[str]:
+        """The ids and files of a micro-batch's cuts."""
+        cuts = [self.index.cut(int(row)) for row in planned.rows]
+        return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
 
     def _decode(self, planned: MicroBatch) -> Batch:
         lengths = planned_samples(self.index.seconds[planned.rows], planned.percents, self.sample_rate)
@@ -104,10 +114,12 @@ class BatchLoader:
     def _row(self, cut: Record, percent: int, shape: Shape | None) -> _Row:
         text = self.tokenizer.normalise(text_of(cut))
         if self.is_evaluation:
-            samples = read_cut(cut, self.sample_rate)
+            samples = read_cut(cut, self.sample_rate, self.max_decoded_seconds)
             try:
                 labels, weight = self.tokenizer.encode(text), 1.0
             except (KeyError, ValueError):
+                labels, weight = [], 0.0
+            if len(labels) > max(_MANY_LABELS, self.max_labels_per_second * seconds_of(cut)):
                 labels, weight = [], 0.0
         else:
             labels, weight = self._labels(cut, text, shape), 1.0  # before the audio, which costs more
@@ -178,7 +190,9 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
     )
 
 
-def audio_batch(files: Sequence[str], sample_rate: int, normalise: bool = False) -> Batch:
+def audio_batch(
+    files: Sequence[str], sample_rate: int, normalise: bool = False, most_seconds: float = DECODED_SECONDS
+) -> Batch:
     """Return whole audio files as a batch without transcripts; ids are the paths.
 
     ``normalise`` gives each file zero mean and unit variance, as in the task's training.
@@ -187,7 +201,7 @@ def audio_batch(files: Sequence[str], sample_rate: int, normalise: bool = False)
     rows = []
     for path in files:
         try:
-            samples = read_file(path, sample_rate)
+            samples = read_file(path, sample_rate, most_seconds)
         except Unusable as problem:
             raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
         if normalise:

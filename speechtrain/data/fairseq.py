@@ -15,17 +15,18 @@ from speechtrain.data.manifests import (
     Manifest,
     decoded,
     digest,
-    header,
     numbered_lines,
     simple_cut,
     stamp,
 )
+from speechtrain.data.recordings import header
 from speechtrain.errors import DataError
 
 LABELS = (".wrd", ".ltr")
 """Label files, by preference: words, and letters whose words end in ``|``."""
 
 _RECORDING = re.compile(rb"[^\t]+\t\d+\s*")
+_FRAMES = re.compile(r"0*[1-9][0-9]{0,14}")
 _TRIED = 10  # most headers that are read to find the sampling rate
 
 
@@ -84,6 +85,7 @@ class Fairseq(Manifest):
         if self.labels is None:
             yield from ((recording, "") for recording in self._recordings())
             return
+        self.check_place(self.labels)
         spell = _from_letters if self.labels.suffix == ".ltr" else str.strip
         recordings = texts = 0
         for recording, text in zip_longest(self._recordings(), self._lines(self.labels)):
@@ -107,8 +109,8 @@ class Fairseq(Manifest):
             if not (tab and name) or "\t" in name:
                 raise self.bad(line, f"is {text!r}, not a path, a tab and a number of frames")
             # not int(): it accepts signs, spaces, underscores and the digits of all scripts
-            if not (frames.isascii() and frames.isdigit() and int(frames)):
-                raise self.bad(line, f"{frames!r} is not a number of frames")
+            if not _FRAMES.fullmatch(frames):
+                raise self.bad(line, f"{frames[:40]!r} is not a number of frames")
             yield line, name, int(frames)
 
     def _lines(self, path: Path) -> Iterator[tuple[int, str]]:

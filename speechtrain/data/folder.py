@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from speechtrain.data.manifests import ASSUMED_RATE, Entry, Manifest, digest, header, simple_cut
+from speechtrain.data.manifests import MOST_TEXT_BYTES, Entry, Manifest, digest, measure, simple_cut
 from speechtrain.errors import DataError
+from speechtrain.files import MOST_LOG_BYTES
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
-_UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 
 
 class Folder(Manifest):
@@ -49,13 +49,16 @@ class Folder(Manifest):
         if not recordings:
             raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
         listed = self._listed(names)
+        # b.wav may have its transcript in B.TXT, if there is no b.txt
+        texts = {key: name for name in sorted(names - {*audio}) for key in (name.lower(), name)}
         for number, stem in enumerate(sorted({*recordings, *listed}), 1):
             name = recordings.get(stem, stem + ".flac")
             text = listed.get(stem)
             if text is None:
-                text = " ".join(self._read(stem + ".txt").split()) if stem + ".txt" in names else ""
+                beside = texts.get(f"{stem}.txt") or texts.get(f"{stem}.txt".lower())
+                text = " ".join(self._read(beside).split()) if beside else ""
             path = str(self.path / name)
-            seconds, rate = _measure(path)
+            seconds, rate = measure(path)
             cut = simple_cut(f"{self.name}/{stem}", path, 0.0, duration=seconds, text=text, rate=rate)
             yield Entry(cut, number, -1)
 
@@ -64,16 +67,16 @@ class Folder(Manifest):
         transcripts = {}
         for name in sorted(n for n in names if n.endswith(".trans.txt")):
             folder = os.path.dirname(name)
-            for line in self._read(name).splitlines():
+            for line in self._read(name, MOST_LOG_BYTES).splitlines():
                 identifier, _, text = line.strip().partition(" ")
                 if identifier:
                     transcripts[os.path.join(folder, identifier)] = " ".join(text.split())
         return transcripts
 
-    def _read(self, name: str) -> str:
+    def _read(self, name: str, limit: int = MOST_TEXT_BYTES) -> str:
         try:
-            return (self.path / name).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            return self.transcript(self.path / name, limit)
+        except (OSError, ValueError) as error:
             raise DataError(f"{self.path / name}: cannot be read as UTF-8 text ({error})") from None
 
 
@@ -93,11 +96,3 @@ def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) ->
         chosen = (n for n in names if n.lower().endswith(suffixes) and (hidden or not n.startswith(".")))
         found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
     return sorted(found)
-
-
-def _measure(path: str) -> tuple[float, int]:
-    """Return seconds and rate from a recording's header, or assumed ones if it cannot be read."""
-    info = header(path)
-    if info is None or info.frames < 1 or info.samplerate < 1:
-        return _UNKNOWN_SECONDS, ASSUMED_RATE
-    return info.frames / info.samplerate, int(info.samplerate)

@@ -23,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.counter_rng import key_of
+from speechtrain.data import manifests
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
-from speechtrain.errors import DataError
+from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import atomic, flush, writing
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -75,7 +76,7 @@ class Index:
         file = self._open[part]
         file.seek(int(self._offsets[row]))
         try:
-            cut = parse(file.readline(), self.files[part], 1)
+            cut = parse(file.readline(manifests.LONGEST_LINE), self.files[part], 1)
         except DataError:
             cut = {}
         if key_of(str(cut.get("id", ""))) != self.keys[row]:
@@ -224,7 +225,7 @@ def _stored(part: Source, path: Path) -> Iterator[Entry]:
 def _line(cut: Record) -> bytes:
     try:
         return json.dumps(cut).encode() + b"\n"
-    except TypeError as error:
+    except (TypeError, *MALFORMED) as error:
         raise DataError(
             f"cut {cut.get('id')!r} has audio in memory ({error}); save it as a file first"
         ) from None

@@ -17,11 +17,15 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from speechtrain.data.lhotse_cuts import UnknownPart, is_simple, known_cut
+from speechtrain.data.recordings import header
 from speechtrain.data.source import Source
-from speechtrain.errors import DataError
+from speechtrain.errors import MALFORMED, DataError
+from speechtrain.files import open_regular, read_bytes, whole_path
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -31,7 +35,14 @@ Record = dict[str, Any]
 SEGMENT = "speechtrain_segment"
 """Custom field of a cut that is a part of a recording of unknown length."""
 
+LONGEST_LINE = 2**24  # bytes
+LONGEST_TRANSCRIPT = 2**19  # characters; people speak 15 a second, so ten hours
+_LARGEST_ARRAY = 2**29  # bytes of one JSON array, whose text is in memory; 400,000 objects of MLPerf
+_MOST_BLANK = 2**20  # blank lines in a row: a gzipped file of 6 MB can have 6 GB of them
 ASSUMED_RATE = 16_000  # of recordings whose manifest has no rate; the decoder uses the file's own
+_LARGEST_NUMBER = 1e15  # seconds, hertz: counts of samples stay exact
+MOST_TEXT_BYTES = 2**20  # of one transcript: ten hours of speech have less
+_UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 _ELEMENT = re.compile(r"[^ \t\r\n,]")  # start of the next element or of the closing bracket
 
@@ -52,7 +63,7 @@ class Manifest(Source):
     """A short word for the format; part of the fingerprint."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.expanduser().absolute()
+        self.path = whole_path(path)
         self.name = self.path.stem
         self._folder = str(self.path.parent)
 
@@ -70,6 +81,7 @@ class Manifest(Source):
         from lhotse.cut.set import deserialize_cut
 
         for entry in self.entries():
+            self._check_known(entry.cut, entry.line)
             try:
                 cut = deserialize_cut(copy.deepcopy(entry.cut))  # lhotse changes it
             except Exception as error:  # lhotse raises many kinds for a wrong field
@@ -84,6 +96,13 @@ class Manifest(Source):
         """Return a DataError that names file and line."""
         return DataError(f"{self.path}:{line}: {problem}")
 
+    def _check_known(self, cut: Record, line: int) -> None:
+        """Raise DataError unless lhotse may read the cut's audio."""
+        try:
+            known_cut(cut)
+        except UnknownPart as error:
+            raise self.bad(line, str(error)) from None
+
     def field(self, record: Mapping[str, Any], name: str, line: int) -> Any:
         """Return ``record[name]``. Raises DataError if it is missing."""
         if name not in record:
@@ -95,6 +114,10 @@ class Manifest(Source):
         value = self.field(record, name, line)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.bad(line, f"{name!r} is {value!r}, not a number")
+        if not abs(value) < _LARGEST_NUMBER:
+            raise self.bad(line, f"{name!r} is {str(value)[:40]}, not a finite number")
+        if value < 0 and name.endswith("duration"):
+            raise self.bad(line, f"{name!r} is {value!r}, below 0; without it the audio is measured")
         return float(value)
 
     def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
@@ -113,16 +136,33 @@ class Manifest(Source):
         """Resolve a path of the manifest: relative paths start at its folder."""
         return os.path.join(self._folder, os.path.expanduser(name))
 
+    @cached_property
+    def _places(self) -> tuple[str, ...]:
+        """The folders of transcripts, with a slash: the manifest's and, of a link, that of its file."""
+        real = os.path.realpath(self.path)
+        found = [real] if os.path.isdir(real) else [os.path.realpath(self._folder), os.path.dirname(real)]
+        return tuple(os.path.join(folder, "") for folder in found)
+
+    def check_place(self, path: Path) -> None:
+        """Raise DataError if a transcript lies elsewhere: a corpus may be a stranger's, texts are shown."""
+        if not (real := os.path.realpath(path)).startswith(self._places):
+            raise DataError(f"{path} lies in {real}; transcripts are read below {self._places[0]} only")
+
+    def transcript(self, path: Path, limit: int = MOST_TEXT_BYTES) -> str:
+        """The UTF-8 text of a file of at most ``limit`` bytes. Raises DataError, OSError, ValueError."""
+        self.check_place(path)
+        return read_bytes(path, limit, follow=True).decode("utf-8-sig")
+
 
 class JsonLines(Manifest):
-    """A manifest with one JSON object per line, plain or gzipped (detected by content)."""
+    """A manifest with one JSON object per line, or one array of objects, plain or gzipped, by content."""
 
     @abstractmethod
     def cut_of(self, record: Record, line: int) -> Record:
         """Convert one line to a cut."""
 
     def entries(self) -> Iterator[Entry]:
-        for line, offset, record in json_lines(self.path):
+        for line, offset, record in records(self.path):
             yield Entry(self.cut_of(record, line), line, offset)
 
 
@@ -133,7 +173,7 @@ class LhotseCuts(JsonLines):
 
     @property
     def in_place(self) -> bool:
-        return not is_gzip(self.path)
+        return not is_gzip(self.path) and not is_array(self.path)
 
     def cut_of(self, record: Record, line: int) -> Record:
         self._check(record, line)
@@ -146,14 +186,9 @@ class LhotseCuts(JsonLines):
         if kind not in _CUT_TYPES:
             raise self.bad(line, f"'type' is {kind!r}; a lhotse cut has one of {', '.join(_CUT_TYPES)}")
         if kind == "MixedCut":
-            tracks = self.field(cut, "tracks", line)
-            if not isinstance(tracks, list) or not tracks:
-                raise self.bad(line, "'tracks' is empty or not a list")
-            for track in tracks:
-                inner = track.get("cut") if isinstance(track, dict) else None
-                if not isinstance(inner, dict):
-                    raise self.bad(line, "a track has no 'cut'")
-                self._check({"type": track.get("type", inner.get("type")), **inner}, line)
+            self._check_known(cut, line)
+            for track in cut["tracks"]:
+                self._check({**track["cut"], "type": track.get("type", track["cut"].get("type"))}, line)
             return
         self.number(cut, "duration", line)
         if kind == "PaddingCut":
@@ -169,36 +204,55 @@ class LhotseCuts(JsonLines):
             if (storage := source.get("type")) != "file":
                 problem = f"the audio has the type {storage!r}; save it as files (lhotse: save_audios)"
                 raise self.bad(line, problem)
+            if not self.text(source, "source", line):
+                raise self.bad(line, "the audio has no 'source'")
         supervisions = cut.get("supervisions") or []
         if not isinstance(supervisions, list) or not all(isinstance(s, dict) for s in supervisions):
             raise self.bad(line, "'supervisions' is not a list of objects")
         for supervision in supervisions:
             if not isinstance(supervision.get("text"), (str, type(None))):
                 raise self.bad(line, f"'text' is {supervision['text']!r}, not a string")
+        if not is_simple(cut):
+            self._check_known(cut, line)
 
 
-class LhotsePair(Manifest):
+class LhotseRecordings(LhotseCuts):
+    """A lhotse recording manifest alone: each recording is a cut without a transcript."""
+
+    kind = "recordings"
+    in_place = False
+
+    def cut_of(self, record: Record, line: int) -> Record:
+        ids = record.get("channel_ids")
+        channels = ids if isinstance(ids, list) and ids else [0]
+        kind, channel = ("MultiCut", channels) if len(channels) > 1 else ("MonoCut", channels[0])
+        whole = {"id": record.get("id"), "start": 0.0, "duration": record.get("duration"), "channel": channel}
+        return super().cut_of({**whole, "recording": record, "supervisions": [], "type": kind}, line)
+
+
+class LhotsePair(LhotseCuts):
     """A lhotse recording manifest and its supervision manifest: one cut for each supervision."""
 
     kind = "lhotse-pair"
+    in_place = False
 
     def __init__(self, recordings: Path, supervisions: Path) -> None:
         super().__init__(supervisions)
-        self.recordings = recordings.expanduser().absolute()
+        self.recordings = whole_path(recordings)
 
     def fingerprint(self) -> str:
         return digest(self.kind, *stamp(self.recordings), *stamp(self.path))
 
     def entries(self) -> Iterator[Entry]:
         recordings: dict[str, Record] = {}
-        for line, _, record in json_lines(self.recordings):
+        for line, _, record in records(self.recordings):
             name = record.get("id")
             if not isinstance(name, str) or not isinstance(record.get("sources"), list):
                 raise DataError(f"{self.recordings}:{line}: not a recording ('id' or 'sources' is missing)")
             if any(not isinstance(s, dict) or s.get("type") != "file" for s in record["sources"]):
                 raise DataError(f"{self.recordings}:{line}: the audio is not a file; save it as files first")
             recordings[name] = record
-        for line, offset, supervision in json_lines(self.path):
+        for line, offset, supervision in records(self.path):
             name, wanted = self.text(supervision, "id", line), self.text(supervision, "recording_id", line)
             if wanted not in recordings:
                 raise self.bad(line, f"recording {wanted!r} is not in {self.recordings}")
@@ -212,17 +266,17 @@ class LhotsePair(Manifest):
                 "recording": recordings[wanted],
                 "type": "MultiCut" if isinstance(channel, list) else "MonoCut",
             }
-            yield Entry(cut, line, offset)
+            yield Entry(self.cut_of(cut, line), line, offset)
 
 
 class Nemo(JsonLines):
     """NeMo's JSON lines (reference: nemo/collections/common/parts/preprocessing/manifest.py).
 
-    ``audio_filepath`` (or ``audio_file``, ``audio_filename``), ``duration`` in seconds, and ``text``
-    (or ``normalized_text``, ``text_filepath``); optional are ``offset``, ``speaker``, ``lang`` and
-    ``orig_sample_rate``. Paths are relative to the manifest. A line with ``offset`` is a part of its
-    recording; without it, the whole recording. The lines have no ids: a cut's id consists of the
-    manifest's name, the line number and the recording's name.
+    ``audio_filepath`` (or ``audio_file``, ``audio_filename``); optional are ``duration`` in seconds (else the
+    audio's header has it), ``text`` (or ``normalized_text``, ``text_filepath``; "" without), ``offset``,
+    ``speaker``, ``lang`` and ``orig_sample_rate``. Paths are relative to the manifest. A line with
+    ``offset`` is a part of its recording; without it, the whole recording. The lines have no ids: a
+    cut's id consists of the manifest's name, the line number and the recording's name.
     """
 
     kind = "nemo"
@@ -232,9 +286,11 @@ class Nemo(JsonLines):
         audio = next((record[key] for key in self.AUDIO if record.get(key)), None)
         if not isinstance(audio, str):
             raise self.bad(line, "has no 'audio_filepath'")
-        duration = self.number(record, "duration", line)
         whole = record.get("offset") is None
         start = 0.0 if whole else self.number(record, "offset", line)
+        if record.get("duration") is None:  # one more file to open, 0.1 ms where it is near
+            record["duration"] = max(0.0, measure(self.beside(audio))[0] - start)
+        duration = self.number(record, "duration", line)
         more: Record = {"rate": self.rate(record, "orig_sample_rate", line), "segment": not whole}
         more |= {"speaker": record.get("speaker"), "language": record.get("lang")}
         cut_id, text = f"{self.name}:{line}:{_stem(audio)}", self._transcript(record, line)
@@ -245,32 +301,25 @@ class Nemo(JsonLines):
             if name in record:
                 return self.text(record, name, line)
         if "text_filepath" not in record:
-            raise self.bad(line, "has no 'text', 'normalized_text' or 'text_filepath'")
+            return ""
         path = Path(self.beside(self.text(record, "text_filepath", line)))
         try:
-            return " ".join(path.read_text(encoding="utf-8").split())
-        except (OSError, UnicodeDecodeError) as error:
+            return " ".join(self.transcript(path).split())
+        except (OSError, ValueError) as error:
             raise self.bad(line, f"text_filepath {path} cannot be read ({error})") from None
 
 
 class Mlperf(JsonLines):
     """The JSON of MLPerf's and Intel's RNN-T: one array per file, or JSON lines of the same objects.
 
-    ``transcript``, ``original_duration`` in seconds and ``files``. Only the file of speed 1 is used,
-    because speed is changed in training. File names are relative to the manifest.
+    ``transcript`` ("" without), ``original_duration`` in seconds and ``files``. Only the file of speed 1 is
+    used, because speed is changed in training. File names are relative to the manifest.
     """
 
     kind = "mlperf"
 
-    def entries(self) -> Iterator[Entry]:
-        if not first_line(self.path)[1].startswith(b"["):
-            yield from super().entries()
-            return
-        for line, record in json_array(self.path):
-            yield Entry(self.cut_of(record, line), line, -1)
-
     def cut_of(self, record: Record, line: int) -> Record:
-        text = self.text(record, "transcript", line)
+        text = self.text(record, "transcript", line) if "transcript" in record else ""
         files = self.field(record, "files", line)
         if not isinstance(files, list) or not files or not all(isinstance(f, dict) for f in files):
             raise self.bad(line, "'files' is empty or not a list of objects")
@@ -337,12 +386,20 @@ def seconds_of(cut: Mapping[str, Any]) -> float:
 
 
 def text_of(cut: Mapping[str, Any]) -> str:
-    """Return the transcript of a cut in lhotse's JSON format: its supervisions' texts in order."""
+    """Return the transcript of a cut in lhotse's JSON format: its supervisions' texts in order.
+
+    A lone surrogate, which no text of UTF-8 has, becomes ``?``. Raises DataError for more characters than
+    LONGEST_TRANSCRIPT.
+    """
     if cut.get("type") == "MixedCut":
         parts = [text_of(track["cut"]) for track in cut["tracks"]]
     else:
         parts = [supervision.get("text") or "" for supervision in cut.get("supervisions") or ()]
-    return " ".join(part for part in parts if part)
+    text = " ".join(part for part in parts if part)
+    if len(text) > LONGEST_TRANSCRIPT:
+        most = f"{len(text)} characters; the most are {LONGEST_TRANSCRIPT}"
+        raise DataError(f"the transcript of {str(cut.get('id'))[:200]!r} has {most}: split the recording")
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -351,25 +408,35 @@ def text_of(cut: Mapping[str, Any]) -> str:
 def is_gzip(path: Path) -> bool:
     """Whether a file is gzipped, by its first two bytes. Raises DataError if it cannot be opened."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(2) == b"\x1f\x8b"
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {getattr(error, 'strerror', error)}") from None
 
 
 def open_bytes(path: Path) -> IO[bytes]:
     """Open the file for reading, decompressed if it is gzipped."""
     if is_gzip(path):
         return cast("IO[bytes]", gzip.open(path, "rb"))
-    return path.open("rb")
+    return open_regular(path)
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, bytes) of each line. Raises DataError for a damaged file, with file and line."""
-    line = 0
+def numbered_lines(path: Path, in_array: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, bytes) of each line; of an array, a long line in parts of LONGEST_LINE.
+
+    Raises DataError with file and line for a damaged file, for too many blank lines and for one that is
+    too long.
+    """
+    line = blank = 0
+    left = _LARGEST_ARRAY if in_array else math.inf
     try:
         with open_bytes(path) as file:
-            for line, raw in enumerate(file, 1):
+            for line, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
+                blank = blank + 1 if raw.isspace() else 0
+                left -= len(raw)
+                if left < 0 or blank > _MOST_BLANK or (len(raw) == LONGEST_LINE and not in_array):
+                    told = f"more than {_MOST_BLANK} blank lines" if blank else "too long to be read"
+                    raise DataError(f"{path}:{line}: {told}; this is no manifest")
                 yield line, raw
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
@@ -380,10 +447,22 @@ def first_line(path: Path) -> tuple[int, bytes]:
 
     Raises DataError for an empty file.
     """
-    for line, raw in numbered_lines(path):
+    for line, raw in numbered_lines(path, in_array=True):
         if raw.strip():
             return line, raw.removeprefix(b"\xef\xbb\xbf").lstrip()
     raise DataError(f"{path} is empty; a manifest has at least one cut")
+
+
+def is_array(path: Path) -> bool:
+    """Whether a manifest is one JSON array."""
+    return first_line(path)[1].startswith(b"[")
+
+
+def records(path: Path) -> Iterator[tuple[int, int, Record]]:
+    """Yield (line number, byte offset, object) of JSON lines, or of one array, whose offsets are -1."""
+    if is_array(path):
+        return ((line, -1, record) for line, record in json_array(path))
+    return json_lines(path)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
@@ -412,8 +491,8 @@ def parse(raw: bytes, path: Path, line: int) -> Record:
         record = json.loads(decoded(raw, path, line))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{line}: bad JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise DataError(f"{path}:{line}: bad JSON (nested too deeply)") from None
+    except MALFORMED:
+        raise DataError(f"{path}:{line}: bad JSON (nested too deeply, or a number too long)") from None
     if not isinstance(record, dict):
         raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
     return record
@@ -425,7 +504,7 @@ def json_array(path: Path) -> Iterator[tuple[int, Record]]:
     Raises DataError that names file and line.
     """
     try:
-        text = b"".join(raw for _, raw in numbered_lines(path)).decode("utf-8-sig")
+        text = b"".join(raw for _, raw in numbered_lines(path, in_array=True)).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{path}: is not UTF-8") from None
     decode = json.JSONDecoder().raw_decode
@@ -438,20 +517,18 @@ def json_array(path: Path) -> Iterator[tuple[int, Record]]:
             record, end = decode(text, at)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{error.lineno}: bad JSON ({error.msg})") from None
+        except MALFORMED:
+            raise DataError(f"{path}:{line}: bad JSON (nested too deeply, or a number too long)") from None
         if not isinstance(record, dict):
             raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
         yield line, record
     raise DataError(f"{path}:{text.count(chr(10)) + 1}: the file ends before the array's closing bracket")
 
 
-def header(path: str) -> Any:
-    """Return soundfile's info of a recording (``frames``, ``samplerate``, …), or None if unreadable."""
-    import soundfile
-
-    try:
-        return soundfile.info(path) if os.path.isfile(path) else None  # a pipe would block
-    except (OSError, RuntimeError):
-        return None
+def measure(path: str) -> tuple[float, int]:
+    """Return seconds and rate from a recording's header, or assumed ones if it cannot be read."""
+    info = header(path)
+    return (_UNKNOWN_SECONDS, ASSUMED_RATE) if info is None else (info.duration, info.samplerate)
 
 
 def stamp(path: Path) -> tuple[str, int, int]:

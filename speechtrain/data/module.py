@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +18,27 @@ from numpy.typing import NDArray
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.counter_rng import RunStream, uniform_at
-from speechtrain.data.audio import files_of
+from speechtrain.data.audio import DECODED_SECONDS, files_of
 from speechtrain.data.base import DataModule
-from speechtrain.data.batches import BatchLoader, collate
+from speechtrain.data.batches import REASONS, BatchLoader, collate
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.manifests import text_of
-from speechtrain.data.sampler import BatchLimits, Plan, Sampler, Shape, evaluation_plan, speed_grid
+from speechtrain.data.sampler import (
+    BatchLimits,
+    MicroBatch,
+    Plan,
+    Sampler,
+    Shape,
+    evaluation_plan,
+    speed_grid,
+)
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
-from speechtrain.files import atomic
+from speechtrain.files import FilePath, atomic
+from speechtrain.launcher import is_number
 from speechtrain.text.vocabulary import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -50,8 +59,9 @@ class SpeechData(DataModule):
     They are opened at first use, so evaluation needs no training data. ``batch`` limits the batches of
     training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
     none. ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change;
-    evaluation sets are never filtered. A transcript with more than ``max_labels_per_second`` is taken
-    as wrong (people speak 15 to 25 characters per second; RNN-T itself has no limit). ``shapes`` above 0
+    evaluation sets are never filtered, and a recording there of more than ``max_decoded_seconds`` is an
+    error. A transcript with more than ``max_labels_per_second`` is taken as wrong (people speak 15 to 25
+    characters per second; RNN-T itself has no limit). ``shapes`` above 0
     is the largest number of fixed tensor shapes. ``crop_seconds`` (null: no crop) crops training
     recordings at random, to the shortest of their batch or, with ``shapes``, to ``crop_seconds``;
     evaluation is not cropped. ``normalise``, set by the task, gives each recording zero mean and unit
@@ -64,8 +74,8 @@ class SpeechData(DataModule):
 
     def __init__(
         self,
-        train: Source | str | list[str],
-        valid: dict[str, Source | str | list[str]],
+        train: Source | FilePath | list[FilePath],
+        valid: dict[str, Source | FilePath | list[FilePath]],
         tokenizer: Tokenizer,
         seed: int = 1,
         batch: BatchLimits | None = None,
@@ -75,12 +85,13 @@ class SpeechData(DataModule):
         min_seconds: float = 0.1,
         max_seconds: float = 20.0,
         max_labels_per_second: float = 50.0,
+        max_decoded_seconds: float = DECODED_SECONDS,
         allow_empty: bool = False,
         shapes: int = 0,
         crop_seconds: float | None = None,
         workers: int = -1,
         timeout_seconds: float = 600.0,
-        cache: str | None = None,
+        cache: FilePath | None = None,
         max_bad: int = 10,
         max_bad_share: float = 0.001,
         run_dir: str | None = None,
@@ -106,6 +117,7 @@ class SpeechData(DataModule):
         self.sample_rate = sample_rate
         self.limits = (min_seconds, max_seconds)
         self.max_labels_per_second = max_labels_per_second
+        self.max_decoded_seconds = max_decoded_seconds
         self.allow_empty = allow_empty
         self.static_shapes = shapes
         self.crop_seconds = crop_seconds
@@ -213,12 +225,13 @@ class SpeechData(DataModule):
             return
         outside = np.setdiff1d(np.arange(len(self.index)), self._kept, assume_unique=True)
         try:
-            with atomic(path) as temporary, temporary.open("w") as file:
+            with atomic(path) as temporary, temporary.open("wb") as file:
                 for row in outside.tolist():
                     seconds = float(self.index.seconds[row])
                     reason = "too_short" if seconds < self.limits[0] else "too_long"
                     entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": f"{seconds:.2f} s"}
-                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                    line = json.dumps(entry, ensure_ascii=False) + "\n"
+                    file.write(line.encode("utf-8", "backslashreplace"))
         except OSError as error:
             _log.warning("%s cannot be written (%s); filtered recordings are only counted", path, error)
 
@@ -241,7 +254,8 @@ class SpeechData(DataModule):
                 shapes=self.static_shapes,
                 sample_rate=self.sample_rate,
             )
-            self._sets[name] = EvaluationSet(index, plan, self._loader(index, is_evaluation=True))
+            limits = {"max_decoded_seconds": self.max_decoded_seconds, "is_evaluation": True}
+            self._sets[name] = EvaluationSet(index, plan, self._loader(index, **limits))
         return self._sets[name]
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:
@@ -255,13 +269,22 @@ class SpeechData(DataModule):
         """Check 1,000 recordings of each set and 10,000 transcripts (or all, if there are up to 100,000).
 
         Raises DataError if more training recordings are missing or have no transcript, or more transcripts
-        cannot be encoded, than ``max_bad`` and ``max_bad_share`` allow, or half of them; also if any checked
+        cannot be encoded, than ``max_bad`` and ``max_bad_share`` allow, or half of them (of up to ``max_bad``
+        recordings, all are decoded and must be usable in the same way); also if any checked
         recording of an evaluation set is missing, or none has a transcript. An evaluation transcript may
         have unknown symbols.
         """
         self._check_files("train", self.index, self._kept, is_evaluation=False)
         if self.tokenizer.reads_text:
             self._check_transcripts()
+        if (total := len(self._kept)) <= self.skips.max_bad:  # within the budget, all of them could be lost
+            one = np.array([100], np.int16)
+            batches = (self.decoder(MicroBatch(row, one)) for row in self._kept.reshape(-1, 1))
+            if self._is_too_many(len(bad := [skip for batch in batches for skip in batch.skipped]), total):
+                raise DataError(
+                    f"{len(bad)} of {total} recordings of data.train are unusable, such as {bad[0].id!r} "
+                    f"({bad[0].detail}: {REASONS[bad[0].reason]}); repair or remove them"
+                )
         for name in self._valid:
             index = self._set(name).index
             rows = np.arange(len(index), dtype=np.int32)
@@ -312,7 +335,7 @@ class SpeechData(DataModule):
             )
 
     def _is_too_many(self, bad: int, looked: int) -> bool:
-        return bad > 0 and (not self.skips.allows(bad, looked) or 2 * bad >= looked)
+        return bad > 0 and (2 * bad >= looked or not self.skips.allows(bad, looked))
 
     def _sample(self, rows: NDArray[np.int32], count: int) -> NDArray[np.int32]:
         """Return ``count`` rows, drawn by the seed, ascending; all rows if there are no more."""
@@ -364,7 +387,12 @@ class SpeechData(DataModule):
             shares |= {"cropped_share": round(cropped, 4)} if self.crop_seconds is not None else {}
         return counts | shares
 
+    def obey(self, stop_requested: Callable[[], bool]) -> None:
+        self.workers.stop_requested = stop_requested
+
     def close(self) -> None:
+        if counts := ", ".join(f"{count} {reason}" for reason, count in self.skips.counts.items()):
+            _log.warning("skipped recordings: %s; %s lists them", counts, self.skips.path)
         self.workers.close()
 
 
@@ -417,4 +445,4 @@ def _check_crop(seconds: float | None, tokenizer: Tokenizer) -> None:
 def automatic_workers() -> int:
     """Return one fewer than this rank's share of the usable cores, at most 8 (see LOCAL_WORLD_SIZE)."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(0, min(8, len(usable_cpus()) // max(1, int(ranks) if ranks.isdigit() else 1) - 1))
+    return max(0, min(8, len(usable_cpus()) // max(1, int(ranks) if is_number(ranks) else 1) - 1))

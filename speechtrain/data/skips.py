@@ -9,7 +9,7 @@ from pathlib import Path
 
 from speechtrain.batch import Skip
 from speechtrain.errors import DataError
-from speechtrain.files import append_line, json_lines
+from speechtrain.files import MOST_LOG_BYTES, append_line, json_lines, open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ class SkipLog:
 
     Each is a line of ``<run_dir>/skipped.jsonl`` (``id``, ``reason``, ``detail``). All ranks append to
     the file and read it, so the count is over all ranks. An empty ``run_dir`` keeps the list in memory
-    only. If there are more than ``max_bad`` recordings *and* more than ``max_bad_share`` of ``total``,
-    ``add`` raises DataError.
+    only. If there are more than ``max_bad`` recordings *and* more than ``max_bad_share`` of ``total``, or
+    all of ``total``, ``add`` raises DataError.
     """
 
     def __init__(self, run_dir: str, max_bad: int, max_bad_share: float) -> None:
@@ -40,15 +40,15 @@ class SkipLog:
         return dict(sorted(Counter(self.reasons.values()).items()))
 
     def allows(self, bad: int, total: int) -> bool:
-        """Whether ``bad`` of ``total`` recordings are within the budget."""
-        return bad <= self.max_bad or bad <= self.max_bad_share * total
+        """Whether ``bad`` of ``total`` recordings are within the budget, and not all of them."""
+        return not bad or (bad < total and (bad <= self.max_bad or bad <= self.max_bad_share * total))
 
     def refresh(self) -> None:
         """Read what other ranks, or this run before a resume, have listed."""
         if self.path is None:
             return
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, MOST_LOG_BYTES, follow=False) as file:
                 file.seek(self._read)
                 new = file.read()
         except OSError:
@@ -81,7 +81,8 @@ class SkipLog:
         if self.path is None:
             return
         try:
-            append_line(self.path, json.dumps(vars(skip), ensure_ascii=False).encode())
+            line = json.dumps(vars(skip), ensure_ascii=False).encode("utf-8", "backslashreplace")
+            append_line(self.path, line)
         except OSError as error:
             if not self._is_told:
                 _log.warning(

@@ -11,6 +11,7 @@ from speechtrain.data.folder import Folder
 from speechtrain.data.manifests import (
     LhotseCuts,
     LhotsePair,
+    LhotseRecordings,
     Manifest,
     Mlperf,
     Nemo,
@@ -23,6 +24,7 @@ from speechtrain.data.manifests import (
 )
 from speechtrain.data.source import Source
 from speechtrain.errors import DataError
+from speechtrain.files import whole_path
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -52,7 +54,7 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
 
     ``spec`` is a path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo,
     MLPerf or fairseq manifest, plain or gzipped, or of a folder of recordings. A lhotse recording
-    manifest is followed by its supervision manifest. Several paths are a union in order; a ``Source`` is
+    manifest may be followed by its supervision manifest. Several paths are a union in order; a ``Source`` is
     returned unchanged. Raises DataError for a path that is missing, empty, repeated or of unknown format.
     """
     if isinstance(spec, Source):
@@ -60,33 +62,32 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
     names = names_in(spec) if isinstance(spec, str) else list(spec)
     if not names:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
-    paths = [Path(name).expanduser().absolute() for name in names]
+    paths = [whole_path(name) for name in names]
     for number, path in enumerate(paths):
         if not path.exists():
             raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
         if path in paths[:number]:
             raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
     parts: list[Manifest] = []
-    rest = iter(paths)
-    for path in rest:
-        kind = _sniff(path)
-        following = next(rest, None) if kind == "recordings" else None
-        if kind in _FORMATS:
+    rest = [(path, _sniff(path)) for path in paths]
+    while rest:
+        path, kind = rest.pop(0)
+        if kind == "recordings" and rest and rest[0][1] == "supervisions":
+            parts.append(LhotsePair(path, rest.pop(0)[0]))
+        elif kind in _FORMATS:
             parts.append(_FORMATS[kind](path))
-        elif following is not None and _sniff(following) == "supervisions":
-            parts.append(LhotsePair(path, following))
-        elif kind == "recordings" and following is None:
-            raise DataError(f"{path} has recordings only; give its supervision manifest after it")
         else:
             raise DataError(
-                f"{path}: a lhotse recording manifest needs its supervision manifest after it; "
+                f"{path}: a lhotse supervision manifest needs its recording manifest before it; "
                 "give both in this order, or give a cut manifest"
             )
     _tell_apart(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
-_FORMATS: dict[str, type[Manifest]] = {f.kind: f for f in (Folder, LhotseCuts, Nemo, Mlperf, Fairseq)}
+_FORMATS: dict[str, type[Manifest]] = {
+    f.kind: f for f in (Folder, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
+}
 
 
 def names_in(spec: str) -> list[str]:
@@ -99,6 +100,11 @@ def names_in(spec: str) -> list[str]:
 def _sniff(path: Path) -> str:
     """Detect a format from the first line that is not blank; fairseq's TSV also from the second."""
     if path.is_dir():
+        if any(path.glob("cuts.0*.jsonl*")):
+            raise DataError(
+                f"{path} is a lhotse Shar folder; write its audio as files: CutSet.from_shar(in_dir=DIR)"
+                ".save_audios(NEW).map(lambda c: c.drop_custom('shard_origin')).to_file('cuts.jsonl.gz')"
+            )
         return "folder"
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")
@@ -107,19 +113,19 @@ def _sniff(path: Path) -> str:
         record = next((record for _, record in json_array(path)), None)
         if record is None:
             raise DataError(f"{path}:{line}: the array is empty")
-        found = "mlperf" if _format_of(record) == "mlperf" else ""
-        wanted = "an array must have MLPerf's objects ('transcript' and 'files')"
+        found = _format_of(record)
     elif start.startswith(b"{"):
         found = _format_of(parse(start, path, line))
-        wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
     elif looks_like_fairseq(_head(path), path.parent):
-        found, wanted = "fairseq", ""
+        found = "fairseq"
     else:
         raise DataError(
             f"{path}:{line}: not a manifest (it starts with {start[:20].decode(errors='replace')!r}); "
-            "use lhotse cuts, NeMo JSON lines, MLPerf JSON or fairseq TSV"
+            "use lhotse cuts (from YAML: lhotse copy FILE cuts.jsonl.gz), NeMo JSON lines, MLPerf JSON or "
+            "fairseq TSV"
         )
     if not found:
+        wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
         raise DataError(f"{path}:{line}: the format is unknown; {wanted}")
     return found
 
@@ -131,7 +137,7 @@ def _head(path: Path) -> list[bytes]:
 
 
 def _format_of(record: Record) -> str:
-    if "transcript" in record and "files" in record:
+    if "files" in record and ("transcript" in record or "original_duration" in record):
         return "mlperf"
     if any(key in record for key in Nemo.AUDIO):
         return "nemo"
@@ -139,7 +145,7 @@ def _format_of(record: Record) -> str:
         return "lhotse"
     if "sources" in record and "sampling_rate" in record:
         return "recordings"
-    if "recording_id" in record and "start" in record:
+    if "recording_id" in record and "start" in record and "storage_path" not in record:  # that is features
         return "supervisions"
     return ""
 

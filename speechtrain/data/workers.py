@@ -2,27 +2,32 @@
 
 torch's DataLoader is not used for four reasons. Its workers belong to one data set, so training and
 validation would each start their own (3 s). It draws from the global generator. It detects a dead
-worker only after a timeout. It does not report which micro-batch a stuck worker was decoding.
+worker only after a timeout. It does not report which recordings a stuck worker was decoding.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
+import math
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.util  # its exit handler must be registered before ours
 import os
+import shutil
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -32,8 +37,9 @@ import torch.multiprocessing  # makes pickling send large tensors by shared memo
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.data.batches import BatchLoader
 from speechtrain.data.sampler import MicroBatch
-from speechtrain.errors import MachineError, SpeechtrainError
+from speechtrain.errors import MachineError, Preempted, SpeechtrainError
 
 Decode = Callable[[MicroBatch], Batch]
 
@@ -43,10 +49,16 @@ _AHEAD = 2  # most micro-batches in flight per worker
 _FOR_ALL = 0  # instead of a ticket
 _SMALL_BYTES = 2**20  # a smaller tensor is sent through the pipe
 _GRACE_SECONDS = 60  # how long a worker runs after a SIGTERM to its process group
+_STOP_SECONDS = 10.0  # how long a stop request waits for the batch that ends the step
+_SLICE_SECONDS = 0.5  # between two looks at a stop request
+_NAMED = 3  # most recordings in a message
 
 
 class Workers(ABC):
     """The interface of a decoder of micro-batches."""
+
+    stop_requested: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the run has been asked to stop."""
 
     @abstractmethod
     def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
@@ -65,9 +77,40 @@ class InProcess(Workers):
 
 @dataclass
 class _Worker:
+    """A process and its link. Threads send and receive: the trainer never waits for half a message."""
+
     process: Any  # BaseProcess of the start method
     link: Connection
     known: set[int] = field(default_factory=set)  # numbers of the decoders that it has received
+    requests: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+
+    def connect(self) -> None:
+        """Start the two threads; they end with the link."""
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _send(self) -> None:
+        while True:
+            try:
+                self.link.send(self.requests.get())
+            except OSError:  # the worker is dead, which the other thread reports
+                return
+            except Exception as error:  # the decoder cannot be pickled
+                self.answers.put((_FOR_ALL, error))
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self.answers.put(self.link.recv())
+        except Exception as error:  # the worker is dead, also while its shared memory is opened
+            self.answers.put((_FOR_ALL, error))
+
+    def hang_up(self) -> None:
+        """End the link, which the worker and both threads notice; close() would not wake a thread."""
+        with socket.socket(fileno=os.dup(self.link.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        self.requests.put(None)
 
 
 class Processes(Workers):
@@ -77,7 +120,7 @@ class Processes(Workers):
     threads, devices or sockets of this process. Until they are ready, this process decodes. Each
     worker uses one thread, ignores Ctrl-C, ends when this process ends for any reason, and after a
     SIGTERM runs long enough for a last checkpoint. ``map`` raises MachineError if a worker has died
-    or has not answered for ``timeout_seconds``.
+    or has not answered for ``timeout_seconds``, Preempted if it has not for 10 s after a stop request.
     """
 
     def __init__(self, count: int, timeout_seconds: float) -> None:
@@ -103,6 +146,7 @@ class Processes(Workers):
         if not self._is_started and not self._is_closed:
             self._is_started = True
             atexit.register(self.close)
+            _start_server()
             self._starter.start()
 
     def wait_until_ready(self) -> None:
@@ -121,7 +165,7 @@ class Processes(Workers):
                         break
                     flight.append(self._send(workers, decode, item))
                 if flight:
-                    result = self._receive(*flight[0])
+                    result = self._receive(decode, *flight[0])
                     flight.popleft()
                     if isinstance(result, Exception):
                         raise result
@@ -152,55 +196,65 @@ class Processes(Workers):
         number = next((i for i, known in enumerate(self._decoders) if known is decode), len(self._decoders))
         if number == len(self._decoders):
             self._decoders.append(decode)
-        with self._or_dead(worker, item):
-            worker.link.send((ticket, number, None if number in worker.known else decode, item))
+        worker.requests.put((ticket, number, None if number in worker.known else decode, item))
         worker.known.add(number)
         return ticket, worker, item
 
-    def _receive(self, ticket: int, worker: _Worker, item: MicroBatch) -> Batch | Exception:
+    def _receive(self, decode: Decode, ticket: int, worker: _Worker, item: MicroBatch) -> Batch | Exception:
         """Return the result of a ticket; results of other streams may arrive first and are kept."""
         while ticket not in self._results:
-            with self._or_dead(worker, item):
-                if not worker.link.poll(self.timeout_seconds):
-                    raise MachineError(
-                        f"data worker {worker.process.pid} gave no answer for {self.timeout_seconds:g} s "
-                        f"({_place(item)}); check the storage, or raise data.timeout_seconds"
-                    )
-                got, answer = worker.link.recv()
+            got, answer = self._answer(decode, worker, item)
             if got == _FOR_ALL:
-                raise answer
+                raise self._end_of(worker, answer, _place(decode, item))
             if got in self._dropped:
                 self._dropped.remove(got)
             else:
                 self._results[got] = answer if isinstance(answer, Exception) else _unpack(answer)
         return self._results.pop(ticket)
 
-    @contextlib.contextmanager
-    def _or_dead(self, worker: _Worker, item: MicroBatch) -> Iterator[None]:
-        """Convert a broken link to a MachineError with the worker's exit code or signal."""
-        try:
-            yield
-        except (EOFError, ConnectionError, BrokenPipeError, FileNotFoundError) as error:
-            worker.process.join(5)
-            code = worker.process.exitcode
-            how = f"was killed by signal {-code}" if (code or 0) < 0 else f"ended with code {code}"
-            raise MachineError(
-                f"data worker {worker.process.pid} {how} ({_place(item)}); if memory or /dev/shm is full, "
-                "lower data.workers (0 decodes in this process) or data.batch"
-            ) from error
+    def _answer(self, decode: Decode, worker: _Worker, item: MicroBatch) -> tuple[int, Any]:
+        """The worker's next answer. Raises MachineError after the time-out, Preempted after a stop."""
+        begun, stopped = time.monotonic(), math.inf
+        while True:
+            try:
+                answer: tuple[int, Any] = worker.answers.get(
+                    timeout=min(_SLICE_SECONDS, self.timeout_seconds)
+                )
+                return answer
+            except Empty:
+                now = time.monotonic()
+            stopped = min(stopped, now) if self.stop_requested() else math.inf
+            silent, place = f"data worker {worker.process.pid} gave no answer for", _place(decode, item)
+            if now - stopped >= _STOP_SECONDS:
+                raise Preempted(f"{silent} {_STOP_SECONDS:g} s after a stop request ({place})")
+            if now - begun >= self.timeout_seconds:
+                raise MachineError(
+                    f"{silent} {self.timeout_seconds:g} s ({place}); "
+                    "check the storage, or raise data.timeout_seconds"
+                )
+
+    @staticmethod
+    def _end_of(worker: _Worker, error: Exception, place: str) -> Exception:
+        """The error of a broken link: a MachineError with the worker's exit code or signal."""
+        if not isinstance(error, EOFError | OSError):
+            return error
+        worker.answers.put((_FOR_ALL, error))  # for whoever asks next
+        worker.process.join(5)
+        code = worker.process.exitcode
+        how = f"was killed by signal {-code}" if (code or 0) < 0 else f"ended with code {code}"
+        return MachineError(
+            f"data worker {worker.process.pid} {how} ({place}); if memory or /dev/shm is full, "
+            "lower data.workers (0 decodes in this process) or data.batch"
+        )
 
     def _start(self) -> None:
         started: list[_Worker] = []
         try:
             context = multiprocessing.get_context("forkserver")
-            # the server imports once what every worker needs, including the program's own module,
-            # which multiprocessing otherwise imports again in each worker
-            program = getattr(sys.modules["__main__"], "__spec__", None)
-            own = [program.name] if program is not None and not program.name.endswith("__main__") else []
-            context.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
+            folder = multiprocessing.util.get_temp_dir()  # of the server's socket
             for _ in range(self.count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(theirs,), daemon=True)
+                process = context.Process(target=_work, args=(theirs, folder), daemon=True)
                 process.start()
                 theirs.close()  # then the link breaks when the worker dies
                 started.append(_Worker(process, ours))
@@ -208,6 +262,7 @@ class Processes(Workers):
                 if not worker.link.poll(self.timeout_seconds):
                     raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
                 worker.link.recv()
+                worker.connect()
         except Exception as error:  # this process decodes instead, more slowly
             _log.warning(
                 "data workers cannot start (%s: %s); this process decodes", type(error).__name__, error
@@ -225,13 +280,30 @@ class Processes(Workers):
         if self._is_started:
             self._starter.join()
         for worker in self._workers:
-            worker.link.close()  # the worker reads end of file and exits
+            worker.hang_up()
         for worker in self._workers:
             worker.process.join(5)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
         self._workers = []
+
+
+def _start_server() -> None:
+    """Start the fork server. Like a rank, it imports nothing from the current folder.
+
+    It imports once what every worker needs, including the program's own module, which multiprocessing
+    otherwise imports again in each worker.
+    """
+    program = getattr(sys.modules["__main__"], "__spec__", None)
+    own = [program.name] if program is not None and not program.name.endswith("__main__") else []
+    multiprocessing.forkserver.set_forkserver_preload(["speechtrain.data.worker_preload", *own])
+    is_set = "PYTHONSAFEPATH" in os.environ
+    os.environ.setdefault("PYTHONSAFEPATH", "1")  # Python's -P, which only ranks have and pass on
+    with suppress(OSError):  # the first worker meets it, too, and reports it
+        multiprocessing.forkserver.ensure_running()
+    if not is_set:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 def _pack(batch: Batch) -> dict[str, Any]:
@@ -249,12 +321,19 @@ def _unpack(fields: dict[str, Any]) -> Batch:
     return Batch(**fields)
 
 
-def _place(item: MicroBatch) -> str:
-    return f"at micro-batch {item.index} of epoch {item.epoch}"
+def _place(decode: Decode, item: MicroBatch) -> str:
+    """Where the run is, and which recordings are in the batch."""
+    names = decode.recordings(item) if isinstance(decode, BatchLoader) else []
+    more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    listed = "".join(f", {name}" for name in [*names[:_NAMED], *more])
+    return f"at micro-batch {item.index} of epoch {item.epoch}{listed}"
 
 
-def _work(link: Connection) -> None:
-    """Run a worker: decode what the link delivers until it closes."""
+def _work(link: Connection, folder: str) -> None:
+    """Run a worker: decode what the link delivers until it closes.
+
+    If the program was killed, remove the fork server's ``folder``, as the program itself does otherwise.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_soon)
     torch.set_num_threads(1)
@@ -267,6 +346,8 @@ def _work(link: Connection) -> None:
         try:
             ticket, number, decode, item = link.recv()
         except (EOFError, OSError):
+            if (program := multiprocessing.parent_process()) is not None and not program.is_alive():
+                shutil.rmtree(folder, ignore_errors=True)
             return
         except Exception as error:  # e.g. this process cannot import the tokenizer's module
             problem = f"a data worker cannot load its decoder ({type(error).__name__}: {error})"

@@ -30,38 +30,23 @@ class Core:
         return self.cpus[0]
 
 
-def parse(text: str) -> list[Core]:
-    """Parse the output of ``lscpu --parse=CPU,CORE,SOCKET,NODE`` into cores, ordered by node.
-
-    ``0,0,0,0`` and ``4,0,0,0`` are two hyperthreads of one core. An absent node counts as 0.
-    """
-    found: dict[tuple[int, int, int], list[int]] = {}
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            cpu, core, socket, node = (int(field or 0) for field in line.split(",")[:4])
-            found.setdefault((node, socket, core), []).append(cpu)
-    return _ordered(Core(tuple(sorted(cpus)), place[0]) for place, cpus in found.items())
-
-
 def topology(root: Path = _SYS) -> list[Core]:
     """This host's cores, as Linux lists them below ``root``; if it lists none, every CPU is a core."""
     nodes: dict[int, int] = {}
     for folder in root.glob("node/node[0-9]*"):
-        for cpu in cpus_of(_read(folder / "cpulist")):
+        for cpu in cpus_of(read(folder / "cpulist")):
             nodes[cpu] = int(folder.name.removeprefix("node"))
     found: set[Core] = set()
     for folder in root.glob("cpu/cpu[0-9]*"):
-        siblings = cpus_of(_read(folder / "topology" / "thread_siblings_list"))
+        siblings = cpus_of(read(folder / "topology" / "thread_siblings_list"))
         if siblings:  # absent if the CPU is offline
             found.add(Core(tuple(siblings), nodes.get(siblings[0], 0)))
-    return _ordered(found) or [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
+    ordered = sorted(found, key=lambda core: (core.node, core.first))
+    return ordered or [Core((cpu,)) for cpu in range(os.cpu_count() or 1)]
 
 
-def _ordered(cores: Iterable[Core]) -> list[Core]:
-    return sorted(cores, key=lambda core: (core.node, core.first))
-
-
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """The text of a small file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

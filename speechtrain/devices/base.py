@@ -17,6 +17,9 @@ from speechtrain.compute_policy import STATIC, ComputePolicy
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 from speechtrain.precision import NAMES, Precision
 
+Prepared = tuple[nn.Module, torch.optim.Optimizer]
+"""A module and its optimizer, with the vendor's transformations."""
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -50,15 +53,18 @@ class Device(ABC):
     facts: DeviceFacts = DeviceFacts()
     """What other parts must know of it, before it is opened."""
 
+    oversubscribe: bool = True
+    """Whether a host may get more ranks than it has CPUs, or memory for their models."""
+
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
 
-    @abstractmethod
     def environment(self, processes: int) -> dict[str, str]:
         """Variables that must be set before Python starts, for ``processes`` ranks on this host.
 
         Imports no vendor library. The launcher lets values that the user has set override these.
         """
+        return {}
 
     def check(self, processes: int) -> None:  # noqa: B027 - nothing is a sensible default
         """Raise MachineError if this host clearly cannot run ``processes`` ranks; claims no chip.
@@ -112,15 +118,13 @@ class Device(ABC):
         """The batch with its tensors on the device."""
         return batch.to(self.tensor)
 
-    def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         """Apply vendor transformations to a built module and its optimizer, before a checkpoint is read."""
         return module, optimizer
 
     def tensor(self, value: Tensor) -> Tensor:
         """One tensor on the device."""
-        return value
+        return value.to(self.name, non_blocking=True)
 
     def mark_step(self) -> None:  # noqa: B027 - nothing is a sensible default
         """End of a graph segment: after each micro-batch's backward and after the optimizer step."""
@@ -145,8 +149,7 @@ class Device(ABC):
     ) -> SpeechtrainError | None:
         """The error to show if a step ran out of memory; None for another failure.
 
-        ``batch`` is the step's batch in host memory, None before the first; ``classes`` is the width of the
-        output layer, 0 if there is none.
+        ``batch`` is the step's on the host, None before the first; ``classes`` the output layer's width or 0.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             isinstance(error, RuntimeError) and bool(re.search(self.facts.out_of_memory, str(error), re.I))

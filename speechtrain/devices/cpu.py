@@ -12,8 +12,8 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, usable_cpus
-from speechtrain.devices import affinity, preload
-from speechtrain.devices.base import Device
+from speechtrain.devices import affinity, host, preload
+from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError
 
 _LOG = logging.getLogger(__name__)
@@ -81,9 +81,14 @@ class CPU(Device):
     ``pin``: ``cores`` gives each rank its share of the physical cores, ``numa`` all cores of its memory
     node, ``auto`` the share if there are several ranks and several memory nodes and this process is not
     bound yet. ``comm_cores``: cores of each rank's share that are reserved for communication.
+
+    ``oversubscribe`` allows more ranks on a host than it has CPUs, or memory for their models.
     """
 
     name = "cpu"
+    facts = DeviceFacts(
+        forwarded_variables=("OMP_*", "KMP_*", "GOMP_*", "ONEDNN_*", "DNNL_*", "MALLOC_CONF", "CCL_*")
+    )
 
     threads: int = 0
     matmul: str = "highest"
@@ -94,6 +99,7 @@ class CPU(Device):
     isa: str | None = None
     pin: str = "auto"
     comm_cores: int = 0
+    oversubscribe: bool = False
 
     def __post_init__(self) -> None:
         for key, known in _CHOICES.items():
@@ -108,7 +114,8 @@ class CPU(Device):
     def environment(self, processes: int) -> dict[str, str]:
         cores = self._cores()
         each = len(cores) // processes
-        threads = self.threads or max(1, each - self.comm_cores)
+        usable = min(each, host.cpu_quota() // processes)  # a container may use fewer than it sees
+        threads = self.threads or max(1, usable - self.comm_cores)
         # without it torchrun sets one thread, which is very slow here; oneDNN otherwise keeps 1024
         # primitives, which variable lengths fill with memory that is never used again
         variables = {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
-from speechtrain.devices.base import Device, DeviceFacts
+from speechtrain.devices.base import Device, DeviceFacts, Prepared
 from speechtrain.errors import ConfigError, MachineError, one_line
 
 _BF16_CAPABILITY = (8, 0)  # Ampere
@@ -31,7 +31,7 @@ class CUDA(Device):
         collectives={"cpu": "gloo", "cuda": "nccl"},
         sum_dtype=torch.float32,
         network_variables=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
-        forwarded_variables=("NCCL_*",),
+        forwarded_variables=("NCCL_*", "PYTORCH_CUDA_ALLOC_CONF"),
         peer_lost="gloo|nccl|distbackend",
         packages=(r"torch\.cuda",),
     )
@@ -95,22 +95,14 @@ class CUDA(Device):
             "fp32; precision=fp16 is faster"
         )
 
-    def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         if self.compile:
             module.compile()
         return module, optimizer
 
-    def tensor(self, value: Tensor) -> Tensor:
-        return value.to(self.name, non_blocking=True)
-
     def move(self, batch: Batch) -> Batch:
-        return batch.to(self._copied)
-
-    def _copied(self, value: Tensor) -> Tensor:
         # the copy from page-locked memory returns at once; torch keeps the memory until the copy is done
-        return self.tensor(value.pin_memory() if self.pinned else value)
+        return batch.to(lambda value: self.tensor(value.pin_memory() if self.pinned else value))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -8,13 +8,12 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from speechtrain.devices.base import Device, DeviceFacts
+from speechtrain.devices.base import Device, DeviceFacts, Prepared
 from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
@@ -35,8 +34,7 @@ class HPU(Device):
     """One Gaudi card for each process.
 
     ``mode``: ``lazy`` records graphs, which ``mark_step`` cuts and runs, and compiles each distinct graph
-    once; ``compile`` passes the model to ``torch.compile``, which the vendor now prefers; ``eager``
-    runs operation by operation.
+    once; ``compile``, which the vendor now prefers, uses ``torch.compile``; ``eager`` runs single operations.
 
     ``recipe_cache`` is a local folder that keeps compiled graphs after the process, up to
     ``recipe_cache_mib``; null keeps none. ``graphs_kept``: compiled graphs in host memory.
@@ -110,7 +108,7 @@ class HPU(Device):
         # the vendor's library reads these files when it is loaded
         for variable, operations in ((_LOWER, self.bf16_ops), (_FP32, self.fp32_ops)):
             if operations is not None and variable not in os.environ:
-                os.environ[variable] = str(_listed(variable, operations))
+                os.environ[variable] = _listed(variable, operations)
         try:
             self._core, self._hpu = [importlib.import_module(name) for name in modules][:2]
         except Exception as error:  # another torch, a missing driver, or any other cause
@@ -123,9 +121,7 @@ class HPU(Device):
                 f"them); lower world_size to that number; {_REHEARSAL}"
             )
 
-    def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         if self.mode == "compile":
             module.compile(backend="hpu_backend")
         return module, optimizer
@@ -134,9 +130,6 @@ class HPU(Device):
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16)
-
-    def tensor(self, value: Tensor) -> Tensor:
-        return value.to(self.name, non_blocking=True)
 
     def mark_step(self) -> None:
         if self.mode == "lazy":
@@ -157,8 +150,9 @@ class HPU(Device):
         return int(counters["TotalNumber"])
 
 
-def _listed(variable: str, operations: Sequence[str]) -> Path:
-    """Write a file of this process with one operation per line, which the vendor's library reads."""
-    path = Path(tempfile.gettempdir()) / f"speechtrain-{os.getpid()}-{variable.lower()}.txt"
-    path.write_text("".join(f"{operation}\n" for operation in operations))
-    return path
+def _listed(variable: str, operations: Sequence[str]) -> str:
+    """A new file of one operation per line, which the vendor's library reads."""
+    handle, name = tempfile.mkstemp(prefix=f"speechtrain-{variable.lower()}-", suffix=".txt")
+    with os.fdopen(handle, "w") as file:
+        file.writelines(f"{operation}\n" for operation in operations)
+    return name

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from speechtrain.devices.base import Prepared
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import MachineError, one_line
 
@@ -39,12 +40,10 @@ class IPEX(CPU):
         _import()
         super().open(local_rank)
 
-    def prepare(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         with warnings.catch_warnings():  # it warns about optimizers whose step it does not fuse
             warnings.simplefilter("ignore")
-            prepared: tuple[nn.Module, torch.optim.Optimizer] = _import().optimize(
+            prepared: Prepared = _import().optimize(
                 module.train(), optimizer=optimizer, inplace=True, weights_prepack=False
             )
         return prepared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,37 +20,28 @@ def _where(condition: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
     return chosen.to(dtype).masked_fill(condition == 0, 0) + other.to(dtype).masked_fill(condition, 0)
 
 
-def _bitwise_xor(a: Tensor, b: Tensor) -> Tensor:
-    return a != b if a.dtype == torch.bool else a + b - 2 * (a & b)
-
-
-def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
-    return [x.select(dim, index) for index in range(x.shape[dim])]
-
-
 DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "argmax": lambda x, dim, keepdim=False: x.max(dim, keepdim).indices,
     "bitwise_not": lambda x: x == 0 if x.dtype == torch.bool else -1 - x,
-    "bitwise_xor.Tensor": _bitwise_xor,
+    "bitwise_xor.Tensor": lambda a, b: a != b if a.dtype == torch.bool else a + b - 2 * (a & b),
     "lerp.Scalar": lambda x, end, weight: x + (end - x) * weight,
-    "unbind_copy.int": _unbind,
+    "unbind_copy.int": lambda x, dim=0: [x.select(dim, index) for index in range(x.shape[dim])],
     "where.self": _where,
 }
 """Replace operations that this backend would run on the CPU by operations that it records."""
 
-ALLOWED = {
-    "aten::copy": "a tensor copied to another (an average swapped in for an evaluation): not within a step",
-}
+ALLOWED = {"aten::copy": "a tensor copied to another (an average swapped in for evaluation): not in a step"}
 """Operations that run on the CPU although a lazy device can run them, and have no decomposition; why."""
 
 _LIBRARY: list[torch.library.Library] = []  # the decompositions hold as long as it does
 
 
+@dataclass(eq=False)
 class Lazy(Device):
     """Records graphs, cuts them at ``mark_step``, compiles each distinct graph once, runs it on the CPU.
 
     It shows on any machine that a recipe is fit for a lazy device: ``graphs`` stays constant after the
-    warm-up, and ``fallbacks`` counts the operations that left the graph.
+    warm-up, and ``fallbacks`` counts the operations that left the graph. ``oversubscribe`` as in ``CPU``.
     """
 
     name = "lazy"
@@ -62,8 +54,7 @@ class Lazy(Device):
         packages=(r"torch\._lazy",),
     )
 
-    def environment(self, processes: int) -> dict[str, str]:
-        return {}
+    oversubscribe: bool = False
 
     def open(self, local_rank: int) -> None:
         try:

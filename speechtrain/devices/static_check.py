@@ -41,21 +41,16 @@ class Unfit(SpeechtrainError):
 
     exit_code = MachineError.exit_code
 
-    def __init__(
-        self, place: SourceLine, operation: str, fault: str, forward: SourceLine | None = None
-    ) -> None:
+    def __init__(self, place: SourceLine, what: str, fault: str, forward: SourceLine | None = None) -> None:
         within = f", in the backward of {forward}" if forward is not None and forward != place else ""
         code = f" ({place.code})" if place.code else ""
-        super().__init__(f"{place}{code}: {operation} {fault}{within}")
+        super().__init__(f"{place}{code}: {what} {fault}{within}")
         self.place = place
-        self.operation = operation
         self.forward = forward
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of code."""
-
     file: str
     line: int
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.devices.base import DeviceFacts
-from speechtrain.distributed.group import HOST, TorchGroup
+from speechtrain.distributed.group import HOST, Status, TorchGroup
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import ConfigError, MachineError, one_line
 from speechtrain.launcher import World
@@ -95,9 +95,7 @@ class ShardedGroup(TorchGroup):
         assert isinstance(module, _FSDPWrapper)
         return module.no_sync()
 
-    def all_reduce_status(
-        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
-    ) -> tuple[Tensor, bool, bool, Tensor]:
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         if self._module is not None and not all(map(is_sharded, self._module.parameters())):
             # not with the torch that this was written for; another version may miss a loss in a dataclass
             raise MachineError(

@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from speechtrain.devices.base import DeviceFacts
+from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.distributed.watchdog import RankStatus, collective
 from speechtrain.errors import MachineError, first_line, one_line
 from speechtrain.launcher import World
 
 HOST = DeviceFacts()
+Status = tuple[Tensor, bool, bool, Tensor]
+"""The summed weight (), whether a rank must stop, whether one is out of time, and whether one skips ()."""
 
 
 class PeerLost(MachineError):
@@ -57,24 +60,20 @@ class Group(ABC):
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over the group."""
 
-    @abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        self.any(False)  # a host reduction: nccl's own barrier takes memory on a device of its choice
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """A context that rank 0 runs before the others, which then find what it has written."""
         return nullcontext()
 
-    def all_reduce_status(
-        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
-    ) -> tuple[Tensor, bool, bool, Tensor]:
+    @abstractmethod
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         """After backward, sum the weight and find whether any rank must stop, is out of time, or skips.
 
-        ``weight`` () fp32; ``skip`` () bool. Returns the summed weight, ``stop`` and ``late`` on the
-        host and ``skip`` on the device. Clocks and signals differ between ranks: no rank may decide
-        alone to end.
+        ``weight`` () fp32; ``skip`` () bool. Returns ``stop`` and ``late`` on the host, the others on the
+        device. Clocks and signals differ between ranks: no rank may decide alone to end.
         """
-        total = self.sum(weight.double().reshape(1))[0].float()
-        return total, self.any(stop), self.any(late), self.sum(skip.float().reshape(1))[0] > 0
 
     def any(self, flag: bool) -> bool:
         """Whether the flag of any process is set; every process must call this."""
@@ -89,8 +88,6 @@ class Group(ABC):
 
 
 class SingleProcess(Group):
-    """A group of one."""
-
     world = World()
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -102,12 +99,7 @@ class SingleProcess(Group):
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def barrier(self) -> None:
-        return None
-
-    def all_reduce_status(
-        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
-    ) -> tuple[Tensor, bool, bool, Tensor]:
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         return weight, stop, late, skip
 
     def any(self, flag: bool) -> bool:
@@ -130,11 +122,12 @@ class TorchGroup(Group):
         try:
             dist.init_process_group(
                 facts.backends,
+                store=store_of_one_host(world, facts.network_variables, timeout_seconds),
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=timeout_seconds),
             )
-        except (RuntimeError, ValueError) as error:  # refused connections, an unknown backend, no MASTER_ADDR
+        except (RuntimeError, ValueError, OSError) as error:  # a taken port, no answer, no MASTER_ADDR
             missed = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
             raise MachineError(f"{missed}: {first_line(error)}") from error
 
@@ -169,9 +162,6 @@ class TorchGroup(Group):
         dist.all_reduce(total)
         return total
 
-    def barrier(self) -> None:
-        self.any(False)  # a host reduction: nccl's own barrier takes memory on a device of its choice
-
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         if self.world.rank:
@@ -181,9 +171,7 @@ class TorchGroup(Group):
             self.barrier()
 
     @collective
-    def all_reduce_status(
-        self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor
-    ) -> tuple[Tensor, bool, bool, Tensor]:
+    def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         dtype = self.facts.sum_dtype
         flags = torch.tensor([stop, late], dtype=dtype, device=weight.device)
         numbers = [weight.reshape(1), skip.reshape(1), flags, *(s.reshape(-1) for s in self._statistics)]
@@ -202,9 +190,7 @@ class TorchGroup(Group):
         return error
 
     def close(self) -> None:
-        """Leave the group. Call after the wrapped module has been dropped.
-
-        Everything that refers to the group's communicator must be freed before it: otherwise a two-process
+        """Everything that refers to the group's communicator must be freed before it: otherwise a two-process
         run sometimes died at interpreter exit ("terminate called without an active exception").
         """
         self._statistics = []

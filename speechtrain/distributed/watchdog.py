@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from speechtrain.errors import MachineError
-from speechtrain.files import read_json, write_json
+from speechtrain.files import read_json, write_json, write_text
 
 ALARM = "alarm"
 START_SECONDS = 1800.0  # lowest limit for a peer before its first step: it reads data, compiles
@@ -233,8 +233,7 @@ class Watch:
         self._mark = mark
         if self._is_stuck():
             with contextlib.suppress(OSError):  # the other ranks notice it themselves
-                self.folder.mkdir(parents=True, exist_ok=True)
-                (self.folder / ALARM).touch()
+                write_text(self.folder / ALARM, "", durable=False)
             return True
         return self.size > 1 and (self.folder / ALARM).exists()
 
@@ -272,20 +271,12 @@ class Watch:
         missing, notes = set(range(self.size)) - {self.rank}, [own]
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
-                if (note := read_report(self.folder / f"rank-{rank}.json")) is not None:
+                with contextlib.suppress(TypeError):  # keys are missing: there is no report yet
+                    notes.append(HangReport(**read_json(self.folder / f"rank-{rank}.json")))
                     missing.discard(rank)
-                    notes.append(note)
             if missing:
                 time.sleep(_LEAST_TICK)
         return notes
-
-
-def read_report(path: Path) -> HangReport | None:
-    """A rank's report; None if there is none yet."""
-    try:
-        return HangReport(**read_json(path))
-    except TypeError:  # keys are missing
-        return None
 
 
 def _innermost(frame: FrameType | None) -> str:

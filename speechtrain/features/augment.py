@@ -13,10 +13,8 @@ from speechtrain.errors import ConfigError
 from speechtrain.features.specaugment import SpecAugment
 
 
-def _range(
-    name: str, given: list[float] | None, nothing: float, positive: bool = False
-) -> tuple[float, float]:
-    values = [nothing, nothing] if given is None else [float(value) for value in given]
+def _range(name: str, given: list[float] | None, usual: float, positive: bool = False) -> tuple[float, float]:
+    values = [usual, usual] if given is None else [float(value) for value in given]
     if len(values) != 2 or values[0] > values[1]:
         raise ConfigError(f"{name} is {values}; it must be two ascending numbers, or null for none")
     if positive and values[0] <= 0:

@@ -1,7 +1,6 @@
 """LogMel: waveforms to normalised log-mel frames, on the waveforms' device.
 
-One module implements two published front ends that differ in details (MLPerf RNN-T v1.0, and its torch
-fall-back, which Intel and NeMo use, too):
+Two published front ends in one module (MLPerf RNN-T v1.0, and its torch fall-back, also Intel's and NeMo's):
 
 =================  ===================================  ====================================
 detail             form ``dali``                        form ``torch``
@@ -108,10 +107,6 @@ def trim_silence(
     return audio.gather(1, source) * (position < kept[:, None]), kept
 
 
-def _unchanged(frames: Tensor, lengths: Tensor) -> Tensor:
-    return frames
-
-
 @functools.cache
 def _dither_table() -> Tensor:
     """Standard normal samples (P,), the same on every machine: Box-Muller in float64 on the host."""
@@ -198,7 +193,7 @@ class LogMel(nn.Module, PolicyAware):
         *,
         keys: Tensor | None = None,
         warp: Tensor | None = None,
-        mask: Callable[[Tensor, Tensor], Tensor] = _unchanged,
+        mask: Callable[[Tensor, Tensor], Tensor] = lambda frames, lengths: frames,
     ) -> tuple[Tensor, Tensor]:
         """Map waveforms (B, S) and samples (B,) to features (B, T, F) and frames (B,).
 

@@ -1,8 +1,7 @@
 """Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code, and writes one.
 
 fairseq cannot be installed together with speechtrain, so tests compare keys, shapes and types with the
-published model, and the names, by a second table, with Hugging Face's. docs/interchange.md has the check
-against fairseq itself.
+published model, and the names with Hugging Face's. docs/interchange.md has the check against fairseq.
 """
 
 from __future__ import annotations
@@ -10,17 +9,30 @@ from __future__ import annotations
 import ast
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from speechtrain.errors import ConfigError, DataError
+from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
 from speechtrain.files import atomic
 from speechtrain.interop.pickles import plain, read_pickle, tensor_of
-from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
+from speechtrain.interop.wav2vec2 import (
+    CONV,
+    LAYER,
+    MOST_LAYERS,
+    Pretrained,
+    Rule,
+    Settings,
+    inward,
+    outward,
+    renamed,
+)
+from speechtrain.nn.masking import SpanMask
 
+_LONGEST_TEXT = 10_000  # characters of a list in the settings
 _COMMON: list[Rule] = [
     (r"encoder\.mask_embedding", r"mask_emb"),
     (rf"{CONV}\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
@@ -68,6 +80,13 @@ _MODEL = Settings(
 _STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
 """Strides of the published extractor by its kernels: they follow from no tensor."""
 _CONV_NORMS = {"default": "group", "layer_norm": "layer"}
+_FIXED = {"activation_fn": "gelu", "layer_type": "transformer", "quantize_input": False}
+_FIXED |= {"crop_seq_to_multiple": 1}
+"""Settings of the encoder that have one value here."""
+_UNMASKED = {"require_same_masks": True, "mask_dropout": 0.0, "mask_channel_before": False}
+_NEGATIVES = {"negatives_from_everywhere": False, "cross_sample_negatives": 0, "codebook_negatives": 0}
+_OBJECTIVE = {**_UNMASKED, **_NEGATIVES, "infonce": True}
+"""Settings of pretraining's objective that have one value here."""
 
 
 def _mask_settings(kind: str) -> Settings:
@@ -92,9 +111,6 @@ def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
     return OrderedDict(outward(pretrained.weights, lambda name: fairseq_name(name, kind)))
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def read(path: str | Path) -> Pretrained:
     """Read a wav2vec 2.0 checkpoint in any layout of fairseq; no pickled code is run.
 
@@ -114,13 +130,15 @@ def read(path: str | Path) -> Pretrained:
     prefix = next(str(name) for name in stored if str(name).endswith("mask_emb")).removesuffix("mask_emb")
     settings, task, criterion = _settings(content, bool(prefix), path)
     tensors = _tensors(stored, prefix, path)
+    has_targets = "final_proj.weight" in tensors or not prefix
+    _refuse_others({**settings, **criterion}, {**_FIXED, **(_OBJECTIVE if has_targets else {})}, path)
     try:
         encoder = _encoder_arguments(settings, task, tensors, path=path)
-        has_targets = "final_proj.weight" in tensors or not prefix
         model = _model_arguments(settings, criterion, encoder) if has_targets else {}
         shapes = Pretrained(encoder, model, {}).shapes()
-    except (ConfigError, TypeError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path}: the settings do not describe a wav2vec 2.0 model: {error}") from None
+    except (ConfigError, TypeError, SyntaxError, RuntimeError, *MALFORMED) as error:
+        told = f"{path}: the settings do not describe a wav2vec 2.0 model: {one_line(str(error), 200)}"
+        raise DataError(told) from None
     weights = inward(tensors, shapes, lambda name: fairseq_name(name, encoder["conv_norm"]), where=str(path))
     return Pretrained(encoder, model, weights)
 
@@ -169,12 +187,15 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
     return tensors
 
 
+def _refuse_others(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
+    for key, usual in fixed.items():
+        if settings.get(key, usual) not in (usual, None):
+            raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual!r} is supported")
+
+
 def _encoder_arguments(
     settings: Mapping[str, Any], task: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
 ) -> dict[str, Any]:
-    for key, usual in (("activation_fn", "gelu"), ("layer_type", "transformer"), ("quantize_input", False)):
-        if settings.get(key, usual) not in (usual, None):
-            raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual} is supported")
     norm = str(settings.get("extractor_mode", "default"))
     if norm not in _CONV_NORMS:
         raise DataError(f"{path}: extractor_mode is {norm!r}, not default or layer_norm")
@@ -215,7 +236,7 @@ def _model_arguments(
 
 def _numbers(value: Any) -> list[float]:
     """A list of numbers, which may be stored as text."""
-    parsed = ast.literal_eval(value) if isinstance(value, str) else value
+    parsed = ast.literal_eval(value[:_LONGEST_TEXT]) if isinstance(value, str) else value
     return [float(number) for number in parsed or []]
 
 
@@ -229,9 +250,9 @@ def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[l
             raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
         return [[len(weight), weight.shape[2], s] for weight, s in zip(weights, strides, strict=True)]
     try:
-        layers = _sequence(ast.parse(str(text), mode="eval").body)
+        layers = _sequence(ast.parse(str(text)[:_LONGEST_TEXT], mode="eval").body)
         return [[int(a), int(b), int(c)] for a, b, c in layers]
-    except (SyntaxError, ValueError, TypeError, RecursionError):
+    except (SyntaxError, TypeError, *MALFORMED):
         raise DataError(f"{path}: conv_feature_layers is {str(text)[:80]!r}, not a list of triples") from None
 
 
@@ -242,17 +263,14 @@ def _sequence(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sequence(node.left) + _sequence(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        times = _sequence(node.right)
-        if not isinstance(times, int) or times > 64:
+        repeated, times = _sequence(node.left), _sequence(node.right)
+        if not isinstance(times, int) or len(repeated) * times > MOST_LAYERS:
             raise ValueError
-        return _sequence(node.left) * times
+        return repeated * times
     value = ast.literal_eval(node)
     if not isinstance(value, int):
         raise ValueError
     return value
-
-
-# --- writing --------------------------------------------------------------------------------------
 
 
 def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
@@ -299,11 +317,9 @@ def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dic
         **_masking(encoder["mask"], "mask"),
         **_masking(encoder["channel_mask"], "mask_channel"),
         "quantize_targets": True,
-        **dict.fromkeys(
-            ("quantize_input", "same_quantizer", "target_glu", "negatives_from_everywhere"), False
-        ),
-        "cross_sample_negatives": 0,
-        "codebook_negatives": 0,
+        **dict.fromkeys(("quantize_input", "same_quantizer", "target_glu", "checkpoint_activations"), False),
+        **_UNMASKED,
+        **_NEGATIVES,
     }
 
 
@@ -327,8 +343,8 @@ def _config(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def _masking(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
-    if mask is None:
-        return {f"{kind}_prob": 0.0}
+    # all of them: fairseq's fine-tuning replaces a setting only if its name is there
+    mask = mask or asdict(SpanMask(probability=0.0))
     return {**_mask_settings(kind).write(mask), f"no_{kind}_overlap": not mask["overlap"]}
 
 

@@ -1,8 +1,7 @@
 """Reads and writes directories of Hugging Face's wav2vec 2.0 models; each conversion is checked as it runs.
 
-``transformers`` (extra ``interop``) is the reference of the check: its model and ours get the same
-second of audio. A conversion whose outputs differ by more than ``LIMIT`` anywhere is an error and
-writes nothing.
+``transformers`` (extra ``interop``) is the reference of the check: its model and ours get the same second
+of audio. A conversion whose outputs differ by more than ``LIMIT`` is an error and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional as F
 
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line
-from speechtrain.files import read_json, write_json
+from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
+from speechtrain.files import follow_umask, open_regular, read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensor_of
 from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
+from speechtrain.nn.masking import SpanMask
 
 LIMIT = 1e-4
 """Largest difference allowed between the two models' outputs, which are of order 1."""
+_LARGEST_CONFIG = 2**24  # bytes of a JSON file
 
 _RULES: list[Rule] = [
     (r"encoder\.mask_embedding", r"wav2vec2.masked_spec_embed"),
@@ -48,6 +51,7 @@ _RULES: list[Rule] = [
     (r"quantizer\.projection\.(\w+)", r"quantizer.weight_proj.\1"),
     (r"project_q\.(\w+)", r"project_q.\1"),
     (r"final_proj\.(\w+)", r"project_hid.\1"),
+    (r"output\.(\w+)", r"lm_head.\1"),
 ]
 _ENCODER = Settings(
     conv_bias=("conv_bias", False),
@@ -92,6 +96,7 @@ _PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 _PREFIX = "wav2vec2."
 _PROJECTION = "wav2vec2.feature_projection.projection"
+_MASK_EMBEDDING = "masked_spec_embed"
 _PAIR = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
 
 
@@ -108,17 +113,16 @@ def is_available() -> bool:
 def _transformers() -> Any:
     try:
         module = importlib.import_module("transformers")
-    except ImportError as error:
+        module.Wav2Vec2Model  # noqa: B018 - imported here, and torchaudio with it, if that is installed
+    except (ImportError, OSError, RuntimeError) as error:
         raise MachineError(
             "a conversion to or from Hugging Face needs transformers, which cannot be imported "
-            f"({error}); pip install 'speechtrain[interop]'"
+            f"({one_line(str(error), 200)}); pip install 'speechtrain[interop]', and if torchaudio is there, "
+            "the one of this torch"
         ) from None
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
     return module
-
-
-# --- the check ------------------------------------------------------------------------------------
 
 
 def difference_of(pretrained: Pretrained) -> float:
@@ -132,7 +136,8 @@ def difference_of(pretrained: Pretrained) -> float:
 def _model(pretrained: Pretrained) -> Any:
     """Hugging Face's model with the same weights, in evaluation mode."""
     transformers = _transformers()
-    kind = transformers.Wav2Vec2Model if pretrained.is_encoder else transformers.Wav2Vec2ForPreTraining
+    head = "ForPreTraining" if pretrained.model else "ForCTC" if pretrained.labels else "Model"
+    kind = getattr(transformers, f"Wav2Vec2{head}")
     config = transformers.Wav2Vec2Config(**config_of(pretrained))
     with torch.device("meta"):  # costs no initial weights, which are replaced
         model = kind(config)
@@ -142,30 +147,32 @@ def _model(pretrained: Pretrained) -> Any:
     identity = {f"{_PROJECTION}.weight": torch.eye(width), f"{_PROJECTION}.bias": torch.zeros(width)}
     theirs = outward(pretrained.weights, huggingface_name)
     for name, value in (identity | theirs).items():  # their model also projects between equal widths
-        own = name.removeprefix(_PREFIX) if pretrained.is_encoder else name
+        own = name.removeprefix(_PREFIX) if head == "Model" else name
         base, _, leaf = own.rpartition(".")
+        if leaf == _MASK_EMBEDDING and own not in names:
+            continue  # their model that masks nothing has none
         state[own if own in names else f"{base}.{_PAIR.get(leaf, leaf)}"] = value
     model.load_state_dict(state, assign=True)
     return model.eval()
 
 
-def _audio() -> Tensor:
-    """A second of chirp and noise, (1, 16000), the same everywhere."""
-    time = torch.arange(16000) / 16000
-    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
-    return (0.3 * torch.sin(2 * math.pi * (200 + 1500 * time) * time) + 0.1 * noise)[None]
-
-
 @torch.no_grad()
 def _difference(pretrained: Pretrained, model: Any) -> float:
     encoder, task = pretrained.build()
-    audio = _audio()
-    base = model if task is None else model.wav2vec2
+    time = torch.arange(16000) / 16000
+    noise = torch.randn(16000, generator=torch.Generator().manual_seed(0))
+    # a second of chirp and noise, the same everywhere
+    audio = (0.3 * torch.sin(2 * math.pi * (200 + 1500 * time) * time) + 0.1 * noise)[None]
+    base = getattr(model, "wav2vec2", model)
     theirs = base(audio)
     features, lengths, _ = encoder.extract(audio, torch.tensor([audio.shape[1]]))
     hidden = encoder.contextualise(features, lengths)
     pairs = [(hidden, theirs.last_hidden_state), (features, theirs.extract_features)]
-    pairs.append((encoder.mask_embedding, base.masked_spec_embed))  # this audio does not use it
+    # this audio does not use it
+    pairs.append((encoder.mask_embedding, getattr(base, _MASK_EMBEDDING, encoder.mask_embedding)))
+    if pretrained.labels:
+        weight, bias = pretrained.weights["output.weight"], pretrained.weights["output.bias"]
+        pairs.append((F.linear(hidden, weight, bias), model.lm_head(theirs.last_hidden_state)))
     if task is not None:
         # from the same features: rounding must not decide between two codes
         codes, _ = model.quantizer(theirs.extract_features)
@@ -190,9 +197,6 @@ def proved(difference: float, where: str) -> float:
     return difference
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
 def read(folder: str | Path) -> tuple[Pretrained, float]:
     """Read a model from Hugging Face's directory; also returns its difference to ours.
 
@@ -214,11 +218,14 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     try:
         pretrained = _arguments(folder, config, is_encoder)
         shapes = pretrained.shapes()
-    except (ConfigError, ValueError, TypeError) as error:
+    except (ConfigError, TypeError, RuntimeError, *MALFORMED) as error:
         told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {one_line(str(error), 120)}"
         raise DataError(told) from None
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
+    if not (config.get("mask_time_prob", 0.05) or config.get("mask_feature_prob")):
+        # then their model has no embedding for masked frames
+        tensors.setdefault(_PREFIX + _MASK_EMBEDDING, torch.zeros(pretrained.encoder["width"]))
     weights = inward(tensors, shapes, huggingface_name, where=str(folder))
     pretrained = Pretrained(pretrained.encoder, pretrained.model, weights)
     kind = transformers.Wav2Vec2Model if is_encoder else transformers.Wav2Vec2ForPreTraining
@@ -233,9 +240,11 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); give a Hugging Face directory") from None
+        with open_regular(path, _LARGEST_CONFIG) as file:
+            config: dict[str, Any] = json.loads(file.read())
+    except (OSError, *MALFORMED) as error:
+        told = f"{path} cannot be read ({one_line(str(error), 120)}); give a Hugging Face directory"
+        raise DataError(told) from None
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "wav2vec2":
         raise DataError(f"{path} describes the model type {kind!r}; only wav2vec2 is supported")
@@ -247,9 +256,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    whole, index, old = (
-        folder / name for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-    )
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    whole, index, old = (folder / name for name in names)
     if whole.is_file():
         return read_safetensors(whole)
     if index.is_file():
@@ -266,15 +274,16 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file. Raises DataError for one that is damaged."""
     try:
         return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, RuntimeError, *MALFORMED) as error:
         raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); copy it again") from None
 
 
 def _shards(index: Path) -> list[Path]:
     """The files that an index lists, looked for in its folder only."""
     try:
-        names = {Path(name).name for name in json.loads(index.read_text())["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with open_regular(index, _LARGEST_CONFIG) as file:
+            names = {Path(name).name for name in json.loads(file.read())["weight_map"].values()}
+    except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         raise DataError(f"{index} lists no files ({type(error).__name__}); download it again") from None
     return [index.with_name(name) for name in sorted(names)]
 
@@ -306,24 +315,21 @@ def _arguments(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pre
     encoder = _ENCODER.read(config)
     of_encoder, of_model = _PUBLISHED.get(encoder["conv_norm"], _PUBLISHED["group"])
     sizes = (config.get(key, usual) for key, usual in _CONVOLUTION.items())
-    audio = read_json(folder / "preprocessor_config.json")
+    audio, channels = read_json(folder / "preprocessor_config.json", follow=True), _CHANNEL_MASK.read(config)
     encoder |= {
         "conv_layers": [[int(number) for number in layer] for layer in zip(*sizes, strict=False)],
         "normalise_audio": bool(audio.get("do_normalize", encoder["conv_norm"] == "layer")),
         "sample_rate": int(audio.get("sampling_rate", 16000)),
-        "mask": _MASK.read(config),
-        "channel_mask": _CHANNEL_MASK.read(config) if config.get("mask_feature_prob") else None,
+        "mask": asdict(SpanMask(**_MASK.read(config))),
+        "channel_mask": asdict(SpanMask(**channels)) if channels["probability"] else None,
         **of_encoder,
     }
     return Pretrained(encoder, {} if is_encoder else _MODEL.read(config) | of_model, {})
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def config_of(pretrained: Pretrained) -> dict[str, Any]:
     """``Wav2Vec2Config``'s arguments for a model."""
-    encoder, model = pretrained.encoder, pretrained.model
+    encoder, model, labels = pretrained.encoder, pretrained.model, pretrained.labels
     mask, channels = encoder["mask"], encoder["channel_mask"]
     return {
         "hidden_act": "gelu",
@@ -333,14 +339,15 @@ def config_of(pretrained: Pretrained) -> dict[str, Any]:
         **(_MASK.write(mask) if mask else {"mask_time_prob": 0.0}),
         **(_CHANNEL_MASK.write(channels) if channels else {"mask_feature_prob": 0.0}),
         **(_MODEL.write(model) if model else {}),
+        **({"vocab_size": len(labels) + 1, "pad_token_id": len(labels)} if labels else {}),
     }
 
 
 def write(pretrained: Pretrained, folder: str | Path) -> float:
-    """Write ``Wav2Vec2ForPreTraining``, or for an encoder ``Wav2Vec2Model``; returns the difference to ours.
+    """Write ``Wav2Vec2ForPreTraining``, ``…ForCTC`` or ``Wav2Vec2Model``; returns the difference to ours.
 
-    config.json, model.safetensors and preprocessor_config.json are written next to ``folder``, loaded
-    from there by transformers, compared with our model on the same audio, and only then moved.
+    All files, with the vocabulary of a CTC layer, are written next to ``folder``, loaded from there by
+    transformers, compared with our model on the same audio, and only then moved.
 
     Raises DataError if the two differ, MachineError without transformers.
     """
@@ -358,8 +365,20 @@ def write(pretrained: Pretrained, folder: str | Path) -> float:
     with writing(folder) as temporary:
         model.save_pretrained(temporary)
         write_json(temporary / "preprocessor_config.json", reader, durable=False)
+        if pretrained.labels:
+            _write_vocabulary(pretrained.labels, temporary)
         again = type(model).from_pretrained(temporary, local_files_only=True).float().eval()
         return proved(_difference(pretrained, again), str(folder))
+
+
+def _write_vocabulary(labels: Sequence[str], folder: Path) -> None:
+    """Write the files of ``Wav2Vec2CTCTokenizer``: its padding is the blank, and ``|`` is the space."""
+    symbols = ["|" if label == " " else label for label in labels]
+    ids = {symbol: label for label, symbol in enumerate([*symbols, "<pad>"])}
+    names = {"unk_token": None, "bos_token": None, "eos_token": None, "pad_token": "<pad>"}
+    names |= {"tokenizer_class": "Wav2Vec2CTCTokenizer", "word_delimiter_token": "|"}
+    write_json(folder / "vocab.json", ids, durable=False)
+    write_json(folder / "tokenizer_config.json", {**names, "do_lower_case": False}, durable=False)
 
 
 @contextmanager
@@ -369,6 +388,8 @@ def writing(folder: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        for path in temporary.glob("*.safetensors"):
+            follow_umask(path)
         shutil.copytree(temporary, folder, copy_function=os.replace, dirs_exist_ok=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

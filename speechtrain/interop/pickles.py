@@ -11,6 +11,7 @@ import re
 import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.errors import DataError, one_line
+from speechtrain.files import open_regular
 
 # Of the standard library: the types of settings and meters. Of torch: dense tensors and their types.
 # All other names of the two are refused, even those that torch admits (sparse, quantised).
@@ -31,6 +33,10 @@ _ADMITTED = re.compile(
     r"|(bfloat|u?int|float|complex)\d+|bool|nn\.parameter\.Parameter|_tensor\._rebuild_from_type_v2"
     r"|_utils\._rebuild_(tensor(_v2)?|parameter(_with_state)?))"
 )
+
+
+_MOST_OBJECTS = 2**24  # each reference to one counted
+_MOST_SETTINGS = 2**17
 
 
 class Inert:
@@ -59,7 +65,7 @@ def read_pickle(path: Path) -> Any:
     checkpoint needs (no code has run then), and for a file that is damaged or of another kind.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         names = _names_in_zip(path) if is_zip else _names_in_legacy(path)
         refused = sorted(name for name in names if not _is_admitted(name))
@@ -97,9 +103,30 @@ def _names_in_legacy(path: Path) -> set[str]:
 
 
 def _names(file: IO[bytes]) -> set[str]:
-    """The full names of classes and functions in one pickle, in Python 3's spelling."""
-    names = set()
+    """The full names of classes and functions in one pickle, in Python 3's spelling.
+
+    Raises ValueError for a bomb: objects that are small in the file, and large where each reference to
+    another is followed, as hashing a tuple does. ``stack`` holds their sizes instead of them, None a mark.
+    """
+    names, stack, memo = set(), list[int | None](), dict[int, int]()
     for operation, argument, _ in pickletools.genops(file):
+        number = int(argument) if operation.name.endswith(("GET", "PUT")) else 0  # type: ignore[arg-type]
+        size = 1 + (memo.get(number, 0) if "GET" in operation.name else 0)
+        if "PUT" in operation.name:
+            memo[number] = (stack and stack[-1]) or 1
+            size = number
+        elif operation.name == "MARK":
+            stack.append(None)
+        else:
+            taken = operation.stack_before
+            if pickletools.markobject in taken:
+                while stack and (part := stack.pop()) is not None:
+                    size += part
+                taken = taken[: taken.index(pickletools.markobject)]
+            size += sum((stack and stack.pop()) or 0 for _ in taken)
+            stack += [size] * len(operation.stack_after)
+        if size > _MOST_OBJECTS or len(stack) > _MOST_OBJECTS:
+            raise ValueError("its objects refer to each other too often")
         if operation.name == "PROTO" and argument != 2:
             raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
         if operation.name == "GLOBAL":
@@ -136,22 +163,23 @@ def plain(value: Any) -> Any:
     Raises DataError for settings that contain themselves.
     """
     try:
-        return _plain(value)
-    except RecursionError:
-        raise DataError("the checkpoint's settings contain themselves") from None
+        return _plain(value, iter(range(_MOST_SETTINGS)))
+    except (RecursionError, StopIteration):
+        raise DataError("the checkpoint's settings contain themselves, or too many values") from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, left: Iterator[int]) -> Any:
+    next(left)
     if isinstance(value, dict):
-        return {_plain(k) if isinstance(k, Inert) else k: _plain(v) for k, v in value.items()}
+        return {_plain(k, left) if isinstance(k, Inert) else k: _plain(v, left) for k, v in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(v) for v in value]
+        return [_plain(v, left) for v in value]
     if not isinstance(value, Inert):
         return value
     state = vars(value)
     if type(value).name.startswith("omegaconf."):  # nodes also point to their parents
-        return _plain(state["_val"] if "_val" in state else state.get("_content"))
-    kept = {k: _plain(v) for k, v in state.items() if k[:1] != "_"}
+        return _plain(state["_val"] if "_val" in state else state.get("_content"), left)
+    kept = {k: _plain(v, left) for k, v in state.items() if k[:1] != "_"}
     if not kept and len(value.arguments) == 1:  # an enum's member, by its value
-        return _plain(value.arguments[0])
+        return _plain(value.arguments[0], left)
     return kept

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
+from speechtrain.models.ctc import CTC
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.conv_extractor import ConvBlock
 from speechtrain.nn.masking import SpanMask
 from speechtrain.nn.transformer import TransformerLayer
 
+MOST_LAYERS = 1_000
 Shapes = dict[str, tuple[int, ...]]
 Rule = tuple[str, str]
 """A pattern for whole names, and its replacement, in the syntax of ``re``."""
@@ -34,12 +36,14 @@ class Pretrained:
 
     ``encoder`` are ``Wav2Vec2Encoder``'s arguments with ``mask`` and ``channel_mask`` as arguments of
     ``SpanMask`` or None; ``model`` are those of ``Wav2Vec2`` without its encoder, empty if the file
-    has an encoder only. ``weights`` have the task's names (``encoder.…``), in fp32.
+    has no quantiser. ``weights`` have the task's names (``encoder.…``), in fp32. ``labels`` are the
+    symbols of a CTC layer (``output.…``), whose last class is the blank; empty if there is none.
     """
 
     encoder: dict[str, Any]
     model: dict[str, Any]
     weights: dict[str, Tensor]
+    labels: tuple[str, ...] = ()
 
     @property
     def is_encoder(self) -> bool:
@@ -59,28 +63,34 @@ class Pretrained:
     def build(self) -> tuple[Wav2Vec2Encoder, Wav2Vec2 | None]:
         """Build encoder and task in evaluation mode, with the weights; no task if ``is_encoder``."""
         with torch.device("meta"):
-            module, encoder = _module(self.encoder, self.model)
+            module, encoder = self._module()
         module.load_state_dict(self.weights, assign=True)
         module.eval()
         return encoder, module if isinstance(module, Wav2Vec2) else None
 
     def shapes(self) -> Shapes:
         """Names and shapes that follow from the arguments. Raises ConfigError for values out of range."""
+        layers, convolutions = self.encoder["layers"], len(self.encoder["conv_layers"])
+        if max(layers, convolutions) > MOST_LAYERS:
+            raise ConfigError(f"{layers} layers and {convolutions} convolutions; the most are {MOST_LAYERS}")
         with torch.device("meta"):
-            module, _ = _module(self.encoder, self.model)
+            module, _ = self._module()
         return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
+    def _module(self) -> tuple[nn.Module, Wav2Vec2Encoder]:
+        given = ((name, self.encoder[name]) for name in ("mask", "channel_mask"))
+        masks = {name: SpanMask(**mask) if mask else None for name, mask in given}
+        encoder = Wav2Vec2Encoder(**{**self.encoder, **masks})
+        if self.model:
+            return Wav2Vec2(encoder, **self.model), encoder
+        head = {"output": nn.Linear(encoder.width, len(self.labels) + 1)} if self.labels else {}
+        return nn.ModuleDict({"encoder": encoder, **head}), encoder
 
-def _module(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> tuple[nn.Module, Wav2Vec2Encoder]:
-    masks = {name: SpanMask(**encoder[name]) if encoder[name] else None for name in ("mask", "channel_mask")}
-    built = Wav2Vec2Encoder(**{**encoder, **masks})
-    return (Wav2Vec2(built, **model) if model else nn.ModuleDict({"encoder": built})), built
 
+def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: bool = False) -> Pretrained:
+    """The model in a task: a ``Wav2Vec2``, a ``CTC`` of characters, or only the encoder.
 
-def describe(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
-    """The model in a task: all of a ``Wav2Vec2``, or the wav2vec 2.0 encoder of another task.
-
-    Raises ConfigError if there is none.
+    Raises ConfigError for a task without a wav2vec 2.0 encoder, for another one unless ``encoder_only``.
     """
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):
@@ -90,9 +100,18 @@ def describe(module: nn.Module, weights: Mapping[str, Tensor]) -> Pretrained:
         )
     arguments = _encoder_arguments(encoder)
     own = {name: value.detach().cpu().float() for name, value in weights.items()}
+    if encoder_only:
+        return Pretrained(arguments, {}, own).encoder_only()
     if isinstance(module, Wav2Vec2):
         return Pretrained(arguments, _model_arguments(module), own)
-    return Pretrained(arguments, {}, own).encoder_only()
+    if type(module) is CTC and "|" not in module.tokenizer.labels:
+        labels = module.tokenizer.labels
+        if module.tokenizer.decode(range(len(labels))) == "".join(labels):  # no subwords
+            return Pretrained(arguments, {}, own, tuple(labels))
+    raise ConfigError(
+        f"{type(module).__name__} cannot be exported whole: only model=ctc with tokenizer=characters and "
+        "without '|' can; --to huggingface --encoder writes its encoder only"
+    )
 
 
 def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
@@ -119,16 +138,9 @@ def _encoder_arguments(encoder: Wav2Vec2Encoder) -> dict[str, Any]:
         "layer_drop": encoder.layer_drop,
         "normalise_audio": encoder.normalise_audio,
         "sample_rate": encoder.sample_rate,
-        "mask": _mask_arguments(encoder.mask),
-        "channel_mask": _mask_arguments(encoder.channel_mask),
+        "mask": encoder.mask and asdict(encoder.mask),
+        "channel_mask": encoder.channel_mask and asdict(encoder.channel_mask),
     }
-
-
-def _mask_arguments(mask: SpanMask | None) -> dict[str, Any] | None:
-    if mask is None:
-        return None
-    names = ("probability", "length", "kind", "other", "overlap", "min_space", "min_masks")
-    return {name: getattr(mask, name) for name in names}
 
 
 def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
@@ -145,9 +157,6 @@ def _model_arguments(task: Wav2Vec2) -> dict[str, Any]:
         "penalty_weight": task.penalty_weight,
         "target_dropout": task.target_dropout,
     }
-
-
-# --- settings and names ---------------------------------------------------------------------------
 
 
 class Settings(dict[str, tuple[str, Any]]):
@@ -194,8 +203,7 @@ def inward(
 ) -> dict[str, Tensor]:
     """Rename another format's tensors to our names, in fp32, each of the expected shape.
 
-    Raises DataError, which begins with ``where``, for the first tensor that is missing, of another
-    shape, or not expected.
+    Raises DataError, which begins with ``where``, for a tensor that is missing, misshapen or not expected.
     """
     weights, expected = {}, set()
     for name, shape in shapes.items():
@@ -208,9 +216,6 @@ def inward(
         if tuple(value.shape) != outside:
             raise DataError(f"{where}: the tensor {key} is {tuple(value.shape)}; the config needs {outside}")
         weights[name] = value.detach().to(torch.float32).reshape(shape).contiguous()
-    for key in tensors:
-        if key not in expected:
-            raise DataError(
-                f"{where}: the tensor {key} is not part of wav2vec 2.0 as the config describes it"
-            )
+    if odd := [key for key in tensors if key not in expected]:
+        raise DataError(f"{where}: the tensor {odd[0]} is not part of wav2vec 2.0 as the config describes it")
     return weights

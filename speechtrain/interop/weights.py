@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from speechtrain.checkpoint.migrations import migrate_names
-from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.interop import fairseq, huggingface
@@ -82,7 +82,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / "checkpoints").is_dir():
         return Checkpointer(folder).weights("best")[1]
     if (folder / "checkpoint.json").is_file():
-        Checkpointer(folder.parent).verify(folder)
+        Checkpointer(folder.parent).verify(folder, only=WEIGHTS)
     elif (folder / "config.json").is_file():
         return huggingface.read(folder)[0].weights
     if (folder / "model.safetensors").is_file():
@@ -93,30 +93,27 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     )
 
 
-# --- into a module --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Initialised:
     """The result of ``initialise``, by name."""
 
     loaded: list[str]  # equal to the file's
     fresh: list[str]  # unchanged: missing in the file, or of another shape there
-    unused: list[str]  # in the file, and not in the module
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> Initialised:
-    """Set every parameter and buffer of ``module`` to the value of the same name and shape, if there is one.
+def initialise(
+    module: nn.Module, weights: Mapping[str, Tensor], path: str, fresh: Container[str] = ()
+) -> Initialised:
+    """Set every parameter and buffer but those in ``fresh`` to the value of the same name and shape, if any.
 
-    A module's ``encoder.`` is loaded whole or not at all; the parts after it may stay fresh. ``path`` is
-    the source of the weights, for the message.
+    A module's ``encoder.`` is loaded whole or not at all; the rest may stay fresh. ``path`` is for messages.
 
     Raises ConfigError, with the module unchanged, for the first encoder tensor that is missing or has
     another shape, and if nothing would be loaded.
     """
     own = module.state_dict()
-    weights = migrate_names(weights, own)
+    weights = {name: v for name, v in migrate_names(weights, own).items() if name not in fresh}
     for name, value in own.items():
         if not name.startswith("encoder."):
             continue
@@ -133,9 +130,7 @@ def initialise(module: nn.Module, weights: Mapping[str, Tensor], path: str) -> I
     for name in loaded:
         own[name].copy_(weights[name])
     taken = set(loaded)
-    return Initialised(
-        loaded, [name for name in own if name not in taken], [name for name in weights if name not in taken]
-    )
+    return Initialised(loaded, [name for name in own if name not in taken])
 
 
 def _advice(weights: Mapping[str, Tensor]) -> str:
@@ -172,9 +167,6 @@ def _choices() -> dict[str, dict[str, tuple[int, ...]]]:
         state = encoder.state_dict()
         found[name] = {f"encoder.{n}": tuple(v.shape) for n, v in state.items()}
     return found
-
-
-# --- an imported model ----------------------------------------------------------------------------
 
 
 def write_imported(pretrained: Pretrained, folder: Path) -> None:

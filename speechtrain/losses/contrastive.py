@@ -16,8 +16,7 @@ from speechtrain.compute_policy import scaled
 from speechtrain.nn.full_precision import at_least_fp32, full_precision
 
 EXCLUDED = -(2.0**30)
-"""Added to the score of an excluded negative: its softmax is exactly 0, as with −inf, and every value in
-the graph stays finite."""
+"""Added to an excluded negative's score: its softmax is exactly 0, as with −inf, and every value finite."""
 
 
 class Contrastive(NamedTuple):
@@ -42,8 +41,7 @@ def contrastive_loss(
 
     ``context`` and ``targets`` (B, M, D), ``ids`` (B, M, G) of the targets' codes, ``negatives``
     (B, M, K) positions in [0, M), ``weight`` (B, M) 1 or 0. Scores are cosines over ``temperature``.
-    Negatives with exactly the positive's code are excluded from the softmax. All is fp32 under any
-    autocast (fp64 stays).
+    Negatives with the positive's code are excluded from the softmax. All is fp32 or wider under any autocast.
 
     One matrix product scores all pairs of an utterance, and the K drawn pairs are gathered from it:
     upstream's (K + 1, B, M, D) broadcast is not needed. A row's loss equals that of dynamic shapes, since

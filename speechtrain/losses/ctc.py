@@ -27,9 +27,8 @@ def ctc_loss(
     if static:
         loss: Tensor = _StaticLoss.apply(scores, labels, frames, symbols, blank)  # type: ignore[no-untyped-call]
         return loss
-    return F.ctc_loss(
-        scores.transpose(0, 1), labels, frames, symbols, blank, reduction="none", zero_infinity=True
-    )
+    by_time = scores.transpose(0, 1)
+    return F.ctc_loss(by_time, labels, frames, symbols, blank, reduction="none", zero_infinity=True)
 
 
 class _StaticLoss(torch.autograd.Function):

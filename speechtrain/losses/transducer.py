@@ -12,8 +12,7 @@ of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path
 (b, t + 1, u), or by the next label, to (b, t, u + 1); the last cell's blank ends the path.
 
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
-FastEmit: Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission
-regularization" (ICASSP 2021).
+Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission regularization" (ICASSP 2021).
 """
 
 from __future__ import annotations
@@ -540,8 +539,6 @@ def _dropout(joint: _Joint, given: _Given) -> _Dropout | _NoDropout:
 
 
 class _NoDropout:
-    """Drops nothing."""
-
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
         pass
 

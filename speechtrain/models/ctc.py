@@ -16,8 +16,7 @@ from speechtrain.text.vocabulary import Tokenizer
 class CTC(Recogniser):
     """A linear layer on an encoder's frames, trained by CTC: the usual fine-tuning of wav2vec 2.0.
 
-    An utterance whose labels do not fit its frames adds 0 to the loss. ``dropout`` applies to the encoder's
-    frames.
+    An utterance whose labels do not fit its frames adds 0 to the loss. ``dropout`` is on encoder frames.
     """
 
     def __init__(

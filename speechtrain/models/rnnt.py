@@ -85,8 +85,7 @@ class RNNT(Recogniser):
         prediction, joint = self.prediction, self.joint
         frames = joint.encoder(encoded)
         if self.policy.static_shapes:
-            # the number of search steps depends on data, so the host decodes; it reads the frames and these
-            # weights once per batch
+            # the number of search steps depends on data: the host decodes, and reads all once per batch
             prediction, joint = copy.deepcopy((prediction, joint))
             for part in (prediction, joint):
                 apply_policy(part.cpu(), PLAIN)

@@ -1,7 +1,6 @@
 """wav2vec 2.0 pretraining (Baevski et al., 2020): find a masked frame's code among others of its row.
 
-Legend: B rows, T frames, M masked frames of a row, K negatives, C extractor channels, D model width,
-G codebooks.
+Legend: B rows, T frames, M masked frames of a row, K negatives, C extractor channels, D width, G codebooks.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from speechtrain.nn.masking import draw_negatives, frame_table
 from speechtrain.nn.quantizer import GumbelQuantizer, code_temperature, gumbel
 from speechtrain.task import Alarm, Evaluation, Loss, Sums, Task
 
+_PATIENCE = 100  # updates
 _NEAR_CHANCE = 0.01  # bits; a run that learns nothing is within 0.001 of chance
 
 
@@ -33,21 +33,19 @@ class CollapseWatch:
     With one code for all frames, every negative is excluded and the accuracy is 100 %. The signs are: less
     than 5 % of a codebook's entries in use (perplexity); more than 20 % of the negatives with their
     positive's code; less than 10 % of an utterance's codes distinct; accuracy above 97 %. A sign in every
-    log line of ``patience`` updates raises the alarm, so a dip of a healthy run does not. A loss at
+    log line of 100 updates raises the alarm, so a dip of a healthy run does not. A loss at
     ``chance`` bits, where every run starts, raises it after ``chance_updates`` updates (0: never).
     """
 
-    def __init__(
-        self, codebooks: int, codes: int, patience: int = 100, chance: float = 0.0, chance_updates: int = 0
-    ) -> None:
-        self.codebooks, self.codes, self.patience = codebooks, codes, patience
+    def __init__(self, codebooks: int, codes: int, chance: float = 0.0, chance_updates: int = 0) -> None:
+        self.codebooks, self.codes = codebooks, codes
         self.chance, self.chance_updates = chance, chance_updates
         self._onset: int | None = None
         self._lines, self._is_told = 0, False
 
     def __call__(self, step: int, means: Mapping[str, float], cause: str) -> Alarm | None:
         """Return the alarm of the log line of ``step``, once per collapse; ``cause`` ends its message."""
-        sign, patience = self._sign(means), self.patience
+        sign, patience = self._sign(means), _PATIENCE
         if not sign and self.chance_updates and means["loss_contrastive"] > self.chance - _NEAR_CHANCE:
             sign = f"the contrastive loss is at chance, {self.chance:.3f} bits"
             patience = self.chance_updates

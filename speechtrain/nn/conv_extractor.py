@@ -5,7 +5,6 @@ Legend: B rows, S samples, T frames, C channels, k kernel taps, s stride.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError
+from speechtrain.nn.full_precision import at_least_fp32
 
 
 class _ScaleGradient(Function):
@@ -30,14 +30,6 @@ class _ScaleGradient(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.factor, None
-
-
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return ``x`` and multiply its gradient by ``factor``."""
-    if factor == 1.0:
-        return x
-    scaled: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
-    return scaled
 
 
 class _StridedProduct(Function):
@@ -130,16 +122,12 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tenso
 CONVOLUTIONS: dict[str, Convolution] = {"conv1d": conv1d, "conv2d": conv2d, "matmul": matmul}
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 class _NormOverTime(Function):
     """Instance norm of (B, T, C) rows in time-major memory; torch's own would transpose them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
+        wide = at_least_fp32(x)
         variance, mean = torch.var_mean(wide, 1, keepdim=True, correction=0)
         inverse = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, inverse)
@@ -150,7 +138,7 @@ class _NormOverTime(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse = ctx.saved_tensors
-        gradient, wide = _wide(gradients[0]), _wide(x)
+        gradient, wide = at_least_fp32(gradients[0]), at_least_fp32(x)
         scale = inverse * weight
         to_bias = gradient.sum(1, keepdim=True)
         to_weight = ((gradient * wide).sum(1, keepdim=True) - mean * to_bias) * inverse
@@ -166,8 +154,7 @@ class InstanceNorm(nn.GroupNorm):
 
     The two have the same formula (biased variance, one scale and shift a channel). Instance norm is a
     single operation also on devices that decompose group norm. ``time_major`` is the memory layout of the
-    input; the result does not depend on it. The statistics cover every frame of a row, with the padding,
-    as in upstream.
+    input; the result does not depend on it. As in upstream, the statistics cover a row's padding, too.
     """
 
     def __init__(self, channels: int) -> None:
@@ -178,7 +165,7 @@ class InstanceNorm(nn.GroupNorm):
         if self.time_major:
             y: Tensor = _NormOverTime.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
             return y
-        across = _wide(x.transpose(1, 2))
+        across = at_least_fp32(x.transpose(1, 2))
         y = F.instance_norm(across, weight=self.weight, bias=self.bias, eps=self.eps)
         return y.to(x.dtype).transpose(1, 2)
 
@@ -272,7 +259,10 @@ class ConvExtractor(nn.Module):
             x = audio[:, :, None]
             for layer in self.layers:
                 x = layer(x)
-        return scale_gradient(x, self.gradient_scale) if self.gradient_scale else x
+        if self.gradient_scale in (0.0, 1.0):
+            return x
+        scaled: Tensor = _ScaleGradient.apply(x, self.gradient_scale)  # type: ignore[no-untyped-call]
+        return scaled
 
     def frames(self, samples: int) -> int:
         """Frames of ``samples`` samples, on the host: 16000 give 49 in the published configuration."""
@@ -285,8 +275,3 @@ class ConvExtractor(nn.Module):
         for kernel, stride in self.spans:
             samples = (torch.div(samples - kernel, stride, rounding_mode="floor") + 1).clamp(min=0)
         return samples
-
-    @property
-    def stride(self) -> int:
-        """The number of samples from one frame to the next."""
-        return math.prod(stride for _, stride in self.spans)

@@ -1,7 +1,6 @@
 """Uni-directional LSTM stacks with the reference's initialisation, then an optional LayerNorm.
 
-Shape legend: B rows, T frames, I inputs, H units, 4H the gates of a unit in torch's order: input, forget,
-candidate, output.
+B rows, T frames, I inputs, H units, 4H their gates in torch's order: input, forget, candidate, output.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class _Layer(torch.autograd.Function):
 
     Only the recurrent product is computed frame by frame. The product of the inputs and the products for
     the gradients of inputs and weights cover all frames at once. Autograd through a plain Python loop
-    would instead add the weights' gradients frame by frame, and would write, for the slice of every
-    frame, a zero tensor of the whole sequence.
+    would add the weights' gradients by frames, and write a zero tensor of the whole sequence for each frame.
     """
 
     @staticmethod
@@ -128,9 +126,8 @@ class _Layer(torch.autograd.Function):
         products, (frames, rows, width) = narrow.dtype, outputs.shape
         with full_precision(outputs.device):
             walk = partial(_backward_static, ctx.policy) if ctx.policy.static_shapes else _backward
-            by_gates, hidden, cell = walk(
-                outputs, hidden, cell, _Slopes.of(gates, cells), weight.to(products)
-            )
+            slopes = _Slopes.of(gates, cells)
+            by_gates, hidden, cell = walk(outputs, hidden, cell, slopes, weight.to(products))
             flat = by_gates.view(frames * rows, 4 * width)
             inputs = None
             if ctx.needs_input_grad[0]:

@@ -82,8 +82,7 @@ class GumbelQuantizer(nn.Module):
     ) -> Quantized:
         """Quantise frames (..., C) with weights (...), 1 or 0.
 
-        ``noise`` (..., G, V) replaces the Gumbel noise that training draws from the device's global
-        generator; evaluation uses no noise.
+        ``noise`` (..., G, V) replaces training's draws from the device's generator; evaluation has none.
         """
         with full_precision(x.device):
             logits = self.projection(at_least_fp32(x)).unflatten(-1, (self.groups, self.entries))

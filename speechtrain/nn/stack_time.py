@@ -23,8 +23,7 @@ def stack_time(x: Tensor, factor: int) -> Tensor:
 class StackTime(nn.Module):
     """Stack ``factor`` successive frames of each row into one (MLPerf RNN-T).
 
-    Values beyond a row's length count as zeros, so the last, incomplete group of a row does not depend
-    on the padding of the batch.
+    Values beyond a row's length count as zeros, so a row's last, incomplete group has none of its padding.
     """
 
     def __init__(self, factor: int) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
 from speechtrain.errors import ConfigError
+from speechtrain.nn.full_precision import at_least_fp32
 
 FORBIDDEN = -(2.0**30)  # softmax turns this score into exactly 0, and stays finite where a row has no key
 
@@ -78,9 +79,7 @@ class Attention(nn.Module, PolicyAware):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=valid, dropout_p=dropout)
 
     def _written(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
-        scores = torch.matmul(q * self.scale, k.transpose(2, 3))
-        if scores.dtype in (torch.bfloat16, torch.float16):
-            scores = scores.float()
+        scores = at_least_fp32(torch.matmul(q * self.scale, k.transpose(2, 3)))
         weights = scores.masked_fill(~valid, FORBIDDEN).softmax(-1)
         return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
 
@@ -88,8 +87,7 @@ class Attention(nn.Module, PolicyAware):
 class TransformerLayer(nn.Module):
     """Self-attention and feed-forward with residuals, (B, T, D) to (B, T, D).
 
-    Post-norm normalises after each residual sum, pre-norm before each branch; ``norm`` belongs to the
-    feed-forward.
+    Post-norm normalises after each residual sum, pre-norm before each branch; ``norm`` is the feed-forward's.
     """
 
     def __init__(
@@ -131,8 +129,7 @@ class Transformer(nn.Module):
 
     Frames beyond a row's length are set to 0 before the positional convolution and are never keys;
     their output has no meaning. Post-norm (base models) normalises after the positional convolution,
-    ``pre_norm`` (large models) after the last layer. Linear weights are initialised by normal(0, 0.02),
-    their biases by 0.
+    ``pre_norm`` (large models) after the last layer. Linear weights start as normal(0, 0.02), biases as 0.
 
     Layer drop multiplies a layer by a factor: with ``keep`` (L,) of zeros and ones, layer i returns
     ``keep[i] · layer(x) + (1 − keep[i]) · x``, exactly one of the two. One graph serves every draw, and

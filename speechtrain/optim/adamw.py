@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from speechtrain.optim.common import check_settings
+
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW (Loshchilov and Hutter, 2019), with its settings and its state.
@@ -25,6 +27,7 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> None:
+        check_settings({"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas})
         super().__init__(
             params, lr, (betas[0], betas[1]), eps, weight_decay, amsgrad, fused=fused, foreach=foreach
         )

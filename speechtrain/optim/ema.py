@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,57 +13,27 @@ from speechtrain.dtensor import local
 from speechtrain.errors import RunError
 
 
-class Average(ABC):
-    """An average of a module's state, stored outside the module."""
+class Average:
+    """An average of a module's state, stored outside the module; by default none."""
 
     updates: int = 0
     """Updates in the average so far."""
 
-    @abstractmethod
     def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
         """Add the module's state after one more update to the average.
 
         ``taken`` () 1 or 0 on the device is whether the update counts; None: it counts.
         """
 
-    @abstractmethod
     def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which the module holds the average; its own state returns afterwards, bit by bit."""
+        return nullcontext()
 
-    @abstractmethod
     def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """The module's ``state_dict`` with averaged values, in the module's dtypes, for export.
 
         It may share memory with the average or the module: save it before the next update.
         """
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and persistent buffers by name, not detached.
-
-    On a lazy device, a write into the detached tensors of a plain ``state_dict`` would create views,
-    which the next step's graph would evaluate.
-    """
-    held = module.state_dict(keep_vars=True)
-    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
-
-
-class NoEMA(Average):
-    """No average: the weights are used as they are."""
-
-    def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
-        return None
-
-    def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in _tensors(module).items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -72,6 +41,19 @@ class NoEMA(Average):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return None
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and persistent buffers by name, not detached.
+
+    A write into a plain ``state_dict`` would create views, which a lazy device's next graph would evaluate.
+    """
+    held = module.state_dict(keep_vars=True)
+    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+
+
+class NoEMA(Average):
+    """No average: the weights are used as they are."""
 
 
 class EMA(Average):

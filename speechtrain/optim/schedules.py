@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_WARMUP_SHARE, _MOST_WARMUP = 0.08, 32_000  # of wav2vec 2.0 base: 32,000 of 400,000 updates
+
 
 class Schedule(ABC):
     """The learning rate as a function of the update's number."""
+
+    warmup: int = 0  # number of updates until the peak
 
     @abstractmethod
     def rate(self, step: int) -> float:
@@ -30,7 +34,7 @@ class Schedule(ABC):
 
 def _not_negative(schedule: Schedule, *names: str) -> None:
     for name in names:
-        if not (value := getattr(schedule, name)) >= 0:
+        if (value := getattr(schedule, name, None)) is not None and not value >= 0:
             raise ValueError(f"{name} is {value}; it must be 0 or above")
 
 
@@ -40,18 +44,28 @@ def _warmup(step: int, warmup_steps: int) -> float:
 
 
 class _Planned(Schedule):
-    """A decay over a number of updates, which is fixed at the first start and kept by every resume."""
+    """A decay over a number of updates, which is fixed at the first start and kept by every resume.
 
+    ``warmup_steps`` null is 8 % of these updates, at most 32,000.
+    """
+
+    warmup_steps: int | None
     steps: int | None
     planned_steps: int | None
 
     def __post_init__(self) -> None:
+        _not_negative(self, "peak", "warmup_steps", "power", "end", "min_lr")
         total = self.planned_steps if self.steps is None else self.steps
         if total is None:
             raise ValueError("steps is null; set it, or limit trainer.max_steps or max_epochs")
         if total < 1:
             raise ValueError(f"steps is {total}; it must be above 0")
+        self._plan(total)
+
+    def _plan(self, total: int) -> None:
         self.total = total
+        derived = min(_MOST_WARMUP, round(_WARMUP_SHARE * total))
+        self.warmup = derived if self.warmup_steps is None else self.warmup_steps
 
     def progress(self, done: int, begin: int) -> float:
         """The fraction of the way from ``begin`` updates to the plan's end, from 0 to 1."""
@@ -63,7 +77,7 @@ class _Planned(Schedule):
         return {"steps": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.total = int(state["steps"])
+        self._plan(int(state["steps"]))
 
 
 @dataclass
@@ -75,6 +89,7 @@ class Constant(Schedule):
 
     def __post_init__(self) -> None:
         _not_negative(self, "peak", "warmup_steps")
+        self.warmup = self.warmup_steps
 
     def rate(self, step: int) -> float:
         return self.peak * _warmup(step, self.warmup_steps)
@@ -102,14 +117,11 @@ class WarmupHoldExponential(Schedule):
             raise ValueError(f"gamma is {self.gamma}; it must be above 0 and at most 1")
         if self.steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}; it must be above 0")
+        self.warmup = self.warmup_epochs * self.steps_per_epoch
 
     def rate(self, step: int) -> float:
-        warmup = self.warmup_epochs * self.steps_per_epoch
-        hold = self.hold_epochs * self.steps_per_epoch
-        if step < warmup:
-            rate = self.peak * (step + 1) / (warmup + 1)
-        elif step < warmup + hold:
-            rate = self.peak
+        if step < self.warmup:
+            rate = self.peak * (step + 1) / (self.warmup + 1)
         else:
             epoch = (step - 1) // self.steps_per_epoch + 1
             # the last update of epoch warmup + hold still has the peak
@@ -121,6 +133,7 @@ class WarmupHoldExponential(Schedule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps_per_epoch = int(state["steps_per_epoch"])
+        self.warmup = self.warmup_epochs * self.steps_per_epoch
 
 
 @dataclass
@@ -128,26 +141,22 @@ class Polynomial(_Planned):
     """fairseq's polynomial decay, the schedule of wav2vec 2.0.
 
     With n = step − 1 updates done: ``peak · n / warmup_steps`` while n ≤ warmup_steps, then from
-    ``peak`` to ``end`` along ``(1 − progress)^power``, and ``end`` from n = ``steps`` on. The first
-    update uses ``peak / warmup_steps``, as in fairseq, so the first two updates have the same rate.
+    ``peak`` to ``end`` along ``(1 − progress)^power``, and ``end`` from n = ``steps`` on. As in
+    fairseq's trainer, the first update has rate 0, unless there is no warm-up.
     """
 
     peak: float
-    warmup_steps: int = 0
+    warmup_steps: int | None = 0
     steps: int | None = None
     power: float = 1.0
     end: float = 0.0
     planned_steps: int | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        _not_negative(self, "peak", "warmup_steps", "power", "end")
-        super().__post_init__()
-
     def rate(self, step: int) -> float:
         done = step - 1
-        if done < self.warmup_steps:
-            return self.peak * _warmup(max(1, done), self.warmup_steps)
-        left = 1.0 - self.progress(done, self.warmup_steps)
+        if done < self.warmup:
+            return self.peak * _warmup(done, self.warmup)
+        left = 1.0 - self.progress(done, self.warmup)
         return self.end + (self.peak - self.end) * (left**self.power if left else 0.0)
 
 
@@ -161,19 +170,15 @@ class Cosine(_Planned):
     """
 
     peak: float
-    warmup_steps: int = 0
+    warmup_steps: int | None = 0
     steps: int | None = None
     end: float = 0.0
     planned_steps: int | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        _not_negative(self, "peak", "warmup_steps", "end")
-        super().__post_init__()
-
     def rate(self, step: int) -> float:
-        if step <= self.warmup_steps:
-            return self.peak * _warmup(step, self.warmup_steps)
-        progress = self.progress(step - 1, self.warmup_steps)
+        if step <= self.warmup:
+            return self.peak * _warmup(step, self.warmup)
+        progress = self.progress(step - 1, self.warmup)
         return self.end + (self.peak - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
@@ -186,15 +191,11 @@ class IntelQuadratic(_Planned):
     """
 
     peak: float
-    warmup_steps: int = 8000
+    warmup_steps: int | None = 8000
     steps: int | None = None
     min_lr: float = 1e-5
     planned_steps: int | None = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
-        _not_negative(self, "peak", "warmup_steps", "min_lr")
-        super().__post_init__()
-
     def rate(self, step: int) -> float:
         left = 1.0 - self.progress(step - 1, 0)
-        return _warmup(step - 1, self.warmup_steps) * max(self.peak * left**2, self.min_lr)
+        return _warmup(step - 1, self.warmup) * max(self.peak * left**2, self.min_lr)

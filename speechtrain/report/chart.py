@@ -94,7 +94,6 @@ class Chart:
 
     @property
     def svg(self) -> str:
-        """The drawing."""
         text = io.StringIO()
         with matplotlib.style.context(["default", _STYLE]):
             figure = Figure(_INCHES, layout="constrained")

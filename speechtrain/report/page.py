@@ -18,7 +18,8 @@ from rapidfuzz.distance import Levenshtein
 from speechtrain import __version__
 from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short, smoothed
 from speechtrain.report.run import Curve, Run, differing, listing, mapping, names_of, number
-from speechtrain.tracking.console import duration, is_error_rate
+from speechtrain.run_directory import is_error_rate
+from speechtrain.tracking.console import duration
 
 _TRAIN_CHARTS = {  # title, unit
     "lr": ("Learning rate", ""),
@@ -47,7 +48,7 @@ def page(runs: Sequence[Run]) -> str:
         names=names,
         charts=_charts(runs, names),
         metric=metric,
-        scores={name: [run.valid.get(metric, {}).get(name, Curve()).last for run in runs] for name in sets},
+        scores={s: [run.valid.get(metric, {}).get(s, Curve()).at(run.kept) for run in runs] for s in sets},
         differences=differing(runs),
         palette=PALETTE,
         dashes=DASHES,

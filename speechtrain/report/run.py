@@ -16,13 +16,15 @@ import psutil
 import yaml
 
 from speechtrain.config.resume_fields import flat
-from speechtrain.errors import RunError
-from speechtrain.files import json_lines
+from speechtrain.errors import MALFORMED, RunError
+from speechtrain.files import json_lines, log_lines, read_json, read_text, small_yaml
+from speechtrain.launcher import holds_secret
 from speechtrain.run_directory import CONFIG, RESULT, read_about, read_result
 from speechtrain.tracking.jsonl import NAME as METRICS
 from speechtrain.tracking.jsonl import read_metrics
 
 SKIPPED = "skipped.jsonl"
+_LONGEST_NAME = 60  # characters of a run's name in a legend
 _NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "seconds"}
 
 
@@ -39,20 +41,15 @@ class Curve:
 
     @property
     def last(self) -> float | None:
-        """The last finite value."""
         return next((y for y in reversed(self.y) if y is not None), None)
 
-    @property
-    def best(self) -> tuple[float, float] | None:
-        """Step and value of the (first) lowest value."""
-        finite = [(x, y) for x, y in zip(self.x, self.y, strict=True) if y is not None]
-        return min(finite, key=lambda point: point[1], default=None)
+    def at(self, x: float | None) -> float | None:
+        """The value at ``x``; the last finite one where there is no such step, or none is given."""
+        return dict(zip(self.x, self.y, strict=True)).get(x, self.last) if x is not None else self.last
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory's content."""
-
     folder: Path
     events: list[dict[str, Any]]
     result: dict[str, Any]
@@ -64,8 +61,8 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved config by dotted key; empty where the file is no YAML mapping."""
         try:
-            tree = yaml.safe_load(self.config_text)
-        except yaml.YAMLError:
+            tree = yaml.safe_load(small_yaml(self.config_text))
+        except (yaml.YAMLError, *MALFORMED):
             return {}
         return flat(tree) if isinstance(tree, dict) else {}
 
@@ -88,6 +85,12 @@ class Run:
                 if step is not None and is_figure and name not in _NO_CURVES:
                     found.setdefault(name, {}).setdefault(of_set, Curve()).append(step, number(value))
         return found
+
+    @cached_property
+    def kept(self) -> float | None:
+        """The step of the best checkpoint, which the other commands use; None where there is none."""
+        name = self.result.get("checkpoint") or read_json(self.folder / "checkpoints/best.json").get("name")
+        return float(named[1]) if (named := re.fullmatch(r"step-(\d+)", str(name))) else None
 
     @cached_property
     def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]]]]:
@@ -148,7 +151,7 @@ class Run:
         if self.result:
             return str(self.result.get("status", "unfinished"))
         try:
-            lock = (self.folder / "lock").read_text()
+            lock = read_text(self.folder / "lock")
         except (OSError, ValueError):
             return "unfinished"
         holder = re.match(r"pid (\d{1,9}) on (.*)", lock)
@@ -157,7 +160,6 @@ class Run:
         return "running" if psutil.pid_exists(int(holder[1])) else "killed"
 
     def of(self, *names: str) -> list[dict[str, Any]]:
-        """The events of these names."""
         return [values for values in self.events if values["event"] in names]
 
     def numbers(self, figure: str, *names: str) -> list[float]:
@@ -166,22 +168,26 @@ class Run:
         return [value for values in events if (value := number(values.get(figure))) is not None]
 
 
+def runs_in(folder: str) -> list[Path]:
+    """The run directories in a folder, such as a sweep's; the folder itself where it is one, or has none."""
+    inside = sorted(path.parent for path in Path(folder).glob(f"*/{CONFIG}"))
+    return inside if inside and not Path(folder, CONFIG).is_file() else [Path(folder)]
+
+
 def read_run(folder: str | Path) -> Run:
     """Read a run directory. Raises RunError where there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"{folder}: no such directory; give a run directory, as speechtrain-train printed it")
     if not any((folder / name).is_file() for name in (METRICS, RESULT, CONFIG)):
-        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
-        hint = f"; did you mean {inside[0]}?" if inside else ""
-        raise RunError(f"{folder}: no run in it ({METRICS}, {RESULT} and {CONFIG} are all missing){hint}")
+        raise RunError(f"{folder}: no run in it ({METRICS}, {RESULT} and {CONFIG} are all missing)")
     try:
         return Run(
             folder=folder,
             events=read_metrics(folder / METRICS),
             result=read_result(folder) or {},
             about=read_about(folder),
-            config_text=_read_text(folder / CONFIG),
+            config_text=read_text(folder / CONFIG, "replace") if (folder / CONFIG).exists() else "",
             skipped=_read_skipped(folder / SKIPPED),
         )
     except OSError as error:
@@ -189,11 +195,20 @@ def read_run(folder: str | Path) -> Run:
         raise RunError(f"{error.filename or folder}: {cause}; it must be readable") from error
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: the last parts of its path, as many as tell the runs apart.
+def hold_secrets(runs: Sequence[Run]) -> bool:
+    """Whether a page of these runs is for their owner only: it shows their configs and command lines."""
+    return any(holds_secret(f"{run.config_text}\n{run.about}") for run in runs)
 
-    A bare number (a job of a sweep) takes the sweep's name with it.
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """A short name for each run: what was typed for it alone, if that tells the runs apart.
+
+    Else it is the last parts of its path. A bare number (a job of a sweep) takes the sweep's name with it.
     """
+    typed = [[str(o) for o in listing(run.about.get("overrides")) if o[:8] != "run_dir="] for run in runs]
+    own = [" ".join(o for o in one if not all(o in other for other in typed)) for one in typed]
+    if len(set(own)) == len(own) > 1 and all(0 < len(name) <= _LONGEST_NAME for name in own):
+        return own
     paths = [run.folder.resolve().parts for run in runs]
     shortest = 2 if any(parts[-1].isdigit() for parts in paths) else 1
     for count in range(shortest, max(map(len, paths)) + 1):
@@ -234,17 +249,10 @@ def listing(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
-
-
 def _read_skipped(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The skipped recordings, each once, by reason, the most frequent one first."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in json_lines(_read_text(path).split("\n")):
+    for row in json_lines(log_lines(path)):
         found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
     by_count = sorted(found.items(), key=lambda item: -len(item[1]))
     return {reason: list(rows.values()) for reason, rows in by_count}

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
+from speechtrain.files import read_text
 from speechtrain.launcher import NETWORK_VARIABLES
 from speechtrain.run_directory import read_failure, read_result, versions_of
 from speechtrain.supervision.process_tree import ancestors_of, children_of, processes_with
@@ -51,7 +52,7 @@ def look(file: Path, port: int, address: str) -> dict[str, Any]:
     content = None
     for _ in range(_LOOKS):
         try:
-            content = file.read_text()
+            content = read_text(file)
             break
         except OSError:
             time.sleep(_LOOK_TWICE_SECONDS)
@@ -152,7 +153,6 @@ def leave(run_dir: Path, retry_from: int) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m speechtrain.supervision.node_agent", description=__doc__)
     parts = parser.add_subparsers(dest="part", required=True)
     looking = parts.add_parser("look")
@@ -179,7 +179,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0  # the run ended while this node was lost
     log = given.log.with_stem(f"{given.log.stem}-{given.node}") if given.node else given.log
     code = run(given.command[given.command[:1] == ["--"] :], log, given.address, attached=given.attached)
-    return code if given.outcome is None else leave(given.outcome, given.retry_from)
+    if given.outcome is None or code == EXIT_PREEMPTED:  # the latter: stopped before it had ranks
+        return code + int(given.retry_from)
+    return leave(given.outcome, given.retry_from)
 
 
 if __name__ == "__main__":

@@ -34,14 +34,14 @@ def _children(pid: int, all_generations: bool = False) -> list[psutil.Process]:
 
 
 def descendants_running(pid: int, module: str) -> set[int]:
-    """The descendants of ``pid`` that run ``python -m module``, without their own descendants.
+    """The descendants of ``pid`` that run ``python -P -m module``, without their own descendants.
 
     Programs that only start it (mpirun, a wrapper script) have its command at the end of their command
     line. Forks of a found process have the same command line and belong to it.
     """
     found: set[int] = set()
     for child in _children(pid):
-        is_one = _arguments_of(child)[1:3] == ["-m", module]
+        is_one = _arguments_of(child)[1:4] == ["-P", "-m", module]
         found |= {child.pid} if is_one else descendants_running(child.pid, module)
     return found
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from speechtrain.errors import EXIT_PREEMPTED, one_line
+from speechtrain.files import open_append
 from speechtrain.launcher import PARENT, WORKER
 from speechtrain.supervision.process_tree import acts_on, children_of, descendants_running
 
@@ -21,6 +25,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 5.0
+_QUIET_SECONDS = 30.0  # after so long without a rank, the agent's last line is shown
 _TRACE = "Traceback (most recent call last):"
 _OURS = ("speechtrain: ", "warning  ")
 # torch's own records, as in "E1121 03:40:12.123000 torch/distributed/…]" or "[rank0]:[W1121 03:40:12.1 …"
@@ -61,26 +66,35 @@ def supervise(
     With ``agent_log``, the command is an agent whose children are the ranks. The first signal is sent to
     the ranks, because an agent that gets a signal ends them. The agent's stderr goes to that file, and
     the ranks' lines go to stderr, too. The agent is killed when this process ends (Linux). With
-    ``is_deep`` there are further processes between the agent and the ranks. A rank that torchrun ends,
-    because another has failed, is killed ``grace`` seconds later: a rank that waits for a dead peer
-    inside a library does not handle the signal.
+    ``is_deep`` there are further processes between the agent and the ranks. Else an agent without ranks is
+    killed after the first signal, and the code is ``EXIT_PREEMPTED``. A rank that torchrun ends, because
+    another has failed, is killed ``grace`` seconds later: inside a library, it does not handle the signal.
     """
     environment = {**environment, PARENT: str(os.getpid())}
     supervised = _Supervised(is_agent=agent_log is not None, is_deep=is_deep)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     with stop_signals(supervised.receive):
         try:
-            process = _start(command, environment, is_agent=agent_log is not None)
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                start_new_session=True,
+                stderr=None if agent_log is None else subprocess.PIPE,
+                text=True,
+                errors="backslashreplace",
+                preexec_fn=None if agent_log is None else _dying_with_parent(),
+            )
             supervised.pid = process.pid
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        with nullcontext() if agent_log is None else _separated(process, agent_log, grace):
+        with nullcontext() if agent_log is None else _split(process, agent_log, grace, supervised.said):
             while (code := _wait(process, None if agent_log is None else _POLL_SECONDS)) is None:
+                supervised.look()
                 if supervised.received == 1:
                     supervised.pass_on()
     if supervised.received > 1:
         raise KeyboardInterrupt
-    return code
+    return EXIT_PREEMPTED if supervised.is_ended else code
 
 
 @dataclass(eq=False)
@@ -92,15 +106,34 @@ class _Supervised:
     pid: int = 0
     received: int = 0
     told: set[int] = field(default_factory=set)
+    begun: float = field(default_factory=time.monotonic)
+    has_ranks: bool = False
+    """A rank has been seen: from then on the agent ends, or starts them again, by itself."""
+    is_ended: bool = False
+    said: list[str] = field(default_factory=list)
+    """The agent's last line."""
 
     def receive(self) -> None:
-        """Pass the first signal on, and kill on the second."""
         self.received += 1
         if not self.pid:  # the child could not be started; 0 would mean this process's own group
             return
         if self.received == 1:
             self.pass_on()
-            return
+        else:
+            self.kill()
+
+    def look(self) -> None:
+        """Until an agent has ranks: end it after a signal, and show once what it waits for."""
+        self.has_ranks = self.has_ranks or self.is_deep or bool(children_of(self.pid))
+        if not self.has_ranks and self.received == 1:
+            self.is_ended = True
+            self.kill()
+        elif not self.has_ranks and self.said and time.monotonic() - self.begun > _QUIET_SECONDS:
+            self.begun = math.inf
+            told = one_line(f"speechtrain: warning: no rank runs yet; {self.said[0]}")
+            print(told, file=sys.stderr, flush=True)
+
+    def kill(self) -> None:
         descendants = children_of(self.pid, all_generations=True)  # before any of them is orphaned
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -116,6 +149,7 @@ class _Supervised:
             addressees = {pid for pid in found if acts_on(pid, signal.SIGTERM)}  # engines unblock signals
         else:
             addressees = children_of(self.pid)
+            self.has_ranks = self.has_ranks or bool(addressees)
         for pid in addressees - self.told:
             self.told.add(pid)
             _kill(pid, signal.SIGTERM)
@@ -124,18 +158,6 @@ class _Supervised:
 def _kill(pid: int, number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def _start(command: list[str], environment: Mapping[str, str], is_agent: bool) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        env=dict(environment),
-        start_new_session=True,
-        stderr=subprocess.PIPE if is_agent else None,
-        text=True,
-        errors="backslashreplace",
-        preexec_fn=_dying_with_parent() if is_agent else None,
-    )
 
 
 def _dying_with_parent() -> Callable[[], None] | None:
@@ -160,10 +182,10 @@ def _kill_child(agent: int, pid: int) -> None:
 
 
 @contextmanager
-def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -> Iterator[None]:
+def _split(process: subprocess.Popen[str], log: Path, grace: float | None, said: list[str]) -> Iterator[None]:
     """Copy an agent's stderr to ``log``, and the lines of its ranks to this process's stderr, too.
 
-    Ranks that the agent ends, as its log shows, are killed ``grace`` seconds later.
+    ``said`` gets its last line. Ranks that it ends, as its log shows, are killed ``grace`` seconds later.
     """
 
     def copy() -> None:
@@ -171,8 +193,9 @@ def _separated(process: subprocess.Popen[str], log: Path, grace: float | None) -
         is_trace = is_agents = False
         with process.stderr:
             for line in process.stderr:
-                with suppress(OSError), log.open("a") as file:  # a full disk must not block ranks
-                    file.write(line)
+                with suppress(OSError), open_append(log) as file:  # a full disk must not block ranks
+                    file.write(line.encode())
+                said[:] = [line.strip()] if line.strip() else said
                 if grace is not None and (closing := _CLOSING.search(line)) and _AGENTS_LINE.match(line):
                     timer = threading.Timer(grace, _kill_child, (process.pid, int(closing[1])))
                     timer.daemon = True

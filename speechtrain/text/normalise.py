@@ -23,7 +23,6 @@ def _squeeze(text: str) -> str:
 
 
 def none(text: str) -> str:
-    """Return the text unchanged."""
     return text
 
 
@@ -82,8 +81,7 @@ def english(text: str) -> str:
 def common_voice(text: str) -> str:
     """Undo the CSV quoting of Common Voice's transcripts.
 
-    Enclosing double quotes are removed if all quotes inside are doubled; doubled quotes become
-    single ones.
+    Enclosing double quotes are removed if all quotes inside are doubled; doubled ones become single ones.
     """
     text = _squeeze(text)
     if len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1].replace('""', ""):
@@ -114,7 +112,7 @@ _NOISE = re.compile(
 )
 _LAUGHED_WORD = re.compile(r"\[laughter-", re.IGNORECASE)
 _VARIANT = re.compile(r"_1\b")
-_ABANDONED = re.compile(r"-/[^\[\]]*\]")
+_ABANDONED = re.compile(r"-/[^\[\]]*(\]?)")  # with or without its end: else each -/ looks for it again
 _ANOMALOUS = re.compile(r"\[[^\[\]/]*/([^\[\]/]*)\]")
 _WHOLE_BRACKET = re.compile(r"(?<!\S)\[([^\[\]]+)\](?!\S)")
 _UNSPOKEN = re.compile(r"-?\[[^\[\]]*\]-?")
@@ -134,7 +132,7 @@ def switchboard(text: str) -> str:
     text = _NOISE.sub(" ", _TAG.sub(" ", text))
     text = _VARIANT.sub("", _LAUGHED_WORD.sub("", text))
     text = text.replace("_.", " ").replace(".", "")
-    text = _ANOMALOUS.sub(r"\1", _ABANDONED.sub("-", text))
+    text = _ANOMALOUS.sub(r"\1", _ABANDONED.sub(lambda m: "-" if m[1] else m[0], text))
     text = _UNSPOKEN.sub("-", _WHOLE_BRACKET.sub(r"\1", text))
     text = _FILLER.sub(" ", _BRACKETS.sub("", text).replace("/", " "))
     return _squeeze(_LONE_HYPHEN.sub(" ", text))

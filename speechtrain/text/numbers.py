@@ -84,7 +84,7 @@ _AMOUNT = re.compile(
     r"(?:\s(?P<scale>thousand|million|billion|trillion)\b)?",
     re.ASCII,
 )
-_GROUPED = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,]*\d)", re.ASCII)
+_GROUPED = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})++(?!,*\d)", re.ASCII)
 _PERCENT = re.compile(r"(?<=\d)\s?%", re.ASCII)
 _DECIMAL = re.compile(r"(?<!\d)(\d+)\.(\d+)", re.ASCII)
 _ORDINAL = re.compile(r"(?<!\d)(\d+)(?:st|nd|rd|th)\b", re.ASCII)
@@ -95,9 +95,8 @@ _DIGITS = re.compile(r"\d+", re.ASCII)
 def expand_numbers(text: str) -> str:
     """Replace every numeral in lower-case ``text`` by words, separated by spaces.
 
-    Numerals are amounts of $, £ and €, grouped thousands, decimals (digit by digit after the point),
-    ordinals, decades, per cent, years (four digits alone) and other ASCII digits. Digits of other
-    scripts are kept.
+    Numerals are amounts of $, £ and €, grouped thousands, decimals (single digits after the point), ordinals,
+    decades, per cent, years (four digits alone) and other ASCII digits; digits of other scripts are kept.
     """
     text = _AMOUNT.sub(_money, text)
     text = _PERCENT.sub(" percent ", text)

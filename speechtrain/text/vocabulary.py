@@ -6,6 +6,7 @@ import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import sentencepiece
 
 from speechtrain.errors import ConfigError, DataError, RunError
-from speechtrain.files import atomic
+from speechtrain.files import MOST_LOG_BYTES, FilePath, atomic, read_bytes
 from speechtrain.text.normalise import normaliser as normaliser_of
 
 
@@ -81,10 +82,10 @@ class Characters(Tokenizer):
     """
 
     def __init__(self, alphabet: str = " abcdefghijklmnopqrstuvwxyz'", normaliser: str = "lower") -> None:
-        twice = sorted({symbol for symbol in alphabet if alphabet.count(symbol) > 1})
+        twice = sorted(symbol for symbol, count in Counter(alphabet).items() if count > 1)
         if twice or not alphabet:
             raise ConfigError(
-                f"alphabet {'repeats ' + repr(''.join(twice)) if twice else 'is empty'}; "
+                f"alphabet {'repeats ' + repr(''.join(twice)[:100]) if twice else 'is empty'}; "
                 "list each character once"
             )
         self.labels = list(alphabet)
@@ -153,9 +154,9 @@ class SentencePiece(Tokenizer):
     Raises DataError if the file is missing or is not a SentencePiece model.
     """
 
-    def __init__(self, model: str, normaliser: str = "lower") -> None:
+    def __init__(self, model: FilePath, normaliser: str = "lower") -> None:
         try:
-            self._model = Path(model).read_bytes()
+            self._model = read_bytes(model, MOST_LOG_BYTES, follow=True)
         except OSError as error:
             raise DataError(
                 f"model: {model}: {error.strerror}; "
@@ -200,7 +201,7 @@ class SentencePiece(Tokenizer):
         if not path.exists():
             with atomic(path) as temporary:
                 temporary.write_bytes(self._model)
-        elif path.read_bytes() != self._model:
+        elif read_bytes(path, MOST_LOG_BYTES) != self._model:
             raise RunError(f"{path} differs from tokenizer.model; use a new run_dir")
 
     @classmethod

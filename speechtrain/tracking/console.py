@@ -6,19 +6,19 @@ import math
 import os
 import sys
 import time
-import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from speechtrain.errors import ConfigError
+from speechtrain.errors import SPELLING, ConfigError, printable
+from speechtrain.files import append_line
+from speechtrain.run_directory import metric, outcome
 from speechtrain.tracking.base import Tracker, metrics_of
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.console import RenderableType
     from rich.live import Live
-
-_ERROR_RATES = ("wer", "cer", "ser")
 
 
 @final
@@ -43,28 +43,13 @@ class Console(Tracker):
         self._display: _Display | None = None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Print or show one event."""
-        if event == "start":
-            if self._is_live():
-                self._display = self._display or _Display(forced=self.mode == "live")
-            self._say(start_line(values))
-        elif event == "device":
-            self._say(f"device   {', '.join(f'{name} {value}' for name, value in values.items())}")
-        elif event == "resume":
-            self._say(f"resume   after step {values['step']}")
-        elif event == "train" and self._display is None:
-            self._say(train_line(values))
-        elif event == "valid":
-            self._say(valid_line(values))
-        elif event == "examples":
-            for row in values["rows"][: self.examples]:
-                self._say(f"         ref  {row['reference']}")
-                self._say(f"         hyp  {row['hypothesis']}")
-        elif event == "warning":
-            self._say(f"warning  {values['message']}", is_warning=True)
+        if event == "start" and self._is_live():
+            self._display = self._display or _Display(forced=self.mode == "live")
         elif event == "end":
             self.close()
-            self._say(end_line(values))
+        if event != "train" or self._display is None:
+            for line in lines_of(event, values, self.examples):
+                self._say(line, is_warning=event == "warning")
         if self._display is not None:
             self._display.show(event, values)
 
@@ -87,6 +72,20 @@ class Console(Tracker):
             print(_printable(text, stream.encoding), file=stream, flush=True)
 
 
+@final
+class TextLog(Tracker):
+    """Appends the plain lines of a console to ``<run_dir>/output.log``, each with its time (UTC)."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / "output.log"
+
+    def log(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append an event's lines. Raises ``OSError`` where the file cannot be written."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        for line in lines_of(event, values, examples=2):
+            append_line(self.path, f"{now} {_printable(line, None)}".encode())
+
+
 class _Display:
     """The block at the bottom of the terminal: progress bar, figures, last validation of each set."""
 
@@ -107,7 +106,6 @@ class _Display:
         self._live.start()
 
     def show(self, event: str, values: Mapping[str, Any]) -> None:
-        """Update the display after one event."""
         if event in ("start", "resume"):
             self._start = {**self._start, **values}
         elif event == "train":
@@ -119,7 +117,6 @@ class _Display:
         self._live.refresh()
 
     def print(self, text: str, style: str = "") -> None:
-        """Print above the block."""
         from rich.text import Text
 
         self._rich.print(Text(_printable(text, self._rich.encoding), style=style))
@@ -157,6 +154,21 @@ class _Display:
         return Group(*lines)
 
 
+def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
+    """An event in plain lines, with so many ``examples`` of transcripts; none for an event not shown."""
+    if event == "device":
+        return [f"device   {', '.join(f'{name} {value}' for name, value in values.items())}"]
+    if event == "resume":
+        return [f"resume   after step {values['step']}"]
+    if event == "examples":
+        pairs = [(row["reference"], row["hypothesis"]) for row in values["rows"][:examples]]
+        return [line for ref, hyp in pairs for line in (f"         ref  {ref}", f"         hyp  {hyp}")]
+    if event == "warning":
+        return [f"warning  {values['message']}"]
+    forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}
+    return [forms[event](values)] if event in forms else []
+
+
 def start_line(values: Mapping[str, Any]) -> str:
     """``start    480,029 parameters, 3,000 steps``, other facts, and the shapes where they are fixed."""
     facts = []
@@ -171,7 +183,7 @@ def start_line(values: Mapping[str, Any]) -> str:
         if name.endswith("_share"):
             facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
         elif name not in ("parameters", "steps", "ranks", "accumulate", "shapes"):
-            facts.append(f"{value:,} {name}")
+            facts.append(f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}")
     shapes = ", ".join("x".join(map(str, shape)) for shape in values.get("shapes") or ())
     line = f"start    {', '.join(facts)}".rstrip()
     return f"{line}\n         shapes (rows x samples x labels): {shapes}" if shapes else line
@@ -210,28 +222,13 @@ def valid_line(values: Mapping[str, Any]) -> str:
 
 
 def end_line(values: Mapping[str, Any]) -> str:
-    """``end      finished after 5000 steps, 0:12:34  test/wer 3.21 %``."""
+    """``end      finished after 5000 steps, 0:12:34  best at step 4000: test/wer 3.21 %; last …``."""
     line = f"end      {values.get('status', '')}"
     if values.get("steps") is not None:
         line += f" after {values['steps']} steps"
     if _known(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    found = values.get("metrics") or {}
-    # the first set's metrics are listed twice, once without its name
-    of_sets = {name: value for name, value in found.items() if "/" in name}
-    return "  ".join([line, *(metric(name, value) for name, value in (of_sets or found).items())])
-
-
-def metric(name: str, value: Any) -> str:
-    """``wer 3.21 %`` for an error rate given as a fraction, ``loss 4.56`` for anything else."""
-    if not isinstance(value, int | float):
-        return f"{name} {'-' if value is None else value}"
-    return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
-
-
-def is_error_rate(name: str) -> bool:
-    """Whether a metric is a word, character or sentence error rate: a fraction, shown in percent."""
-    return name.rpartition("/")[2].rpartition("_")[2] in _ERROR_RATES
+    return f"{line}  {outcome(values)}".rstrip() + (f": {values['error']}" if "error" in values else "")
 
 
 def duration(seconds: float) -> str:
@@ -247,7 +244,7 @@ def _known(value: Any) -> bool:
 
 
 def _printable(text: str, encoding: str | None) -> str:
-    """One line without control characters (transcripts may hold any); ``encoding`` can encode it."""
-    text = "".join(" " if unicodedata.category(c) == "Cc" else c for c in text)
+    """One line that cannot drive a terminal (transcripts may hold anything); ``encoding`` can encode it."""
+    text = printable(" ".join(text.splitlines()), SPELLING)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

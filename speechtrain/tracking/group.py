@@ -82,4 +82,4 @@ class _Guarded:
 
 def _report(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr is closed: the line cannot be reported
-        print(f"speechtrain: {line}", file=sys.stderr, flush=True)
+        print(one_line(f"speechtrain: {line}"), file=sys.stderr, flush=True)

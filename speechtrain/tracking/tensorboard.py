@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from speechtrain.files import write_text
 from speechtrain.tracking.base import PROGRESS, Tracker, metrics_of
 
 if TYPE_CHECKING:
@@ -68,12 +69,9 @@ class TensorBoard(Tracker):
 
     def _probe(self) -> None:
         """Raise ``OSError`` where the disk is full; the writer's thread would print a trace at every try."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         probe = self.folder / ".probe"
-        try:
-            probe.write_bytes(bytes(4096))
-        finally:
-            probe.unlink(missing_ok=True)
+        write_text(probe, " " * 4096, durable=False)
+        probe.unlink()
 
     def _write(self, writer: Any, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("step")

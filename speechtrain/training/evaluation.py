@@ -23,9 +23,10 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One evaluation set's metrics (corpus sums divided once) and some decoded utterances."""
+    """One evaluation set's metrics (corpus sums divided once), their sums and counts, some utterances."""
 
     metrics: dict[str, float]
+    totals: dict[str, tuple[float, float]]
     examples: tuple[Example, ...]
     seconds: float
 
@@ -42,9 +43,8 @@ def evaluate(
     """Evaluate ``task`` on each named set; ``examples`` None keeps every decoded utterance.
 
     Sums are reduced over the group before they are divided, so the figures depend neither on the
-    batch size nor on the number of ranks. The task's training mode is restored. ``stop_requested``
-    is called before every batch and must return the same on all ranks. Raises Interrupted where it
-    returns True.
+    batch size nor on the number of ranks. The task's training mode is restored. ``stop_requested``, called
+    before every batch, must return the same on all ranks. Raises Interrupted where it returns True.
     """
     training = task.training
     task.eval()
@@ -64,7 +64,7 @@ def evaluate(
                 sums.add(result.metrics)
                 kept.extend(result.examples[: None if examples is None else max(0, examples - len(kept))])
             sums.reduce(group.sum)
-            outcomes[name] = Outcome(sums.means(), tuple(kept), time.perf_counter() - begun)
+            outcomes[name] = Outcome(sums.means(), sums.totals(), tuple(kept), time.perf_counter() - begun)
     finally:
         task.train(training)
     return outcomes

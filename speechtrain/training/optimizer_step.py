@@ -17,8 +17,6 @@ from speechtrain.precision import Precision, gradients_of
 
 
 class StepOutcome(Enum):
-    """The outcome of an update."""
-
     TAKEN = "taken"
     SCALED = "skipped, and fp16's loss scale lowered"
     REFUSED = "skipped: a loss or gradient is not finite"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from speechtrain.errors import Diverged
+from speechtrain.files import atomic
 from speechtrain.task import Alarm
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -47,8 +48,9 @@ class Recovery:
             return
         batches = [{k: v for k, v in vars(b).items() if k != "skipped"} for b in parts.micro_batches]
         replay = self.run_dir / "replay.pt"
-        with contextlib.suppress(OSError, RuntimeError):  # torch reports a full disk as RuntimeError
-            torch.save({"step": progress.step, "seed": self.seed, "batches": batches}, replay)
+        # RuntimeError: torch's for a full disk
+        with contextlib.suppress(OSError, RuntimeError), atomic(replay) as temporary:
+            torch.save({"step": progress.step, "seed": self.seed, "batches": batches}, temporary)
         raise Diverged(
             f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}; "
             f"lower optimizer.lr or trainer.clip, or look at the batches in {replay}"

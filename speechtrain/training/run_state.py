@@ -62,7 +62,6 @@ class Parts:
 
     @property
     def trained(self) -> Trained:
-        """What an update changes."""
         return Trained(self.task, self.optimizer, self.average)
 
     @property
@@ -84,7 +83,6 @@ class Interval:
     steps: int = 0
 
     def add(self, batch: Batch, loss: Loss) -> None:
-        """Count a micro-batch and its loss."""
         self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
         self.utterances += batch.utterances
         self.audio_s += batch.seconds

@@ -1,7 +1,7 @@
 """The shared trainer: one loop that every model, device and launcher goes through.
 
 It reads in the order of time: next batch, prepare, move, forward, backward, mark step, reduce status,
-schedule, unscale, clip, step, average, log when due, validate when due, save when due.
+schedule, unscale, clip, step, average, log when due, save when due, validate when due.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.errors import MachineError, RunError
+from speechtrain.errors import Diverged, Preempted
 from speechtrain.optim.ema import Average
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
@@ -36,6 +36,7 @@ from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpd
 from speechtrain.training.profiling import StepProfiler
 from speechtrain.training.recovery import Recovery
 from speechtrain.training.run_state import Interval, Parts, Progress
+from speechtrain.training.saving import Saving
 from speechtrain.training.validation import Validation
 
 
@@ -66,6 +67,7 @@ class Trainer:
         self.validation = Validation(
             device, self.policy, self.group, tracker=tracker, target=config.target, stop_requested=stop
         )
+        self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
         self._started = 0.0  # when the run would have started, had it never been interrupted
 
     @property
@@ -86,11 +88,12 @@ class Trainer:
 
         ``resume`` is ``auto`` (continue where there is a usable checkpoint), ``never`` or ``must``. A stop
         request is obeyed at the next step boundary. During a validation it is obeyed before the next batch,
-        and the continued run repeats that validation.
+        and the continued run repeats that validation. An error saves the last whole update where it can.
 
-        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, or after a collapse where
-        ``on_collapse`` is ``stop``; RunError for ``must`` without a usable checkpoint; ConfigError for an
-        ill-formed ``config.profile``.
+        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, if no update was ever finite,
+        or after a collapse where ``on_collapse`` is ``stop``; RunError for ``must`` without a usable
+        checkpoint; ConfigError for an ill-formed ``config.profile``; Preempted if a stop request came while
+        one of several ranks waited for a data worker.
         """
         self.parts = Parts(
             task=task,
@@ -101,18 +104,17 @@ class Trainer:
             precision=self.precision,
             progress=self.progress,
         )
-        found = None
         self.group.rank_status.at(0, "resume")
-        if resume != "never":
-            with self.group.main_process_first():  # it sets damaged ones aside
-                found = self.checkpointer.restore(self.parts.states)
-        if found is not None:
-            self.tracker.log("resume", {"step": found})
-        elif resume == "must":
-            raise RunError(f"resume=must, but {self.checkpointer.root} holds no usable checkpoint")
+        self.saving.restore(self.parts, resume)
         self.parts.wrapped = self.group.wrap(task)
         self._started = time.perf_counter() - self.progress.wall_s
-        return self._train(self.parts)
+        try:
+            with self.saving.rescued(self.parts):
+                return self._train(self.parts)
+        except Preempted:
+            if self.group.world.size > 1:
+                raise
+            return "preempted"
 
     def _train(self, parts: Parts) -> str:
         """The loop, from where ``progress`` is; how it ended."""
@@ -136,9 +138,10 @@ class Trainer:
             weight, healthy, stop, late = self._accumulate(parts, batches, step, interval=interval)
             self.group.rank_status.at(step, "update")
             rate = parts.schedule.rate(step) * progress.rate_factor
-            norm = self._step(parts, weight, healthy, rate=rate)
-            progress.step = step
-            progress.wall_s = time.perf_counter() - self._started
+            with self.saving.updating(parts):
+                norm = self._step(parts, weight, healthy, rate=rate)
+                progress.step = step
+                progress.wall_s = time.perf_counter() - self._started
             interval.steps += 1
             status = self._status(planned, stop, late)
             profiler.end(step, final=bool(status))
@@ -152,12 +155,14 @@ class Trainer:
                 self.graphs.check(step)
                 self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
                 interval = Interval()
-            if validate_due:
-                status = self.validation.run(parts, status) or status
-                progress.wall_s = time.perf_counter() - self._started
             if save_due or validate_due:
-                self._save(parts, is_last=bool(status))
+                self.saving.save(parts, is_last=bool(status))
+            if validate_due:
+                status = self._validate(parts, status)
+            if save_due or validate_due:
                 interval.started = time.perf_counter()  # neither belongs to the training throughput
+        if status != "preempted" and 0 < progress.step == progress.skipped_updates:
+            raise Diverged(f"none of {progress.step} updates had a finite loss; nothing was learnt")
         return status
 
     def _accumulate(
@@ -238,11 +243,19 @@ class Trainer:
         if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
             status = "target"  # the previous start reached it, and was killed before it wrote its result
         if self.validation.is_due(parts, status, validate_every):
-            status = self.validation.run(parts, status) or status
-            self._save(parts, is_last=bool(status))
+            status = self._validate(parts, status)
         elif status == "preempted" and not progress.step:  # stopped before the first update: save that, too
-            self._save(parts, is_last=True)
+            self.saving.save(parts, is_last=True)
         return status
+
+    def _validate(self, parts: Parts, status: str) -> str:
+        """Validate what has been saved; return the status, which a target or a stop request changes."""
+        found = self.validation.run(parts, status)
+        self.progress.wall_s = time.perf_counter() - self._started
+        if found:  # this is the end, and the save before may have failed
+            self.saving.save(parts, is_last=True)
+        self.saving.note(parts, is_last=bool(status or found))
+        return found or status
 
     def _is_late(self) -> bool:
         """True where this rank's clock says that the time is over."""
@@ -277,24 +290,7 @@ class Trainer:
                 "data_wait": interval.waited_s / seconds,
                 "memory_mib": self.device.memory() / 2**20,
                 **self.device.counts(),
-                "eta_s": None if planned is None else (planned - step) * seconds / max(1, interval.steps),
+                # by the whole run, so that it holds still, and validations count
+                "eta_s": None if planned is None else (planned - step) * self.progress.wall_s / step,
             },
         )
-
-    def _save(self, parts: Parts, is_last: bool = False) -> None:
-        """Save. A save that fails is a warning where ``on_save_error`` says so, but never the last one."""
-        self.group.rank_status.at(self.progress.step, "checkpoint")
-        if self.group.world.rank == 0 or self.checkpointer.needs_all:
-            is_validated = self.progress.validated == self.progress.step
-            metric = self.progress.metrics.get(parts.task.metric) if is_validated else None
-            try:
-                weights = parts.average.averaged_state_dict(parts.task)
-                path = self.checkpointer.save(self.progress.step, parts.states, weights, metric=metric)
-                self.tracker.log("checkpoint", {"step": self.progress.step, "path": str(path)})
-            except OSError as error:
-                if is_last or self.config.on_save_error == "stop":
-                    then = "the last good checkpoint is intact, and the same command continues from it"
-                    raise MachineError(f"{error}; {then}") from error
-                message = f"{error}; training goes on, trainer.on_save_error=continue"
-                self.tracker.log("warning", {"message": message})
-        self.group.barrier()

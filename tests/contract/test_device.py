@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.config.build import build
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
@@ -37,6 +38,7 @@ from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
+from speechtrain.train_rank import _plan, open_device
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
@@ -267,6 +269,22 @@ def test_everything_that_the_device_asks_of_the_vendor_is_documented(
     assert list(lists.values()) == [device.bf16_ops, device.fp32_ops]
 
 
+def test_the_command_of_the_readme_fits_its_data_and_trains_in_bf16(calls: list[str]) -> None:
+    typed = ["model=wav2vec2", "device=hpu", "world_size=8", "dry_run=true", "data.workers=0"]
+    config = compose(typed)
+    assert open_device(config, 0)[1].name == "bf16"
+    assert open_device(compose([*typed, "precision=fp32"]), 0)[1].name == "fp32"
+    data = build_data(config, build_tokenizer(config))
+    schedule, planned = _plan(config, TrainerConfig(**config.trainer), data)
+    assert planned
+    assert schedule.warmup == round(0.08 * planned) < 32_000
+    sources = [config.data.train, *config.data.valid.values()]
+    assert {source._target_.rpartition(".")[2] for source in sources} == {"Digits"}
+    published = compose(["recipe=wav2vec2", "data.train=train.tsv", "++data.valid.dev=valid.tsv"])
+    assert published.data.valid == {"dev": "valid.tsv"}
+    assert published.schedule.warmup_steps == 32_000
+
+
 def test_what_the_user_has_set_wins(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", "/mine.txt")
     OnHost(bf16_ops=None).open(0)
@@ -384,7 +402,7 @@ def test_mark_step_follows_every_backward_and_every_update(
     # the weights are in place; what comes before the first step does not count
     limits = TrainerConfig(max_steps=3, max_epochs=None, accumulate=2, log_every=1000, validate_every=1000)
     trainer = Trainer(
-        limits, device, FP32(), SingleProcess(), Checkpointer(tmp_path, 1, print), Silent(), 1, tmp_path
+        limits, device, FP32(), SingleProcess(), Checkpointer(tmp_path, 1), Silent(), 1, tmp_path
     )  # fmt: skip
     calls.clear()
     trainer.fit(task, Same(), Noted(task.parameters(), 0.1), Constant(peak=0.1), NoEMA())

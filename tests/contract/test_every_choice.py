@@ -28,6 +28,7 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
+from speechtrain.config.resolved import dump
 from speechtrain.config.schema import INTERFACES, NODES, OFFERED, PLACES
 from speechtrain.config.targets import target_class
 from speechtrain.encoders.base import Encoder
@@ -204,7 +205,6 @@ WITNESS = """
 import os, pathlib, sys
 pathlib.Path({told!r}).write_text(os.environ["AWKWARD"] + chr(0) + sys.argv[-1], encoding="utf-8")
 run_dir = pathlib.Path(sys.argv[-1]).parent
-run_dir.mkdir()
 (run_dir / "result.json").write_text('{{"status": "finished"}}')
 """
 
@@ -216,8 +216,11 @@ def test_launcher_renders_what_a_shell_runs(
     folders = (str(ENGINES), os.path.dirname(sys.executable), os.environ["PATH"])
     monkeypatch.setenv("PATH", os.pathsep.join(folders))  # a container has a python of its own
     monkeypatch.setenv("SPEECHTRAIN_API_TOKEN", "hush")
-    launcher = build(_config(required, "launcher", choice), "launcher")
+    config = _config(required, "launcher", choice)
+    launcher = build(config, "launcher")
     run_dir = tmp_path / AWKWARD
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump(config))  # what runs first on each host reads it
     job = Job(run_dir / "config.yaml", run_dir, 1, {"AWKWARD": AWKWARD, "PLAIN": "1", "A_SECRET": "hush"})
     text = launcher.render(job)
     assert "speechtrain.train_rank" in text

@@ -33,11 +33,12 @@ RECIPES = {
         *("recipe=demo", "encoder.hidden=32", "encoder.features.mels=20", "model.prediction.hidden=32"),
         *("model.prediction.embedding=16", "model.joint.hidden=32", "decoder.max_symbols=30"),
         *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0"),
-        *("encoder.features.dither=0", "augment.warp=0"),
+        *("encoder.features.dither=0", "augment.warp=0", "schedule.warmup_steps=60"),
     ],
     "wav2vec2": [
         *("model=wav2vec2_small", "data=digits", "model.target_dropout=0", "model.host_noise=true"),
         *("model.fixed_width=true", "encoder.width=64", "encoder.layers=2", "encoder.feed_forward=128"),
+        "schedule.warmup_steps=100",
         "encoder.conv_layers=[[16,10,5],[16,3,2],[32,3,2],[32,3,2],[32,3,2],[64,2,2],[64,2,2]]",
     ],
 }

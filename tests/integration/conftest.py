@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from speechtrain.commands._hydra_app import compose
@@ -29,7 +31,7 @@ TINY = [
     *("data.train.utterances=48", "data.valid.unheard.utterances=6", "data.batch.count=4"),
     *("encoder.hidden=32", "encoder.features.mels=20", "model.prediction.hidden=32"),
     *("model.prediction.embedding=16", "model.joint.hidden=32", "decoder.max_symbols=30"),
-    *("trainer.max_epochs=null", "trainer.max_steps=30", "trainer.log_every=1"),
+    *("trainer.max_epochs=null", "trainer.max_steps=30", "trainer.log_every=1", "device.oversubscribe=true"),
     *("trainer.save_every=3", "trainer.validate_every=10", "schedule.warmup_steps=5"),
 ]
 """30 updates of 12 utterances' seconds each; dropout, noise, warping, speed and EMA as in the demo."""
@@ -142,6 +144,14 @@ def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | Sta
             pytest.fail(f"the process ended with {process.returncode} first: {out}{err}")
         assert time.monotonic() - begun < DEADLINE, "nothing came of it"
         time.sleep(0.005)
+
+
+def beyond_loopback(pid: int) -> list[str]:
+    """The network sockets of a process and its descendants that have another address than loopback."""
+    process = psutil.Process(pid)
+    found = [(p, s) for p in [process, *process.children(recursive=True)] for s in p.net_connections("inet")]
+    assert len(found) > 2, "ranks that talk have sockets"
+    return [f"{s} of {p}" for p, s in found if not ip_address(s.laddr.ip.removeprefix("::ffff:")).is_loopback]
 
 
 @pytest.fixture(scope="session")

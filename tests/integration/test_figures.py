@@ -51,11 +51,12 @@ def test_one_checkpoint_one_score(
     run = command("run", f"trainer.ema={decay}", "trainer.max_steps=12", "trainer.validate_every=6")
     assert forks.run(run.write()) == [0], run.result()
     assert (run.run_dir / "stderr.log").read_text() == ""
-    scored = run.tool("evaluate", str(run.run_dir), "--checkpoint", "last", "--json")
-    assert scored.returncode == 0, scored.stderr
-    metrics = json.loads(scored.stdout)["metrics"]["unheard"]
-    trained = {k.removeprefix("unheard/"): v for k, v in run.result()["metrics"].items() if "/" in k}
-    assert json.dumps(metrics, sort_keys=True) == json.dumps(trained, sort_keys=True)
+    for options, key in ((), "metrics"), (("--checkpoint", "last"), "last_metrics"):
+        scored = run.tool("evaluate", str(run.run_dir), *options, "--json")
+        assert scored.returncode == 0, scored.stderr
+        metrics = json.loads(scored.stdout)["metrics"]["unheard"]
+        trained = {k.removeprefix("unheard/"): v for k, v in run.result()[key].items() if "/" in k}
+        assert json.dumps(metrics, sort_keys=True) == json.dumps(trained, sort_keys=True)
     assert metrics["loss"] == run.events("valid")[-1]["loss"]
     if decay == "0.0":
         return
@@ -68,6 +69,23 @@ def test_one_checkpoint_one_score(
     assert missing.returncode == 3
     assert missing.stderr.count("\n") == 1
     assert "no.wav" in missing.stderr
+
+
+def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Command]) -> None:
+    """A learning rate that destroys the model makes the last validation worse than the first."""
+    run = command("run", "trainer.max_steps=8", "trainer.validate_every=4", "schedule.warmup_steps=8")
+    done = run.run("optimizer.lr=10", "trainer.ema=0")
+    assert done.returncode == 0, done.stderr
+    first, last = run.events("valid")
+    assert (first["wer"], first["loss"]) < (last["wer"], last["loss"])  # a tie: the loss decides
+    result = run.result()
+    assert (result["checkpoint"], result["steps"]) == ("step-00000004", 8)
+    assert (result["metrics"]["loss"], result["last_metrics"]["loss"]) == (first["loss"], last["loss"])
+    assert result["metric"] == first["wer"]
+    assert "finished at step 8, best at step 4: unheard/" in done.stdout
+    (run.run_dir / "result.json").unlink()
+    assert finish(run.start_worker()).returncode == 0  # the checkpoints alone say it
+    assert run.result()["metrics"] == result["metrics"]
 
 
 def test_a_target_ends_a_run_and_its_result_is_returned(command: Callable[..., Command]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from speechtrain.supervision.process_tree import descendants_running
 
-from .conftest import DEADLINE, Command, finish, wait_for
+from .conftest import DEADLINE, Command, beyond_loopback, finish, wait_for
 from .engines import (
     ENGINES,
     SIZES,
@@ -58,6 +58,9 @@ def test_a_signal_saves_a_rank_that_dies_ends_all_and_nothing_outlives_the_comma
     run = with_mpi(engine, tmp_path, environment)
     process = run.start("trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) >= 2, process)
+    if engine == "openmpi":  # mpirun itself listens on all addresses, and MPICH's ranks inherit that socket
+        ranks = descendants_running(process.pid, "speechtrain.train_rank")
+        assert [beyond_loopback(pid) for pid in ranks] == [[], []]
     process.send_signal(signal.SIGTERM)
     ended = finish(process)
     assert ended.returncode == 75, ended.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -13,8 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
+from speechtrain.devices.cpu import CPU
 from speechtrain.supervision.process_tree import children_of
 
 from .conftest import DEADLINE, Command, finish, wait_for
@@ -254,6 +258,51 @@ def test_a_lost_host_joins_again_but_not_the_one_where_all_meet(
     done = run.run(f"trainer.max_steps={last}", "resume=must")
     assert done.returncode == 0, done.stderr
     assert sorted(run.losses()) == list(range(1, last + 1))  # each update once, and equal where made twice
+
+
+@pytest.fixture
+def narrow(hosts: Hosts) -> Iterator[None]:
+    """The second host has one CPU."""
+    before = os.sched_getaffinity(hosts.daemons[1].pid)
+    os.sched_setaffinity(hosts.daemons[1].pid, {min(before)})
+    yield
+    os.sched_setaffinity(hosts.daemons[1].pid, before)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_each_host_computes_its_own_threads(
+    hosts: Hosts, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    free = {name: value for name, value in environment.items() if name != "OMP_NUM_THREADS"}
+    run = FromTheFirst(tmp_path / "run", free, hosts, "device.threads=0")
+
+    def threads() -> list[str]:
+        found = {}
+        for pid in {int(line.split()[0]) for line in processes_of(run)}:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).cmdline()[1:4] == ["-P", "-m", "speechtrain.train_rank"]:
+                    variables = psutil.Process(pid).environ()
+                    found[variables["RANK"]] = variables["OMP_NUM_THREADS"]
+        return [found[rank] for rank in sorted(found)]
+
+    process = run.start("trainer.max_steps=5000")
+    wait_for(lambda: len(threads()) == 2, process)
+    assert threads() == [CPU().environment(1)["OMP_NUM_THREADS"], "1"]
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).returncode == 75
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_host_refuses_more_ranks_than_it_has_cpus(
+    hosts: Hosts, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run = FromTheFirst(tmp_path / "run", environment, hosts, "launcher.shutdown_seconds=4")
+    done = run.run("world_size=4", "device.oversubscribe=false")
+    assert done.returncode == 4
+    said = "2 ranks would share 1 CPU; lower world_size, or set device.oversubscribe=true"
+    assert re.search(rf"^speechtrain: error: speech\d+-\d: {said}$", done.stderr, re.MULTILINE)
+    assert not run.run_dir.exists()
+    assert processes_of(run) == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -21,14 +21,16 @@ COMMON = [
 ]
 MODELS = {
     "rnnt": [
-        *("recipe=demo", "schedule=constant", "data.train.utterances=8", "trainer.accumulate=1"),
+        *("recipe=demo", "schedule=constant", "schedule.warmup_steps=60"),
+        *("data.train.utterances=8", "trainer.accumulate=1"),
         *("encoder.hidden=16", "encoder.features.mels=20", "model.prediction.hidden=16"),
         *("model.prediction.embedding=8", "model.joint.hidden=16", "decoder.max_symbols=20"),
         *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0"),
         *("encoder.features.dither=0", "augment.warp=0", "trainer.ema=0.9"),
     ],
     "wav2vec2": [
-        *("schedule=constant", "data.train.utterances=16", "trainer.accumulate=2"),
+        *("schedule=constant", "schedule.warmup_steps=100"),
+        *("data.train.utterances=16", "trainer.accumulate=2"),
         *("model=wav2vec2_small", "data=digits", "model.target_dropout=0", "model.host_noise=true"),
         "model.fixed_width=true",
         *("encoder.width=32", "encoder.layers=2", "encoder.feed_forward=32", "encoder.position_kernel=16"),

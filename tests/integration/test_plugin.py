@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,8 +23,20 @@ QUICK = [
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, installed by pip into a folder of its own."""
+    source, site = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("site")
+    shutil.copytree(PLUGIN, source)  # pip leaves a build folder
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    line = [*pip, "--no-build-isolation", "--target", str(site), str(source)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return site
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(site: Path, tmp_path: Path) -> Run:
     """``run("train", ...)``: a command in an environment that has the package and some recordings."""
     random = np.random.default_rng(0)
     for name in (
@@ -37,7 +50,7 @@ def run(tmp_path: Path) -> Run:
         path = tmp_path / "recordings" / f"{name}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
         soundfile.write(path, 0.1 * random.standard_normal(8000), 16_000)
-    environment = {**os.environ, "PYTHONPATH": str(PLUGIN), "DATASET_DIR": str(tmp_path / "recordings")}
+    environment = {**os.environ, "PYTHONPATH": str(site), "DATASET_DIR": str(tmp_path / "recordings")}
     environment["SPEECHTRAIN_ALLOW_TARGETS"] = "speechtrain_example"
 
     def start(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from speechtrain.supervision.process_tree import children_of
 
-from .conftest import RECORDED, Command, finish, wait_for
+from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for
 
 STEPS = 20
 LONGER = 60  # of the run in one process, to which a run that was stopped at some time is compared, too
@@ -76,12 +76,13 @@ def test_two_ranks_train_what_one_process_does(command: Callable[..., Command], 
     assert not list(both.run_dir.rglob("error.log"))
 
 
-def test_a_signal_to_one_rank_stops_all_and_another_world_goes_on(
+def test_ranks_keep_to_loopback_a_signal_to_one_stops_all_and_another_world_goes_on(
     command: Callable[..., Command], alone: Command
 ) -> None:
     run = command("run", *EXTRA)
     process = run.start("world_size=2", "trainer.max_steps=5000")
     wait_for(lambda: len(run.events("train")) >= 2, process)
+    assert beyond_loopback(process.pid) == []
     (agent,) = children_of(process.pid)
     (other,) = children_of(agent) - {run.pid()}
     os.kill(other, signal.SIGTERM)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.supervision.process_tree import children_of
 
-from .conftest import RECORDED, Command, finish, wait_for
+from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for
 from .test_signals import _state
 
 UPDATES = 12
@@ -30,8 +30,9 @@ def test_a_killed_rank_and_a_signal_to_one_in_a_validation(command: Callable[...
     wait_for(lambda: [e for e in run.events("train")[last:] if e["step"] == UPDATES], process)
     ranks = children_of(agent)
     assert not ranks & {first, killed}
+    assert beyond_loopback(process.pid) == []
     (resumed,) = run.events("resume")
-    assert resumed["step"] in range(3, UPDATES, 3)
+    assert resumed["step"] >= 3  # the last save, or what rank 0 saved when it lost its peer
     os.kill((ranks - {run.pid()}).pop(), signal.SIGTERM)
     ended = finish(process)
     assert ended.returncode == 75, ended.stderr

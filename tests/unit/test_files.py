@@ -67,6 +67,12 @@ def test_the_mode_is_that_of_an_ordinary_open(umask: int, mode: int, tmp_path: P
     assert json.loads((tmp_path / "file.json").read_text()) == {"a": 1}
 
 
+def test_json_is_valid_where_a_figure_is_not_finite(tmp_path: Path) -> None:
+    write_json(tmp_path / "file.json", {"dev": {"wer": float("inf"), "loss": float("nan"), "cer": 0.5}})
+    found = json.loads((tmp_path / "file.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"dev": {"wer": None, "loss": None, "cer": 0.5}}
+
+
 @pytest.mark.parametrize("durable", [True, False])
 def test_bytes_reach_the_disk_before_the_name(
     durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speechtrain.errors import RunError
-from speechtrain.run_directory import RESULT, RunLock, about, git_state, read_result
+from speechtrain.run_directory import RESULT, RunLock, about, git_state, outcome, read_result
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
@@ -53,6 +53,15 @@ def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str | Non
     if content is not None:
         (tmp_path / RESULT).write_text(content)
     assert read_result(tmp_path) is None
+
+
+def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
+    result = {"metrics": {"wer": 0.1, "dev/wer": 0.1}, "steps": 20}
+    assert outcome({}) == ""
+    assert outcome(result) == "dev/wer 10.00 %"  # of an earlier release
+    assert outcome({**result, "last_metrics": result["metrics"]}) == "dev/wer 10.00 %"
+    other = {"last_metrics": {"wer": 0.2, "dev/wer": None}, "checkpoint": "step-00000012"}
+    assert outcome({**result, **other}) == "best at step 12: dev/wer 10.00 %; last dev/wer -"
 
 
 def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,22 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
+from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._start_run import _outcome
+from speechtrain.config.build import build_data, build_tokenizer
+from speechtrain.config.resolved import dump
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import PARENT, World
+from speechtrain.launcher import PARENT, Result, World
+from speechtrain.optim.schedules import Schedule
 from speechtrain.run_directory import RunLock
-from speechtrain.train_rank import StopRequest, trainer_config_for
+from speechtrain.tracking.console import start_line
+from speechtrain.train_rank import StopRequest, _begin_with, _plan, build_task, trainer_config_for
+from speechtrain.trainer_config import TrainerConfig
+
+from ..conftest import Disk
+from .commands.conftest import TINY, untrained
 
 
 def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,6 +47,23 @@ def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
     assert "config.yaml does not exist" in result["error"]
     assert result["steps"] == 0
     assert "Traceback" in (tmp_path / "error.log").read_text()
+
+
+def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Disk) -> None:
+    config = compose(["recipe=demo", "tracking=jsonl", "data.workers=0"])
+    config.run_dir = str(disk.path / "run")
+    Path(config.run_dir).mkdir()
+    (Path(config.run_dir) / "config.yaml").write_text(dump(config))
+    disk.mount("remount,nr_inodes=3")
+    done = rank(Path(config.run_dir))
+    assert done.returncode == 4
+    assert "lock" in done.stderr
+    disk.mount("remount,nr_inodes=4")  # device.json has no room
+    done = rank(Path(config.run_dir))
+    assert done.returncode == 4
+    assert "result.json cannot be written: [Errno 28] No space left on device" in done.stderr
+    with pytest.raises(OSError, match="No space left on device"):  # which is code 4, whatever the agent's is
+        _outcome(Result(1), Path(config.run_dir))
 
 
 def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> None:
@@ -104,3 +133,55 @@ def test_a_signal_is_a_request(number: int) -> None:
 def test_half_a_world_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(MachineError, match="environment variable"):
         World.from_environment(environ)
+
+
+FORWARD, BACKWARD = (f"tokenizer.alphabet='{letters}'" for letters in ("abcdefgh ", " hgfedcba"))
+OF_THE_VOCABULARY = {"prediction.embedding.weight"} | {
+    f"{layer}.{kind}" for layer in ("joint.output", "ctc") for kind in ("weight", "bias")
+}
+
+
+@pytest.mark.parametrize(
+    "part", [".", "checkpoints/step-00000001", "checkpoints/step-00000001/model.safetensors"]
+)
+def test_weights_of_another_vocabulary_are_not_taken_over(tmp_path: Path, part: str) -> None:
+    run = untrained(tmp_path / "run", *TINY, FORWARD, "seed=7")
+    (run / "checkpoints/step-00000001/state.pt").unlink()  # it holds nothing that init_from reads
+    before = load_file(run / "checkpoints/step-00000001/model.safetensors")
+    config = compose([*TINY, BACKWARD, f"init_from={run / part}"])
+    task, tokenizer = build_task(config)
+    fresh = {name: value.clone() for name, value in task.state_dict().items()}
+    line = start_line(_begin_with(config, task, tokenizer))
+    assert all(name in line for name in OF_THE_VOCABULARY), line
+    for name, value in task.state_dict().items():
+        assert value.equal(fresh[name] if name in OF_THE_VOCABULARY else before[name]), name
+
+
+def test_weights_of_the_same_vocabulary_or_of_none_known_are_taken_over(tmp_path: Path) -> None:
+    run = untrained(tmp_path / "run", *TINY, FORWARD, "seed=7")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("another: program's")
+    bare = tmp_path / "checkpoints/bare.safetensors"
+    shutil.copy(run / "checkpoints/step-00000001/model.safetensors", bare)
+    before = load_file(bare)
+    for start, now in ((run, FORWARD), (bare, FORWARD), (bare, BACKWARD)):
+        config = compose([*TINY, now, "tokenizer.normaliser=none", f"init_from={start}"])
+        task, tokenizer = build_task(config)
+        assert _begin_with(config, task, tokenizer) == {"tensors taken over": len(before), "fresh": 0}
+        assert all(value.equal(before[name]) for name, value in task.state_dict().items())
+
+
+def planned(*overrides: str) -> tuple[Schedule, int | None]:
+    """The plan of a run on the embedded corpus."""
+    config = compose(["data.workers=0", *overrides])
+    return _plan(config, TrainerConfig(**config.trainer), build_data(config, build_tokenizer(config)))
+
+
+def test_a_plan_that_cannot_do_its_work_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert planned()[1] == 375
+    assert not caplog.messages
+    planned("~data.valid.unheard")
+    planned("trainer.max_steps=20", "schedule.warmup_steps=20")
+    nothing, warmup = caplog.messages
+    assert nothing.startswith("data.valid is empty: nothing chooses the best checkpoint")
+    assert warmup.startswith("the warm-up takes 20 of 20 updates")

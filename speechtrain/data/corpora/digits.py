@@ -29,6 +29,7 @@ from speechtrain.data.corpora.connected import (
 )
 from speechtrain.data.manifests import digest
 from speechtrain.errors import DataError
+from speechtrain.files import FilePath
 
 EMBEDDED = Path(__file__).parent / "digits_audio"
 
@@ -54,7 +55,7 @@ class Digits(Connected):
     max_words: int = 7
     gap_seconds: tuple[float, ...] = GAP_SECONDS
     seed: int = 0
-    root: str = ""
+    root: FilePath = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,6 +21,7 @@ import numpy as np
 from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
 from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Joined, Samples
 from speechtrain.errors import DataError, nearest
+from speechtrain.files import FilePath, whole_path
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEST_INDICES = range(5)
@@ -56,7 +57,7 @@ class Fsdd(Connected):
 
     corpus, splits, fewest = "fsdd", ("train", "test"), 0
     clips: Recordings = field(init=False)
-    root: str
+    root: FilePath
     split: str
     utterances: int = 0
     min_words: int = 3
@@ -129,7 +130,7 @@ class Fsdd(Connected):
 
 def find_takes(root: str) -> list[Take]:
     """Return the recordings in ``root/recordings`` or ``root``. Raises DataError if there are none."""
-    folder = Path(root).expanduser().absolute()
+    folder = whole_path(root)
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []

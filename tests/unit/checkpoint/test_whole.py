@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -12,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import FORMAT, Checkpointer
+from speechtrain.checkpoint.whole import FORMAT, Checkpointer, _write_manifest, validated
 from speechtrain.errors import RunError
+from speechtrain.files import read_json
+
+from ...conftest import Disk
 
 
 class Value:
@@ -30,11 +35,12 @@ class Value:
 def saved(
     root: Path, steps: tuple[int, ...], keep: int = 10, metrics: tuple[float, ...] = ()
 ) -> Checkpointer:
-    checkpointer = Checkpointer(root, keep=keep, warn=lambda message: None)
+    checkpointer = Checkpointer(root, keep=keep)
     for index, step in enumerate(steps):
         tensor = torch.full((100,), float(step))
-        metric = metrics[index] if metrics else None
-        checkpointer.save(step, {"value": Value(tensor)}, {"weight": tensor + 0.5}, metric)
+        checkpointer.save(step, {"value": Value(tensor)}, {"weight": tensor + 0.5})
+        if metrics:
+            checkpointer.note(step, metrics[index], {"wer": metrics[index]})
     return checkpointer
 
 
@@ -97,27 +103,27 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_and_the_one_before_is_loaded(tmp_path: Path, damage: Any) -> None:
+def test_damage_is_named_and_the_one_before_is_loaded(
+    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, (10, 20))
     damage(tmp_path / "checkpoints" / "step-00000020")
-    warnings: list[str] = []
     value = Value(torch.zeros(100))
-    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": value}) == 10
+    assert Checkpointer(tmp_path).restore({"value": value}) == 10
     assert torch.equal(value.tensor, torch.full((100,), 10.0))
-    assert len(warnings) == 1
-    assert "step-00000020" in warnings[0]
+    assert len(caplog.messages) == 1
+    assert "step-00000020" in caplog.messages[0]
     # a second start neither trips over it nor loads it
-    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": value}) == 10
-    assert len(warnings) == 1
+    assert Checkpointer(tmp_path).restore({"value": value}) == 10
+    assert len(caplog.messages) == 1
 
 
-def test_all_damaged_means_none(tmp_path: Path) -> None:
+def test_all_damaged_means_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path, (10, 20))
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         truncate(folder)
-    warnings: list[str] = []
-    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": Value(torch.zeros(1))}) is None
-    assert len(warnings) == 2
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) is None
+    assert len(caplog.messages) == 2
 
 
 def test_a_half_written_checkpoint_is_invisible_and_swept_up(tmp_path: Path) -> None:
@@ -129,11 +135,16 @@ def test_a_half_written_checkpoint_is_invisible_and_swept_up(tmp_path: Path) -> 
     assert not left.exists()
 
 
+def of_the_next_format(folder: Path) -> None:
+    """Change a checkpoint to what a later version might write."""
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    _write_manifest(folder, {**manifest, "format": FORMAT + 1})
+
+
 def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, (10,))
     folder = tmp_path / "checkpoints" / "step-00000010"
-    manifest = json.loads((folder / "checkpoint.json").read_text())
-    (folder / "checkpoint.json").write_text(json.dumps({**manifest, "format": FORMAT + 1}))
+    of_the_next_format(folder)
     with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
         Checkpointer(tmp_path).verify(folder)
 
@@ -153,7 +164,7 @@ def test_pickled_code_is_not_executed(tmp_path: Path) -> None:
     value = Value(torch.zeros(1))
     value.state_dict = lambda: {"tensor": Evil()}  # type: ignore[method-assign]
     checkpointer.save(1, {"value": value}, {})
-    with pytest.raises(Exception, match="weights_only"):
+    with pytest.raises(Exception, match=r"state\.pt cannot be read"):
         checkpointer.restore({"value": Value(torch.zeros(1))})
 
 
@@ -171,6 +182,23 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 def test_best_survives_a_metric_that_is_no_number(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, (1, 2), metrics=(0.5, float("nan")))
     assert checkpointer.best()[0] == tmp_path / "checkpoints" / "step-00000001"
+
+
+def test_of_equal_metrics_the_lower_loss_is_the_best_and_then_the_first(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=10)
+    for step, loss in ((1, None), (2, 0.4), (3, 0.1), (4, 0.1), (5, math.inf)):
+        metrics = {} if loss is None else {"wer": 0.0, "loss": loss, "dev/wer": 0.0}
+        checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
+        checkpointer.note(step, 0.0, metrics)
+    best, least = Checkpointer(tmp_path).best()
+    assert best is not None
+    assert (best.name, least) == ("step-00000003", 0.0)
+    assert validated(best) == {"wer": 0.0, "loss": 0.1, "dev/wer": 0.0}
+    assert validated(tmp_path / "checkpoints" / "step-00000001") == {}  # as older checkpoints have it
+    for step in (2, 3, 4, 5):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
+    saved(tmp_path, (6, 7), metrics=(0.0, 0.0))
+    assert Checkpointer(tmp_path).best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -200,6 +228,46 @@ def test_a_disk_that_fills_under_the_weights_is_the_same_error(tmp_path: Path) -
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
 
 
+def leave(disk: Disk, measure: str, room: int) -> None:
+    """Fill a disk but for so many pages, or so many files."""
+    used = os.statvfs(disk.path)
+    if measure == "pages":
+        disk.fill(room * used.f_frsize)
+    else:
+        disk.mount(f"remount,nr_inodes={used.f_files - used.f_ffree + room}")
+
+
+@pytest.mark.parametrize("measure", ["pages", "files"])
+def test_a_disk_that_fills_at_each_file_in_turn_loses_no_checkpoint(disk: Disk, measure: str) -> None:
+    """From no room at all to enough: at ``state.pt``, the weights, ``checkpoint.json``, ``best.json``."""
+    states, weights = {"value": Value(torch.zeros(3000))}, {"weight": torch.zeros(3000)}
+    outcomes = []
+    disk.mount("remount,size=1m")
+    for room in range(15):
+        shutil.rmtree(disk.path / "run", ignore_errors=True)
+        checkpointer = saved(disk.path / "run", (1, 2), keep=1, metrics=(0.25, 0.5))
+        leave(disk, measure, room)
+        outcomes.append("lost")
+        with contextlib.suppress(OSError):
+            checkpointer.save(3, states, weights)
+            outcomes[-1] = "saved"
+            leave(disk, measure, room % 2)  # the save has made room: older checkpoints are removed
+            checkpointer.note(3, 0.125, {"wer": 0.125})
+            outcomes[-1] = "noted"
+        best, metric = checkpointer.best()
+        assert best is not None
+        assert metric <= 0.25
+        for folder in checkpointer.folders():
+            checkpointer.verify(folder)
+        assert checkpointer.folders()[-1].name[-1] == ("2" if outcomes[-1] == "lost" else "3")
+        disk.free()
+        disk.mount("remount,nr_inodes=1000")
+        checkpointer.save(4, states, weights)  # there is room again
+        checkpointer.note(4, 0.5, {})
+        assert read_json(checkpointer.root / "best.json")["name"] == checkpointer.best()[0].name
+    assert set(outcomes) == {"lost", "saved", "noted"}
+
+
 def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
@@ -210,10 +278,10 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o644}
 
 
-def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpointer = saved(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
-    checkpointer.warn = said.append
     note = tmp_path / "checkpoints" / "best.json"
     sound = note.read_bytes()
     for place in range(8 * len(sound)):
@@ -221,11 +289,47 @@ def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(tmp_path: Path
         damaged[place // 8] ^= 1 << place % 8
         note.write_bytes(damaged)
         assert checkpointer.best() == (tmp_path / "checkpoints" / "step-00000002", 0.25)
-    checkpointer.save(4, {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)}, 0.9)
+    checkpointer.save(4, {"value": Value(torch.zeros(1))}, {"weight": torch.zeros(1)})
+    checkpointer.note(4, 0.9, {})
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002", "step-00000004"]
     assert note.read_bytes() == sound
-    assert len(said) == 1
-    assert "did not name the best checkpoint, step-00000002" in said[0]
+    assert len(caplog.messages) == 1
+    assert "did not name the best checkpoint, step-00000002" in caplog.messages[0]
+
+
+def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A changed metric must not let another one win, and the best be removed."""
+    checkpointer = saved(tmp_path, (1, 2, 3), keep=1, metrics=(0.5, 0.25, 0.75))
+    best = tmp_path / "checkpoints" / "step-00000002"
+    manifest = best / "checkpoint.json"
+    sound, unchanged = manifest.read_bytes(), 0
+    for place in range(8 * len(sound)):
+        damaged = bytearray(sound)
+        damaged[place // 8] ^= 1 << place % 8
+        manifest.write_bytes(damaged)
+        found, metric = checkpointer.best()
+        is_best = found == best and metric == 0.25  # white space, or the name of the digest itself
+        unchanged += is_best
+        if not is_best:
+            with pytest.raises(RunError, match=r"no readable checkpoint\.json"):
+                checkpointer.verify(best)
+        checkpointer._prune()
+        assert best.is_dir()
+    assert unchanged < 0.2 * 8 * len(sound)
+    manifest.write_bytes(sound.replace(b"0.25", b"0.95"))
+    assert Checkpointer(tmp_path).weights("best")[0].name == "step-00000003"
+    assert [f"{manifest} is damaged; if this was the best, it is not used"] == caplog.messages
+
+
+def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, (1, 2), keep=1, metrics=(0.5, 0.25))
+    assert checkpointer.noted(2) == {"metrics": {"wer": 0.25}, "wall_s": 0.0}
+    checkpointer.note(7, 0.1, {})  # its checkpoint could not be written
+    assert [folder.name for folder in checkpointer.folders()] == ["step-00000002"]
+    assert checkpointer.noted(7) == {}
+    assert checkpointer.restore({"value": Value(torch.zeros(100))}) == 2
 
 
 def test_a_run_directory_that_moves_away_is_noticed_and_not_made_again(tmp_path: Path) -> None:
@@ -243,7 +347,7 @@ def test_another_format_is_never_set_aside(tmp_path: Path) -> None:
     """A newer version's checkpoints must not be thrown away by an older one, nor trained over."""
     saved(tmp_path, (10, 20))
     path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": FORMAT + 1}))
+    of_the_next_format(path.parent)
     with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
         Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))})
     assert path.exists()
@@ -254,7 +358,6 @@ def test_a_kill_while_a_step_is_exchanged_loses_nothing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     (root / "step-00000010").rename(root / ".replaced-step-00000010")
     assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) == 10
-    saved(tmp_path, (10,))
     assert [p.name for p in root.iterdir()] == ["step-00000010"]
 
 
@@ -262,9 +365,10 @@ NO_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', 
 
 
 @pytest.mark.parametrize("content", NO_MANIFESTS)
-def test_a_manifest_that_is_no_manifest_is_damage(tmp_path: Path, content: str) -> None:
+def test_a_manifest_that_is_no_manifest_is_damage(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, (10,))
     (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
-    warnings: list[str] = []
-    assert Checkpointer(tmp_path, warn=warnings.append).restore({"value": Value(torch.zeros(100))}) is None
-    assert "training starts at step 0" in warnings[0]
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) is None
+    assert "training starts at step 0" in caplog.messages[0]

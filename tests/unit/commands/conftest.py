@@ -20,6 +20,21 @@ TINY = (
 )
 
 
+def untrained(folder: Path, *overrides: str) -> Path:
+    """A run that has saved its initial weights and has not trained."""
+    from speechtrain.checkpoint.whole import Checkpointer
+    from speechtrain.commands._hydra_app import compose
+    from speechtrain.config.resolved import dump
+    from speechtrain.train_rank import build_task
+
+    config = compose([*overrides, f"run_dir={folder}"])
+    task, tokenizer = build_task(config)
+    Checkpointer(folder).save(1, {"task": task}, task.state_dict())
+    (folder / "config.yaml").write_text(dump(config))
+    tokenizer.save(str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder that every test here shares."""

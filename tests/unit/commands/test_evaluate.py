@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,29 @@ def test_figures_are_those_of_training(run_dir: Path, capsys: pytest.CaptureFixt
     trained = json.loads((run_dir / "result.json").read_text())["metrics"]
     assert metrics
     assert {f"unheard/{name}": value for name, value in metrics.items()}.items() <= trained.items()
+
+
+def test_a_model_is_shared_without_the_state_of_its_training(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = Path(shutil.copytree(run_dir, tmp_path / "shared"))
+    (folder,) = (shared / "checkpoints").glob("step-*")
+    (folder / "state.pt").unlink()
+    for run in (run_dir, shared):
+        assert evaluate.run([str(run), ONE, "--json"]) == 0
+    first, second = (json.loads(line)["metrics"] for line in capsys.readouterr().out.splitlines()[-2:])
+    assert first == second
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1] + b"x")
+    with pytest.raises(RunError, match=r"model\.safetensors does not match its sha256"):
+        evaluate.run([str(shared), ONE])
+
+
+def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.run([str(run_dir), ONE]) == 0
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    found = re.fullmatch(r"unheard: cer [\d.]+ % .*, loss [\d.]+, wer ([\d.]+) % \((\d+) of (\d+)\)", line)
+    assert found, line
+    assert float(found[1]) == pytest.approx(100 * int(found[2]) / int(found[3]), abs=0.01)
 
 
 def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,11 +105,6 @@ def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[s
         losses.append(printed(capsys)["metrics"]["unheard"]["loss"])
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
-
-
-def test_json_is_valid_where_a_figure_is_not_finite() -> None:
-    found = evaluate.finite({"dev": {"wer": float("inf"), "loss": float("nan"), "cer": 0.5}})
-    assert json.dumps(found, allow_nan=False) == '{"dev": {"wer": null, "loss": null, "cer": 0.5}}'
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,14 @@ from speechtrain.interop.weights import initialise, read_weights
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
+from .conftest import untrained
+
+SMALL = (
+    *("encoder=wav2vec2_small", "encoder.width=32", "encoder.feed_forward=32", "encoder.layers=1"),
+    *("encoder.conv_layers=[[16,10,5],[16,3,2],[16,3,2],[16,3,2],[16,3,2],[16,2,2],[16,2,2]]",),
+    "encoder.position_kernel=16",
+)
+
 
 @pytest.fixture(scope="module")
 def model() -> Pretrained:
@@ -82,7 +90,6 @@ def test_an_encoder_is_initialised_whole_or_not_at_all(model: Pretrained) -> Non
     task = torch.nn.ModuleDict({"encoder": model.build()[0], "head": torch.nn.Linear(48, 3)})
     done = initialise(task, model.weights, "x")
     assert done.fresh == ["head.weight", "head.bias"]
-    assert "quantizer.codebook" in done.unused
     other = {n: v for n, v in model.weights.items() if n != "encoder.norm.bias"}
     with pytest.raises(ConfigError, match=r"init_from=x: encoder\.norm\.bias is missing in it"):
         initialise(task, other, "x")
@@ -92,3 +99,28 @@ def test_an_encoder_is_initialised_whole_or_not_at_all(model: Pretrained) -> Non
     weights = {f"encoder.{n}": v for n, v in shipped.state_dict().items()}
     with pytest.raises(ConfigError, match="encoder=wav2vec2_small fits"):
         initialise(task, weights, "x")
+
+
+@pytest.mark.parametrize("mask", [[], ["encoder.mask=null"]], ids=["masked", "unmasked"])
+def test_a_ctc_run_is_exported_with_its_head_or_as_an_encoder(
+    mask: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = untrained(tmp_path / "run", *SMALL, "model=ctc", *mask)
+    to = ["--to", "huggingface", "--out"]
+    assert export.run([str(run), *to, str(tmp_path / "whole")]) == 0
+    assert "CTC model" in capsys.readouterr().out
+    assert "'" in transformers.AutoTokenizer.from_pretrained(tmp_path / "whole").get_vocab()
+    assert export.run([str(run), "--encoder", *to, str(tmp_path / "encoder")]) == 0
+    assert ": encoder, " in capsys.readouterr().out
+    assert not (tmp_path / "encoder" / "vocab.json").exists()
+
+
+def test_an_rnnt_run_is_exported_as_an_encoder_only(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run = untrained(tmp_path / "run", *SMALL, "model=rnnt_small", "encoder.mask=null")
+    to = ["--to", "huggingface", "--out", str(tmp_path / "hf")]
+    with pytest.raises(ConfigError, match=r"RNNT cannot be exported whole.*--encoder"):
+        export.run([str(run), *to])
+    assert not (tmp_path / "hf").exists()
+    assert export.run([str(run), "--encoder", *to]) == 0

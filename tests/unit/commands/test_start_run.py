@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from speechtrain.commands import train
+from speechtrain.commands import _on_host, train
+from speechtrain.commands._cli import guarded
 from speechtrain.commands._command_line import read
 from speechtrain.commands._continue_run import continued, find_run
 from speechtrain.commands._hydra_app import compose
-from speechtrain.commands._start_run import start_run
+from speechtrain.commands._on_host import host_environment
+from speechtrain.commands._start_run import _conclude, _is_complete, start_run
 from speechtrain.config.resolved import dump, load
-from speechtrain.errors import ConfigError, RunError
+from speechtrain.devices.cpu import CPU
+from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.run_directory import rank_folder, read_failure
+
+from ...conftest import Disk
 
 DRY = ["recipe=demo", "dry_run=true"]
 
@@ -34,6 +44,123 @@ def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     assert start_run(command, config, {})["status"] == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
     return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
+
+
+HOSTS = {
+    "ssh": ["launcher.hostfile=hosts", "run_dir=run"],
+    "mpi": ["launcher.hostfile=hosts"],
+    "slurm": ["launcher.nodes=2"],
+    "kubernetes": ["launcher.image=i", "launcher.nodes=2", "launcher.volumes={a: /}"],
+}
+
+
+PROGRAMS = {"ssh": "ssh", "mpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
+
+
+@pytest.mark.parametrize(("launcher", "program"), list(PROGRAMS.items()))
+def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
+    launcher: str,
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a laptop, for a cluster: 99 ranks, of which each host computes its own share."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    (tmp_path / "hosts").write_text("a\nb\n")
+    line = [*DRY, f"launcher={launcher}", "world_size=64", "device.comm_cores=1", *HOSTS[launcher]]
+    assert train.run(line) == 0
+    shown, warned = capsys.readouterr()
+    assert "speechtrain.commands._on_host" in shown
+    assert not re.search("OMP_|LD_PRELOAD|MALLOC|KMP_|I_MPI_PIN_DOMAIN|CCL_|ONEDNN", shown)
+    assert warned.startswith(
+        f"speechtrain: warning: launcher={launcher}: there is no {program} on this machine; "
+    )
+    assert warned.count("\n") == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert train.run(line) == 0
+    assert ("OMP_NUM_THREADS" in capsys.readouterr().out) == (
+        launcher != "slurm"
+    )  # which passes it by itself
+
+
+def test_too_many_ranks_are_refused_and_a_dry_run_and_a_continued_run_are_warned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["recipe=demo", "world_size=64", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(MachineError, match=r"64 ranks would share .*device\.oversubscribe=true"):
+        train.run(line)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(
+        MachineError, match=r"1 x .* GiB each .* do not fit into .*device\.oversubscribe=true"
+    ):
+        train.run([*line, "world_size=1", "model.joint.hidden=40000", "model.prediction.hidden=40000"])
+    capsys.readouterr()
+    assert train.run([*line, "dry_run=true"]) == 0
+    assert "warning: " in capsys.readouterr().err
+    assert train.run([*line, "dry_run=true", "device.oversubscribe=true"]) == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    device = CPU()
+    assert "OMP_NUM_THREADS" in host_environment(device, 64, 0, run_dir=tmp_path)
+    assert "64 ranks would share" in capsys.readouterr().err
+
+
+def test_what_a_host_refuses_is_a_result_in_the_run_directory(tmp_path: Path) -> None:
+    begun(tmp_path, "world_size=64")
+    assert _on_host.main([str(tmp_path / "config.yaml"), "64", "true"]) == MachineError.exit_code
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert "64 ranks would share" in failure["error"]
+    assert failure["exit_code"] == MachineError.exit_code
+
+
+def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\necho invalid partition >&2\nexit 1\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(MachineError, match=r"sbatch rejected .*: invalid partition"):
+        train.run(["recipe=demo", "launcher=slurm"])
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+SHARING = """
+import os, pathlib, sys, time
+from speechtrain.commands._external_launch import _sharing
+from speechtrain.launcher import World
+world = World.from_environment(os.environ)
+os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
+pathlib.Path(f"bound-{world.rank}").touch()
+while not all(pathlib.Path(f"bound-{rank}").exists() for rank in range(world.size)):
+    time.sleep(0.01)
+print(_sharing(world), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("is_bound", "shared"), [(False, ["3", "3", "3"]), (True, ["2", "2", "1"])])
+def test_ranks_that_something_else_bound_to_cpus_divide_those_that_they_share(
+    is_bound: bool, shared: list[str], tmp_path: Path
+) -> None:
+    cpus = sorted(map(str, os.sched_getaffinity(0)))
+    sets = [cpus[0], cpus[0], cpus[-1]] if is_bound else [",".join(cpus)] * 3
+    processes = []
+    for rank, own in enumerate(sets):
+        world = {"RANK": rank, "SIZE": len(sets), "LOCAL_RANK": rank, "LOCAL_SIZE": len(sets)}
+        environment = os.environ | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
+        line, pipe = [sys.executable, "-c", SHARING, own], subprocess.PIPE
+        processes.append(
+            subprocess.Popen(line, env=environment, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True)
+        )
+    found = [process.stdout.readline().strip() for process in processes if process.stdout]
+    for process in processes:
+        process.communicate()
+    assert found == (shared if len(cpus) > 1 else ["3", "3", "3"])
 
 
 def test_another_world_keeps_the_global_batch(tmp_path: Path) -> None:
@@ -77,7 +204,7 @@ def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None
     mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
     assert continued(run_dir, command).trainer.max_steps == 7
     mine.write_text(before.replace("warmup_steps: 3", "warmup_steps: 4"))
-    with pytest.raises(RunError, match=r"schedule\.warmup_steps: 60 in the run, 4 now"):
+    with pytest.raises(RunError, match=r"schedule\.warmup_steps: None in the run, 4 now"):
         continued(run_dir, command)
 
 
@@ -93,6 +220,17 @@ def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_run([], None) is None
 
 
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"argv": [], "ovErrides": []}'])
+def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: str) -> None:
+    begun(tmp_path)
+    (tmp_path / "run.json").write_text(damaged)
+    with pytest.raises(
+        RunError, match=r"run\.json is damaged or missing; run_dir=.* alone continues the run"
+    ):
+        continued(tmp_path, read(DRY))
+    assert continued(tmp_path, read([f"run_dir={tmp_path}"])).seed == 1
+
+
 def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -> None:
     assert read_failure(tmp_path) is None
     outcomes = {0: (2.0, False), 1: (3.0, True), 2: (4.0, True)}
@@ -103,6 +241,26 @@ def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -
     failure = read_failure(tmp_path)
     assert failure is not None
     assert failure["rank"] == 1
+
+
+def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
+    disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for files in range(1, 5):  # the run's folder, its lock, run.json, config.yaml
+        disk.mount(f"remount,nr_inodes={files}")
+        assert guarded(lambda: train.run([*DRY[:1], f"run_dir={disk.path / 'run'}"])) == 4
+        assert "No space left on device" in capsys.readouterr().err
+        assert not (disk.path / "run" / "config.yaml").exists()
+    disk.mount("remount,nr_inodes=100")
+    assert guarded(lambda: train.run([*DRY, f"run_dir={disk.path / 'run'}"])) == 0
+
+
+@pytest.mark.parametrize("result", [{}, {"metric": 0.5}, {"metrics": None}])
+def test_a_result_that_is_not_whole_is_passed_over(result: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    whole = {"status": "finished", "steps": 7, "metric": 0.5, "metrics": {}}
+    assert _is_complete(whole, tmp_path)
+    assert not _is_complete({"status": "finished", "steps": 7, **result}, tmp_path)
 
 
 def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +279,35 @@ def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch
             train.run([f"run_dir={run_dir}", wrong])
         monkeypatch.setenv("RANK", "1")
         assert train.run([f"run_dir={run_dir}", wrong]) == error.exit_code
+
+
+def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before 0.1.0 was released, ``model=rnnt`` was what ``model=rnnt_mlperf`` is now."""
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    run_dir = tmp_path / "rnnt-digits-1"
+    run_dir.mkdir()
+    begun(run_dir, "model=rnnt_mlperf", "optimizer=lamb", "schedule=mlperf", "augment=none")
+    typed = ["model=rnnt", "device=cpu", "dry_run=true"]
+    (run_dir / "run.json").write_text(json.dumps({"argv": typed, "overrides": typed}))
+    assert find_run(typed, None) == run_dir
+    config = continued(run_dir, read(typed))
+    assert config.encoder.hidden == 1024
+    assert config.optimizer._target_.endswith("LAMB")
+    assert "the run keeps its model.joint.hidden=512" in capsys.readouterr().out
+    with pytest.raises(RunError, match="model=rnnt_mlperf was not typed when the run started"):
+        continued(run_dir, read(["model=rnnt_mlperf"]))
+
+
+def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "</html>" in (run_dir / "report.html").read_text()
+    (run_dir / "report.html").unlink()
+    command = read(["model=rnnt", "precision=bf16", "data.train.utterances=16", f"run_dir={run_dir}"])
+    _conclude(load(run_dir / "config.yaml"), command)
+    report, line = capsys.readouterr().out.splitlines()
+    assert report == f"report: {run_dir / 'report.html'}"
+    own = "data=manifest data.train=train.jsonl data.valid.dev=dev.jsonl"
+    assert line.endswith(f": speechtrain-train model=rnnt precision=bf16 {own}")

@@ -49,7 +49,9 @@ WRONG = [
     (["trainer.max_stpes=5"], CONFIG, ["trainer.max_stpes", "'trainer.max_steps'"]),
     (["+trainer.max_stpes=5"], CONFIG, ["trainer.max_stpes", "'trainer.max_steps'"]),
     (["optimizer.lrr=3"], CONFIG, ["optimizer.lrr", "'optimizer.lr'"]),
-    (["+optimizer.lrr=3"], CONFIG, ["optimizer.lrr", "LAMB takes no 'lrr'", "'lr'"]),
+    (["+optimizer.lrr=3"], CONFIG, ["optimizer.lrr", "AdamW takes no 'lrr'", "'lr'"]),
+    (["recipe=fsdd", "data=manifest", "data.train.utterances=null"], CONFIG, ["data.train"]),
+    (["trainer.devices=2"], CONFIG, ["trainer.devices", "'world_size'"]),
     (["encoder.features.melz=3"], CONFIG, ["encoder.features.melz", "'encoder.features.mels'"]),
     (["++encoder.features.melz=3"], CONFIG, ["encoder.features.melz", "LogMel", "'mels'"]),
     (["+foo=1"], CONFIG, ["foo", "--cfg job"]),
@@ -66,6 +68,7 @@ WRONG = [
     (["+model=rnnt_small"], CONFIG, ["model", "without a +"]),
     (["model="], CONFIG, ["model=", "rnnt_small"]),
     (["model=null"], CONFIG, ["model=null", "takes a name"]),
+    (["precision=16"], CONFIG, ["precision=16: a group takes a name: bf16, fp16, fp32"]),
     (["model={a: 1}"], CONFIG, ["model is a group"]),
     # a base YAML is not a choice
     (
@@ -105,12 +108,15 @@ WRONG = [
     (["device.matmul=x"], CONFIG, ["matmul", "highest"]),
     # what must be given, and what must exist
     (["data=manifest"], CONFIG, ["data.train is not set", "data.train="]),
+    (["data.train=a.jsonl", "data.valid.dev=b.jsonl"], CONFIG, ["data=digits validates on", "data=manifest"]),
+    (["data=fsdd", "data.train=a.jsonl"], CONFIG, ["data=fsdd validates on", "data=manifest"]),
     (["tokenizer=sentencepiece"], CONFIG, ["tokenizer.model is not set", "tokenizer.model="]),
     (
         ["tokenizer=sentencepiece", "tokenizer.model=/no/x.model"],
         DATA,
         ["/no/x.model", "speechtrain-prepare"],
     ),
+    (["device=hpu", "data.shapes=0", DRY], CONFIG, ["data.shapes=0", "set data.shapes=8"]),
     (["precision=fp16", "device=cpu"], MACHINE, ["precision=fp16", "precision=bf16"]),
     (["--config-dir", "/no/such"], CONFIG, ["/no/such"]),
     # syntax and options
@@ -121,7 +127,9 @@ WRONG = [
     (["model='rnnt"], CONFIG, ["model='rnnt"]),
     (["--foo"], CONFIG, ["--foo"]),
     (["--multirunn"], CONFIG, ["'--multirun'"]),
-    (["--config-name", "x"], CONFIG, ["--config-name"]),
+    (["--config-name", "x"], CONFIG, ["--config-name", "--config-dir DIR recipe=NAME"]),
+    (["device=gpu"], CONFIG, ["device=gpu", "did you mean 'cuda'"]),
+    (["optimizer.learning_rate=1"], CONFIG, ["did you mean 'optimizer.lr'"]),
     (["--cfg"], CONFIG, ["--cfg", "job"]),
     (["--cfg", "foo"], CONFIG, ["foo", "job"]),
     # classes
@@ -160,16 +168,44 @@ def test_a_bad_file_in_the_config_dir(tmp_path: Path, capsys: pytest.CaptureFixt
     (folder / "calling.yaml").write_text(
         "# @package _global_\nhydra:\n  callbacks:\n    a:\n      _target_: os.mkdir\n      path: called\n"
     )
+    for name, text in (
+        ("environment", "hydra:\n  job:\n    env_set:\n      SPEECHTRAIN_ALLOW_TARGETS: subprocess\n"),
+        ("logging", "hydra:\n  job_logging:\n    handlers: {x: {class: logging.FileHandler, filename: x}}\n"),
+        ("hidden", "hydra:\n  launcher:\n    x: {_target_: os.mkdir, path: called}\n"),
+        ("mpirun", "defaults:\n  - override /launcher: mpi\nlauncher:\n  program: ./run\n"),
+        ("copied", "run_dir: x\nlauncher:\n  more: {options: ['${run_dir}']}\n"),
+    ):
+        (folder / f"{name}.yaml").write_text(f"# @package _global_\n{text}")
+    laughs = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]" for i in range(9)]
+    (folder / "laughing.yaml").write_text("\n".join(laughs))
     for choice, said in (
         ("broken", "broken.yaml"),
         ("typo", "did you mean 'fastemit'"),
         ("stranger", "allow_targets=stranger"),
         ("allowing", "allow_targets"),
         ("calling", "hydra.callbacks"),
+        ("environment", "hydra.job.env_set"),
+        ("logging", "hydra.job_logging"),
+        ("hidden", "hydra.launcher"),
+        ("mpirun", "launcher.program"),
+        ("copied", "launcher.more.options"),
+        ("laughing", "nodes"),
     ):
         code, error = _error(capsys, "--config-dir", str(tmp_path / "mine"), f"model={choice}", DRY)
         assert (code, said in error) == (CONFIG, True), error
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_config_dir_sets_what_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine" / "recipe"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /launcher: mpi\n  - override /hydra/launcher: joblib\n"
+        "launcher:\n  port: 1\nhydra:\n  sweep:\n    dir: sweeps\n  sweeper:\n    params: {seed: '1,2'}\n"
+    )
+    own = ("--config-dir", str(tmp_path / "mine"), "recipe=mine", "launcher.program=mpirun.own")
+    assert _run(*own, "hydra.launcher.n_jobs=1", "--cfg", "job") == 0
+    assert "program: mpirun.own" in capsys.readouterr().out
 
 
 def test_a_base_yaml_is_listed_nowhere(
@@ -188,7 +224,7 @@ def test_a_base_yaml_is_listed_nowhere(
 
 def test_a_sweep_over_all_choices_takes_no_base_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("-m", "augment=glob(*)", DRY) == 0
-    assert capsys.readouterr().out.count("speechtrain.train_rank") == 3
+    assert capsys.readouterr().out.count("speechtrain.train_rank") == 4
 
 
 def test_a_base_yaml_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +272,30 @@ def test_a_folder_that_may_not_be_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_other_files_is_no_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "command.log").touch()
+    assert _run(DRY, "run_dir=run") == 0
+    (tmp_path / "run" / "thesis.pdf").touch()
+    code, error = _error(capsys, DRY, "run_dir=run")
+    assert (code, "holds other files (thesis.pdf, …)" in error) == (RUN, True)
+    (tmp_path / "run" / "checkpoints").mkdir()  # a run whose config.yaml was deleted
+    assert _run(DRY, "run_dir=run") == 0
+
+
+@pytest.mark.parametrize("arguments", ["recipe=demo dry_run=true", "--cfg job", "--help"])
+def test_a_full_disk_below_stdout_is_one_line(arguments: str) -> None:
+    command = [sys.executable, "-m", "speechtrain.commands.train", *arguments.split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (
+        MACHINE,
+        "speechtrain: error: stdout: No space left on device\n",
+    )
+
+
 def test_too_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,7 +315,7 @@ def test_a_run_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (run / "config.yaml").write_text(capsys.readouterr().out)
     code, error = _error(capsys, f"run_dir={run}", "optimizer.lr=0.5", "seed=7", DRY)
     assert code == RUN
-    assert "optimizer.lr: 0.004 in the run, 0.5 now" in error
+    assert "optimizer.lr: 0.002 in the run, 0.5 now" in error
     assert "seed: 1 in the run, 7 now" in error
     # what may change
     assert _run(f"run_dir={run}", "trainer.max_steps=9", "device.threads=1", "tracking=none", DRY) == 0
@@ -269,6 +329,25 @@ def test_a_run_in_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     finally:
         lock.release()
     assert (code, f"pid {os.getpid()} on " in error) == (RUN, True)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_working_folder_that_is_gone_is_one_line(command: str) -> None:
+    """The libraries of torch would abort the process."""
+    shell = (
+        f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} -m speechtrain.commands.{command} run=a"
+    )
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
+    said = "speechtrain: error: the working folder was deleted; change to a folder that exists\n"
+    assert (done.returncode, done.stderr) == (MACHINE, said)
+
+
+def test_a_command_without_standard_streams_starts_its_rank(tmp_path: Path) -> None:
+    """Else the run's lock gets the number of a stream, which the rank inherits: in use by itself."""
+    line = f"{sys.executable} -m speechtrain.commands.train recipe=demo data=manifest data.train=no.jsonl"
+    shell = f"exec {line} encoder=lstm_small run_dir={tmp_path / 'run'} <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", shell], timeout=120, check=False)
+    assert done.returncode == DATA
 
 
 # --- what works -----------------------------------------------------------------------------------
@@ -302,12 +381,21 @@ def test_a_list_of_manifests_as_typed_elsewhere(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("given", [[], ["run_dir=sweep"]], ids=["default", "run_dir"])
 def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("-m", "optimizer.lr=1e-3,4e-3", DRY, *given) == 0
-    lines = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
+    assert _run("-m", "optimizer.lr=1e-3,4e-3", "trainer.keep=3", DRY, *given) == 0
+    first, one, second, two, *table = capsys.readouterr().out.splitlines()
+    lines = [line.split()[-1] for line in (one, two)]
+    assert (first, second) == ("job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004")
+    assert table[1].split() == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]
     assert len(set(lines)) == 2
     base = tmp_path / ("sweep" if given else "runs")
     assert {Path(line).parents[1] for line in lines} == {base}
-    assert [path.name for path in base.iterdir()] == ["multirun.yaml"]
+    assert not base.exists()  # Hydra's multirun.yaml is removed, too
+
+
+def test_a_dry_sweep_beside_other_runs_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    assert _run("-m", "seed=1,2", DRY) == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
 
 
 @pytest.mark.slow
@@ -336,6 +424,7 @@ def test_a_failed_job_of_a_sweep_does_not_stop_the_others(capsys: pytest.Capture
     assert captured.out.count("speechtrain.train_rank") == 1
     assert "job 1 (optimizer.lr=-1" in captured.err
     assert "1 of 2 jobs failed" in captured.err
+    assert captured.out.splitlines()[-2].split() == ["job", "1", "-", "ConfigError", "optimizer.lr=-1"]
 
 
 def test_help_needs_neither_hydra_nor_torch() -> None:
@@ -351,6 +440,20 @@ def test_help_needs_neither_hydra_nor_torch() -> None:
         assert name in done.stdout
 
 
+def test_a_name_may_have_any_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("run_dir=läufe/ü", "data=manifest", "data.train=ä, b.jsonl", "init_from=ß", DRY) == 0
+    assert "/läufe/ü/config.yaml" in capsys.readouterr().out
+    assert (
+        _run("data=manifest", "data.train=ä b.jsonl", "data.valid.dev=é,b", "init_from=ß", "--cfg", "job")
+        == 0
+    )
+    shown = capsys.readouterr().out
+    for line in ("train: ä b.jsonl", "    dev:\n    - é\n    - b\n", "init_from: ß"):
+        assert line in shown
+    assert _run("-m", "run_dir=ü", "data=manifest", "data.train=b", "init_from=ä,ö", DRY) == 0
+    assert "job 2: init_from='ö'\n" in capsys.readouterr().out
+
+
 def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A true run that fails on its data: its config was written, its trace and code are the rank's."""
     monkeypatch.setenv("DATASET_DIR", "/secret/place")
@@ -359,7 +462,12 @@ def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (run / "kept.txt").write_text("")  # a folder with something else in it is not removed
     command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
     done = subprocess.run(
-        [*command, "data.train=${oc.env:DATASET_DIR}/a.jsonl", f"run_dir={run}", "device.threads=1"],
+        [
+            *command,
+            "data.train=${oc.env:DATASET_DIR}/a.jsonl",
+            f"run_dir={run}",
+            "data.valid.dev=ü/../b.jsonl",
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -371,6 +479,7 @@ def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written = (run / "config.yaml").read_text()
     assert "${oc.env:DATASET_DIR}/a.jsonl" in written
     assert "/secret" not in written
+    assert f"dev: {tmp_path}/b.jsonl\n" in written  # the run works from another folder
     assert json.loads((run / "result.json").read_text())["exit_code"] == DATA
 
 

@@ -24,6 +24,7 @@ def folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     soundfile.write(made / "stereo.flac", np.stack([samples, samples], axis=1), rate)
     soundfile.write(made / "b=c.wav", samples[::2], rate // 2)
     (made / "empty.wav").touch()
+    (made / "not.wav").write_text("no audio at all")
     return made
 
 
@@ -42,14 +43,16 @@ def test_files_are_transcribed_in_order(
 def test_a_file_that_cannot_be_used_stops_no_other(
     run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [str(folder / name) for name in ("empty.wav", "a.wav", "none.wav")]
+    files = [str(folder / name) for name in ("empty.wav", "a.wav", "none.wav", "not.wav")]
     assert transcribe.run([str(run_dir), *files, ONE]) == 3
     told = capsys.readouterr()
     assert told.out.count("\n") == 1
     assert told.out.startswith(f"{files[1]}\t")
     assert "empty.wav: the file is empty" in told.err
     assert "none.wav: the file does not exist" in told.err
-    assert told.err.count("\n") == 2
+    assert "not.wav: Format not recognised" in told.err.replace("': ", ": ").replace("'", "")
+    assert told.err.count("\n") == 3
+    assert "Backend" not in told.err
 
 
 def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

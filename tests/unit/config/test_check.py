@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check, mismatch
-from speechtrain.config.resolved import dump, load, resolved
+from speechtrain.config.resolved import dump, load, resolved, with_whole_paths
 from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
-from speechtrain.errors import ConfigError, SpeechtrainError
+from speechtrain.errors import ConfigError, RunError, SpeechtrainError, nearest
 
 
 @pytest.fixture
@@ -53,7 +54,8 @@ def config() -> DictConfig:
         (["a", 1], tuple[int, str], False),
         ({"a": 1}, dict[str, int], True),
         ([1], dict[str, int], False),
-        ({"_target_": "x.Y"}, CPU, True),
+        ({"_target_": "speechtrain.devices.cpu.CPU"}, CPU, True),
+        ({"_target_": "speechtrain.devices.cuda.CUDA"}, CPU, False),
         ({"a": 1}, CPU, False),
         (3, CPU, False),
         (3, CPU | None, False),
@@ -123,7 +125,7 @@ def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
 def test_building_refuses_as_the_check_does() -> None:
     with pytest.raises(ConfigError, match=r"subprocess"):
         build(OmegaConf.create({"model": {"_target_": "subprocess.Popen", "args": ["true"]}}), "model")
-    node = {"_target_": "speechtrain.devices.cpu.CPU", "inner": [{"_target_": "os.system"}]}
+    node = {"_target_": "speechtrain.models.ctc.CTC", "inner": [{"_target_": "os.system"}]}
     with pytest.raises(ConfigError, match=r"model\.inner"):
         build(OmegaConf.create({"model": node}), "model")
 
@@ -205,7 +207,7 @@ def test_what_a_resume_may_change(override: str) -> None:
     "override",
     [
         "seed=2",
-        "model=rnnt_small",
+        "model=rnnt_mlperf",
         "precision=bf16",
         "optimizer.lr=0.1",
         "trainer.ema=0.5",
@@ -213,7 +215,7 @@ def test_what_a_resume_may_change(override: str) -> None:
         "data.train.utterances=9",
         "encoder.dropout=0.2",
         "data.batch.count=3",
-        "schedule=cosine",
+        "schedule=mlperf",
     ],
 )
 def test_what_makes_another_run(override: str) -> None:
@@ -237,6 +239,26 @@ def test_the_file_reads_back(config: DictConfig, tmp_path: Path) -> None:
     assert "${" not in path.read_text().replace("${oc.env:", "")
 
 
+def test_each_bit_of_a_stored_config_is_guarded(config: DictConfig, tmp_path: Path) -> None:
+    """A changed digit is another valid value: only a digest tells it from the run's own."""
+    path, sound = tmp_path / "config.yaml", dump(config)
+    content = sound.encode()
+    for place in range(3, 8 * len(content), 8 * 31 + 3):
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            assert resolved(load(path)) == resolved(config)  # the mark of the digest itself
+            assert place // 8 < len("# sha256 of what follows: ")
+        except (ConfigError, RunError):
+            pass
+    path.write_text(sound.replace("seed: 1", "seed: 3", 1))
+    with pytest.raises((ConfigError, RunError), match="does not match the sha256 in its first line"):
+        load(path)
+    path.write_text(sound.replace("seed: 1", "seed: 3", 1).partition("\n")[2])
+    assert load(path).seed == 3  # as who edits it is told
+
+
 def test_values_of_the_environment_stay_out_of_the_file(
     config: DictConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -249,14 +271,67 @@ def test_values_of_the_environment_stay_out_of_the_file(
     assert "secret" not in text
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("${ oc.env:TOKEN}", "${oc.env :TOKEN}", "${oc.env\t: TOKEN }", "${oc.decode:${ oc.env:TOKEN}}"),
+        *("${oc.${tokenizer.normaliser}:TOKEN}", "a${oc.env:NONE,${oc.env:TOKEN}}", "${oc.env:'TOKEN'}"),
+        *("${oc.create:{a: '\\${oc.env:TOKEN}'}}", "${oc.dict.values:trainer}", "${data.cache}"),
+    ],
+)
+def test_a_secret_stays_out_however_it_is_spelt(
+    text: str, config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    config = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
+    config.data.cache = "x${ oc.env :TOKEN}"
+    config.trainer.target = "${oc.env: TOKEN}"
+    config.tokenizer.normaliser = "env"
+    config.tokenizer.alphabet = text
+    config.model.names = ["a", text, {"b": text}]
+    held = yaml.safe_load(dump(config))
+    assert "secret" not in json.dumps(held)
+    assert held["tokenizer"]["alphabet"] == text
+    assert held["model"]["names"] == ["a", text, {"b": text}]
+    assert resolved(config)["data"]["cache"] == "xsecret"  # OmegaConf's own resolver is back
+
+
+def test_a_path_is_stored_absolute_so_that_a_run_works_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DATASET_DIR", raising=False)
+    (tmp_path / "one, two.jsonl").write_text("")
+    own = [
+        "data=manifest",
+        "data.train=[a.jsonl,'one, two.jsonl']",
+        "+data.valid.dev=x/../b.jsonl",
+        "init_from=w",
+    ]
+    digits = "{_target_: speechtrain.data.corpora.digits.Digits, split: valid, root: words}"
+    config = with_whole_paths(compose([*own, f"+data.valid.two={digits}", "data.cache=/c/../cache"]))
+    assert config.data.train == [f"{tmp_path}/a.jsonl", f"{tmp_path}/one, two.jsonl"]
+    assert config.data.valid.dev == f"{tmp_path}/b.jsonl"
+    assert (config.data.valid.two.root, config.data.valid.two.split) == (f"{tmp_path}/words", "valid")
+    assert (config.data.cache, config.init_from) == ("/cache", f"{tmp_path}/w")
+    config = with_whole_paths(compose(["data=fsdd"]))
+    assert resolved(config)["data"]["valid"]["test"]["root"] == f"{tmp_path}/fsdd"
+    assert f"${{oc.env:DATASET_DIR,'{tmp_path}/fsdd'}}" in dump(config)  # the environment still decides
+    (tmp_path / "far" / "in").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "in")
+    (tmp_path / "far" / "c.jsonl").write_text("")
+    config = with_whole_paths(compose(["data=manifest", "data.train=link/../c.jsonl"]))
+    assert Path(config.data.train).read_text() == ""  # not the file of that name in this folder
+
+
+def test_a_file_that_cannot_be_read_is_named(config: DictConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load(tmp_path / "none.yaml")
-    for text in ("a: [", "nonsense: 1\n", "trainer:\n  max_steps: abc\n", "- 1\n", ""):
+    half = dump(config)[: len(dump(config)) // 2].rpartition("\n")[0]
+    for text in ("a: [", "nonsense: 1\n", "trainer:\n  max_steps: abc\n", "- 1\n", "", "\0", half):
         (tmp_path / "config.yaml").write_text(text)
-        if text:
-            with pytest.raises(ConfigError, match=r"config\.yaml"):
-                load(tmp_path / "config.yaml")
+        with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\); delete it, and the command "):
+            load(tmp_path / "config.yaml")
 
 
 def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
@@ -288,3 +363,83 @@ def test_an_error_of_a_class_names_the_key(overrides: list[str], message: str) -
     with pytest.raises(SpeechtrainError) as caught:
         dry_build(compose(overrides, None))
     assert str(caught.value).startswith(message)
+
+
+# --- the default parts, and who names its own ------------------------------------------------------
+
+
+def plan(*overrides: str) -> dict[str, Any]:
+    """What decides how long and how a run trains: every part and key of a training plan."""
+    plain = resolved(compose([*overrides]))
+    return {key: plain[key] for key in ("trainer", "augment", "optimizer", "schedule")}
+
+
+def test_model_rnnt_is_the_small_network_under_two_names() -> None:
+    assert (
+        resolved(compose(["model=rnnt"])) == resolved(compose(["model=rnnt_small"])) == resolved(compose([]))
+    )
+    assert compose(["model=rnnt_mlperf"]).encoder.hidden == 1024
+
+
+def test_the_plan_of_the_digits_is_not_that_of_other_data() -> None:
+    digits, own = plan(), plan("data=manifest", "data.train=a.jsonl")
+    assert (digits["trainer"]["max_epochs"], own["trainer"]["max_epochs"]) == (1.5, 100.0)
+    assert (digits["trainer"]["ema"], own["trainer"]["ema"]) == (0.99, 0.999)
+    assert (digits["augment"]["freq_masks"], own["augment"]["freq_masks"]) == (0, 2)
+    assert plan("augment=none")["augment"]["warp"] == 0.0  # what is typed wins
+    assert plan("augment=specaugment")["augment"]["freq_masks"] == 2
+    assert plan("recipe=demo") == digits
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        *(
+            "recipe=fsdd",
+            "recipe=mlperf",
+            "recipe=finetune",
+            "recipe=finetune_small",
+            "recipe=wav2vec2",
+            "recipe=wav2vec2_fsdd",
+        ),
+        *("model=wav2vec2", "model=wav2vec2_small", "model=wav2vec2_large"),
+    ],
+)
+def test_a_choice_that_has_a_plan_takes_none_from_the_data(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATASET_DIR", "fsdd")
+    needs = ["tokenizer=characters"] if choice == "recipe=mlperf" else []
+    on_digits, on_own = (
+        plan(choice, *needs, f"data={data}", *more)
+        for data, more in (("digits", []), ("manifest", ["data.train=a.jsonl"]))
+    )
+    assert on_digits == on_own
+
+
+def test_gaudi_trains_in_bf16_unless_a_precision_is_typed() -> None:
+    name = "speechtrain.precision."
+    assert compose(["device=hpu"]).precision._target_ == f"{name}BF16"
+    assert compose(["device=hpu", "precision=fp32"]).precision._target_ == f"{name}FP32"
+    assert compose([]).precision._target_ == f"{name}FP32"
+
+
+def test_a_suggestion_is_another_name_that_is_alike_or_what_others_call_it() -> None:
+    known = [
+        "world_size",
+        "data.train.utterances",
+        "trainer.keep",
+        "optimizer.lr",
+        "optimizer.amsgrad",
+        "data.batch.count",
+    ]
+    for name, near in {
+        "data.train.utterances": "",
+        "trainer.devices": "world_size",
+        "trainer.nonsense": "",
+        "optimizer.learning_rate": "optimizer.lr",
+        "batch_size": "data.batch.count",
+        "trainer.kep": "trainer.keep",
+        "trainr.keep": "trainer.keep",
+    }.items():
+        assert nearest(name, known) == (f"; did you mean {near!r}?" if near else ""), name

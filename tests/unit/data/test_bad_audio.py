@@ -346,6 +346,23 @@ def test_a_few_missing_recordings_are_left_to_the_budget_in_training_only(
         make_data(path, {"dev": path}, max_bad=10).check()
 
 
+def test_a_small_set_without_a_usable_recording_is_refused_before_training(
+    cache: Path, recordings: Any
+) -> None:
+    """The budget alone would let up to ten be lost, all of them."""
+    recordings.corpus("good", 6)
+    lines = [json.loads(line) for line in (recordings.folder / "good.jsonl").read_text().splitlines()]
+    doubled = [{**line, "duration": 2 * line["duration"]} for line in lines]
+    path = recordings.nemo("doubled.jsonl", doubled)
+    with pytest.raises(DataError, match=r"6 of 6 recordings of data\.train are unusable, such as .*differs"):
+        make_data(path, max_bad=10).check()
+    make_data(recordings.nemo("few.jsonl", [*doubled[:2], *lines[2:]]), max_bad=10).check()
+    log = SkipLog("", max_bad=10, max_bad_share=0.001)
+    log.add(Skip("a", "missing"), total=2)
+    with pytest.raises(DataError, match="2 of 2 training recordings are unusable"):
+        log.add(Skip("b", "missing"), total=2)
+
+
 def test_a_large_set_is_sampled(cache: Path, recordings: Any) -> None:
     audio = str(recordings.tone("a.wav"))
     path = recordings.nemo("m.jsonl", [{"audio_filepath": audio, "duration": 1.0, "text": "a"}] * 3000)

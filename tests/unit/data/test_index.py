@@ -239,9 +239,7 @@ def test_building_holds_no_more_than_a_chunk(
     assert peak(8000) - peak(1000) < 7000 * 64  # the check for repeated ids sorts 8 bytes a cut, and no more
 
 
-def test_durations_that_are_no_numbers_are_zero(cache: Path, recordings: Any) -> None:
-    records = [
-        {"audio_filepath": "a.wav", "duration": d, "text": ""} for d in (float("nan"), -1.0, float("inf"), 0)
-    ]
+def test_a_duration_of_nothing_is_zero(cache: Path, recordings: Any) -> None:
+    records = [{"audio_filepath": "a.wav", "duration": 0, "text": ""}]
     index = open_index(open_source(recordings.nemo("m.jsonl", records)))
     assert not np.any(index.seconds)

@@ -5,10 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speechtrain.data.index import open_index
 from speechtrain.data.manifests import json_array, seconds_of, text_of
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
@@ -39,6 +42,24 @@ def test_lhotse_cuts_are_told_by_content_and_come_out_as_they_are(
     source = open_source(path)
     assert [cut.to_dict() for cut in source.cuts()] == [lhotse_line("x"), lhotse_line("y", text="two")]
     assert source.in_place is (mode == "plain")  # type: ignore[attr-defined]
+
+
+def test_a_nemo_line_without_a_duration_has_that_of_its_audio(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.zeros(12_000, np.float32), 8_000)
+    lines = [nemo_line("a.wav", **more) for more in ({}, {"offset": 0.5}, {"duration": 1.25}, {"offset": 9})]
+    for line in (lines[0], lines[1], lines[3]):
+        line["duration"] = None
+    del lines[0]["duration"]
+    missing = {"audio_filepath": "none.wav", "text": "one"}  # kept: it is reported like any bad recording
+    cuts = [entry.cut for entry in open_source(write(tmp_path / "m", [*lines, missing])).entries()]  # type: ignore[attr-defined]
+    assert [cut["duration"] for cut in cuts] == [1.5, 1.0, 1.25, 0.0, 1.0]
+
+
+def test_a_transcript_beside_a_recording_may_differ_in_case(tmp_path: Path) -> None:
+    for name, text in {"b.wav": "", "B.TXT": "upper", "c.WAV": "", "c.txt": "own", "C.TXT": "other"}.items():
+        (tmp_path / name).write_text(text)
+    cuts = [entry.cut for entry in open_source(str(tmp_path)).entries()]  # type: ignore[attr-defined]
+    assert [text_of(cut) for cut in cuts] == ["upper", "own"]
 
 
 def test_nemo_lines_with_aliases_offsets_and_paths_beside_the_manifest(tmp_path: Path) -> None:
@@ -105,11 +126,45 @@ def test_a_lhotse_recording_manifest_is_followed_by_its_supervisions(
         ("s1", 1.0, 0.5, "t1"),
         ("s2", 2.0, 0.5, "t2"),
     ]
-    assert "needs its supervision manifest" in refusal(pair[1])
-    assert "has recordings only" in refusal(pair[0])
+    assert "needs its recording manifest before it" in refusal(pair[1])
+    (whole,) = open_source(pair[0]).cuts()
+    assert (whole.id, whole.duration, whole.supervisions) == ("r", 10.0, [])
+    stereo = write(tmp_path / "stereo.jsonl", [{**recording, "channel_ids": [0, 1]}])
+    assert [cut.channel for cut in open_source(stereo).cuts()] == [[0, 1]]
+    assert "'duration' is None" in refusal(write(tmp_path / "d.jsonl", [{**recording, "duration": None}]))
+    union = open_source([pair[0], write(tmp_path / "m.jsonl", [nemo_line()])])
+    assert [cut.id for cut in union.cuts()] == ["r", "m:1:a"]
     assert "recording 'r' is not in" in refusal(
         [write(tmp_path / "o.jsonl", [{**recording, "id": "q"}]), pair[1]]
     )
+
+
+def test_lhotses_own_arrays_are_read_like_its_lines(tmp_path: Path, lhotse_line: Any, cache: Path) -> None:
+    cuts = [lhotse_line("x"), lhotse_line("y", text="two")]
+    recording = lhotse_line("r", duration=10.0)["recording"]
+    supervision = {"id": "s", "recording_id": "r", "start": 1.0, "duration": 0.5, "channel": 0, "text": "t"}
+    (tmp_path / "cuts.json").write_text(json.dumps(cuts, indent=2))
+    (tmp_path / "recordings.json").write_text(json.dumps([recording]))
+    (tmp_path / "supervisions.json").write_text(json.dumps([supervision]))
+    source = open_source(str(tmp_path / "cuts.json"))
+    assert [cut.to_dict() for cut in source.cuts()] == cuts
+    index = open_index(source)
+    assert [index.cut(row)["id"] for row in range(len(index))] == ["x", "y"]
+    (pair,) = open_source([str(tmp_path / f"{name}.json") for name in ("recordings", "supervisions")]).cuts()
+    assert (pair.id, pair.supervisions[0].text) == ("s", "t")
+
+
+def test_audio_without_transcripts_needs_no_key_for_them(tmp_path: Path) -> None:
+    nemo = {"audio_filepath": "a.wav", "duration": 2.5}
+    mlperf = {"original_duration": 2.0, "files": [{"fname": "b.wav"}]}
+    for number, line in enumerate((nemo, mlperf)):
+        (cut,) = open_source(write(tmp_path / f"{number}.jsonl", [line])).cuts()
+        assert cut.supervisions[0].text == ""
+
+
+def test_a_shar_folder_is_told_from_a_folder_of_recordings(tmp_path: Path) -> None:
+    (tmp_path / "cuts.000000.jsonl.gz").write_bytes(b"")
+    assert "from_shar" in refusal(str(tmp_path))
 
 
 def test_several_files_are_their_union_in_order(tmp_path: Path, lhotse_line: Any) -> None:
@@ -147,9 +202,8 @@ def test_one_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         (b'[{"transcript": "a",\n "files": []},\n {"transcript": "b"}]', 1, "'files' is empty"),
         (b'{"audio_filepath": "a.wav", "duration": 1, "text": "a"}\n\n{"audio_file', 3, "bad JSON"),
         (b'{"audio_filepath": "a.wav", "duration": 1, "text": "a"}\n[]\n', 2, "is a JSON list"),
-        (b'{"audio_filepath": "a.wav", "text": "a"}\n', 1, "has no 'duration'"),
+        (b'{"audio_filepath": "a.wav", "duration": -1, "text": "a"}\n', 1, "'duration' is -1, below 0"),
         (b'{"audio_filepath": "a.wav", "duration": "1", "text": "a"}\n', 1, "not a number"),
-        (b'{"audio_filepath": "a.wav", "duration": 1}\n', 1, "has no 'text'"),
         (b'{"audio_filepath": "a.wav", "duration": 1, "text": 5}\n', 1, "not a string"),
         (
             b'{"audio_filepath": "a.wav", "duration": 1, "text_filepath": "no.txt"}\n',
@@ -158,6 +212,9 @@ def test_one_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         ),
         (b'{"audio_filepath": "a.wav", "duration": 1, "text": "\xff"}\n', 1, "not UTF-8"),
         (b'{"type": "MonoCut", "id": "a"}\n', 1, "has no 'duration'"),
+        (b'[{"type": "MonoCut", "id": "a"}]', 1, "has no 'duration'"),
+        (b"- id: a\n  type: MonoCut\n", 1, "lhotse copy"),
+        (b'{"type": "fbank", "recording_id": "a", "start": 0, "storage_path": "f"}', 1, "format is unknown"),
         (b'{"type": "OddCut", "id": "a"}\n', 1, "'type' is 'OddCut'"),
         (b'{"type": "MonoCut", "id": "a", "duration": 1, "start": 0}\n', 1, "has no 'recording'"),
         (b"\x1f\x8b\x08\x00broken", 1, "damaged"),

@@ -21,7 +21,7 @@ from speechtrain.data.index import open_index
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
 from speechtrain.data.workers import InProcess, Processes
-from speechtrain.errors import DataError, MachineError
+from speechtrain.errors import DataError, MachineError, Preempted
 from speechtrain.text.vocabulary import Characters
 
 
@@ -60,7 +60,10 @@ def workers() -> Iterator[Processes]:
 
 
 DECODERS = """
+import os
+import signal
 import time
+from multiprocessing.connection import Connection
 import torch
 from speechtrain.batch import Batch
 from speechtrain.errors import DataError
@@ -72,6 +75,16 @@ def broken(item):
     if item.index == 2:
         raise DataError("the file is bad")
     raise ZeroDivisionError("a bug")
+
+def half(item):
+    send = Connection._send
+    def send_half(link, content, *rest):
+        if len(content) < 1000:
+            return send(link, content, *rest)
+        send(link, content[: len(content) // 2])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    Connection._send = send_half
+    return large(item)
 
 def large(item):
     audio = torch.full((2, 400_000), float(item.index))
@@ -186,6 +199,47 @@ def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
     assert wait_for_the_end_of(pids)
 
 
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
+    decoders: Any, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    """An answer below 1 MiB is longer than the link's buffer, so half of it waits there."""
+    pool = Processes(1, timeout_seconds=60 if is_stopping else 2)
+    pool.stop_requested = lambda: is_stopping
+    monkeypatch.setattr("speechtrain.data.workers._STOP_SECONDS", 1.0)
+    expected, after = (Preempted, "1 s after a stop request") if is_stopping else (MachineError, "2 s")
+    try:
+        ready(pool)
+        with pytest.raises(expected, match=f"data worker {pool.pids[0]} gave no answer for {after}"):
+            next(pool.map(decoders.half, planned(1)))
+    finally:
+        pids = pool.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        pool.close()
+    assert wait_for_the_end_of(pids)
+
+
+def test_a_time_out_names_the_recordings(
+    decoder: BatchLoader, recordings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Processes(1, timeout_seconds=0.5)
+    try:
+        ready(pool)
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        item = MicroBatch(np.arange(4, dtype=np.int32), np.full(4, 100, np.int16), epoch=1, index=7)
+        names = decoder.recordings(item)
+        with pytest.raises(MachineError) as caught:
+            next(pool.map(decoder, iter([item])))
+    finally:
+        pids = pool.pids
+        os.kill(pids[0], signal.SIGKILL)
+        pool.close()
+    assert f"at micro-batch 7 of epoch 1, {', '.join(names[:3])}, and 1 more" in str(caught.value)
+    assert all(Path(name.partition("(")[2].rstrip(")")).is_file() for name in names)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_worker_outlives_the_signals_of_its_group(decoder: BatchLoader, workers: Processes) -> None:
     """Ctrl-C and Slurm signal every process; the rank still needs batches up to its last step."""
     ready(workers)
@@ -239,7 +293,11 @@ def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: 
         "    if sys.argv[2] == 'error': raise ValueError('on purpose')\n"
     )
     command = [sys.executable, str(program), recordings.corpus("m", 4), end]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 2, process.stderr and process.stderr.read()
@@ -247,4 +305,5 @@ def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: 
         process.kill()
     _, errors = process.communicate(timeout=60)
     assert wait_for_the_end_of(pids)
+    assert not list((tmp_path / "tmp").iterdir())  # the fork server's folder
     assert ("on purpose" in errors) == (end == "error")

@@ -14,6 +14,20 @@ from speechtrain.devices.affinity import Core
 from speechtrain.errors import MachineError
 
 
+def parse(text: str) -> list[Core]:
+    """Parse the output of ``lscpu --parse=CPU,CORE,SOCKET,NODE`` into cores, ordered by node.
+
+    ``0,0,0,0`` and ``4,0,0,0`` are two hyperthreads of one core. An absent node counts as 0.
+    """
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            cpu, core, socket, node = (int(field or 0) for field in line.split(",")[:4])
+            found.setdefault((node, socket, core), []).append(cpu)
+    cores = [Core(tuple(sorted(cpus)), place[0]) for place, cpus in found.items()]
+    return sorted(cores, key=lambda core: (core.node, core.first))
+
+
 def host(cores: int, nodes: int = 1, hyperthreads: int = 2) -> list[Core]:
     """CPUs numbered as Intel's firmware does: first one of every core, then the second ones."""
     text = "# CPU,Core,Socket,Node\n"
@@ -21,7 +35,7 @@ def host(cores: int, nodes: int = 1, hyperthreads: int = 2) -> list[Core]:
         for core in range(cores):
             node = core * nodes // cores
             text += f"{thread * cores + core},{core},{node},{node}\n"
-    return affinity.parse(text)
+    return parse(text)
 
 
 def test_the_masks_of_record() -> None:
@@ -43,7 +57,7 @@ def test_shares_are_disjoint_and_stay_on_a_node() -> None:
 
 
 def test_interleaved_cpus_are_sorted_by_node() -> None:
-    cores = affinity.parse("0,0,0,0\n1,1,1,1\n2,2,0,0\n3,3,1,1\n")
+    cores = parse("0,0,0,0\n1,1,1,1\n2,2,0,0\n3,3,1,1\n")
     assert cores == [Core((0,), 0), Core((2,), 0), Core((1,), 1), Core((3,), 1)]
     assert affinity.mask(affinity.share(cores, 2, 1)) == "0xa"
 
@@ -95,7 +109,7 @@ def test_this_host_agrees_with_lscpu() -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"lscpu does not run here: {error}")
-    assert affinity.parse(done.stdout) == affinity.topology()
+    assert parse(done.stdout) == affinity.topology()
 
 
 def test_every_thread_is_bound() -> None:

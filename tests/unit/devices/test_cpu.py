@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from speechtrain.compute_policy import PLAIN
-from speechtrain.devices import affinity, cpu, preload
+from speechtrain.devices import affinity, cpu, host, preload
 from speechtrain.devices.affinity import Core
 from speechtrain.devices.cpu import CPU, chip
 from speechtrain.errors import MachineError
@@ -115,6 +116,53 @@ def test_threads_share_the_physical_cores(two_nodes: list[Core], libraries: Path
     assert CPU().environment(4)["OMP_NUM_THREADS"] == "2"
     assert CPU().environment(99)["OMP_NUM_THREADS"] == "1"
     assert CPU(threads=3).environment(2)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Control groups of which a test writes the files; this process is in /pod/own."""
+    for name in ("", "memory", "cpu,cpuacct"):
+        (tmp_path / name / "pod" / "own").mkdir(parents=True)
+    lines = "4:memory:/pod/own\n3:cpu,cpuacct:/pod/own\n0::/pod/own\n"
+    monkeypatch.setattr(host, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host, "read", lambda path: lines if path.name == "cgroup" else affinity.read(path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "threads"),
+    [
+        ("pod/cpu.max", "600000 100000", "3"),  # of the parent group
+        ("pod/own/cpu.max", "50000 100000", "1"),
+        ("cpu,cpuacct/pod/own/cpu.cfs_quota_us", "200000", "1"),
+        ("cpu,cpuacct/cpu.cfs_quota_us", "400000", "2"),  # a container's own group, seen as the root
+        ("cpu.max", "max 100000", "4"),
+        ("cpu,cpuacct/pod/cpu.cfs_quota_us", "-1", "4"),
+    ],
+)
+def test_threads_share_the_quota_of_a_container(
+    two_nodes: list[Core], libraries: Path, groups: Path, file: str, text: str, threads: str
+) -> None:
+    (groups / file).write_text(text)
+    assert CPU().environment(2)["OMP_NUM_THREADS"] == threads
+
+
+def test_more_ranks_than_cpus_or_memory_are_named(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "usable_cpus", lambda: {3, 5, 7, 9})
+    end = "; lower world_size, or set device.oversubscribe=true"
+    name = platform.node()
+    assert host.oversubscription(4, 2**20) == ""
+    assert host.oversubscription(5, 0) == f"{name}: 5 ranks would share 4 CPUs{end}"
+    (groups / "cpu.max").write_text("150000 100000")
+    assert host.oversubscription(2, 0) == f"{name}: 2 ranks would share 1 CPU{end}"
+    (groups / "cpu.max").unlink()
+    for file in ("pod/memory.max", "memory/pod/own/memory.limit_in_bytes"):
+        (groups / file).write_text(str(3 * 2**28))
+        assert host.oversubscription(3, 2**28) == ""
+        parts = "weights, gradients, optimizer state, average"
+        reason = f"4 x 0.2 GiB each ({parts}) do not fit into 0.8 GiB of free memory"
+        assert host.oversubscription(4, 2**28) == f"{name}: {reason}{end}"
+        (groups / file).write_text("max")
 
 
 def test_reserved_cores_are_named_to_communication(two_nodes: list[Core], libraries: Path) -> None:

@@ -191,7 +191,7 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         checkpointer = ShardedCheckpointer(folder / name / "sharded", 3, sharded)
         run.train(5)
         states, evaluated = run.states(), run.average.averaged_state_dict(run.net)
-        checkpointer.save(5, states, evaluated, metric=0.5)
+        checkpointer.save(5, states, evaluated)
         unshared = Run(plain, name)
         unshared.train(5)
         if not rank:
@@ -379,7 +379,7 @@ def test_a_damaged_share_is_named(
     told: list[dict[str, Any]], folder: Path, tmp_path: Path, damage: str
 ) -> None:
     shutil.copytree(folder / "lamb" / "sharded", tmp_path / "run")
-    checkpointer = Checkpointer(tmp_path / "run", warn=lambda message: None)
+    checkpointer = Checkpointer(tmp_path / "run")
     (step,) = checkpointer.folders()
     share = sorted((step / "shards").iterdir())[1]
     if damage == "missing":

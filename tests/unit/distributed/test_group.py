@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
 from speechtrain.distributed.group import SingleProcess, open_group
+from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.errors import MachineError
 from speechtrain.launcher import World
 
@@ -37,7 +39,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.line(x))
-        return (self.head(hidden) if self.uses_head else hidden).square().sum()
+        # cubed: the sum of squares behind BatchNorm is constant, and its gradient nothing but rounding
+        return (self.head(hidden) if self.uses_head else hidden).pow(3).sum()
 
 
 def rows(number: int) -> Tensor:
@@ -238,6 +241,52 @@ def test_peers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         open_group(World(rank=1, size=2), timeout_seconds=1)
 
 
+def test_ranks_of_one_host_meet_on_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    given = {"MASTER_ADDR": "a.name", "MASTER_PORT": str(port), "MINE": "eth7", "GLOO_SOCKET_IFNAME": ""}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    ours, theirs = (
+        store_of_one_host(World(rank, 2, rank, 2), ("GLOO_SOCKET_IFNAME", "MINE"), 30) for rank in range(2)
+    )
+    theirs.set("key", "value")
+    assert ours.get("key") == b"value"
+    sockets = psutil.Process().net_connections("inet")
+    assert {s.laddr.ip for s in sockets if s.laddr.port == port} == {"127.0.0.1"}
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["MINE"]) == ("lo", "eth7")
+
+
+@pytest.mark.parametrize(
+    ("world", "address", "has_agent", "interface"),
+    [
+        (World(0, 4, 0, 2), "10.0.0.1", False, ""),
+        (World(0, 2, 0, 2), "", False, ""),
+        (World(0, 2, 0, 2), "10.0.0.1", True, "lo"),
+        (World(0, 2, 0, 1), "127.0.0.1", True, "lo"),
+    ],
+)
+def test_torch_finds_the_store_of_several_hosts_and_of_an_agent(
+    world: World, address: str, has_agent: bool, interface: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"MASTER_ADDR": address, "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": str(has_agent)}
+    for name, value in {**given, "MINE": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MINE")
+    assert store_of_one_host(world, ["MINE"], 30) is None
+    assert os.environ.get("MINE", "") == interface
+
+
+def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(MachineError, match=r"rank 0 of 2 did not find its peers .*in use"):
+            open_group(World(0, 2, 0, 2), timeout_seconds=5)
+
+
 TWO_OF_FOUR = [
     {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
     {
@@ -267,6 +316,12 @@ def test_every_starters_words_are_understood(environ: dict[str, str]) -> None:
     broken = {n: v if n.endswith("SIZE") or "TASKS" in n else "x" for n, v in environ.items()}
     with pytest.raises(MachineError, match="is 'x'; the launcher must set it"):
         World.from_environment(broken)
+
+
+@pytest.mark.parametrize(("node", "ranks"), [("0", 2), ("2", 2), ("3", 1)])
+def test_slurm_counts_the_ranks_of_each_node(node: str, ranks: int) -> None:
+    step = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    assert World.from_environment({**step, "SLURM_NODEID": node}).local_size == ranks
 
 
 def test_a_batch_script_of_slurm_is_one_process() -> None:

@@ -27,6 +27,8 @@ from speechtrain.interop.wav2vec2 import Pretrained, describe, outward
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
+from .conftest import make
+
 LARGE: dict[str, Any] = {
     "conv_bias": True,
     "conv_norm": "layer",
@@ -123,6 +125,24 @@ def test_round_trip_is_bit_equal(pretrained: Pretrained, tmp_path: Path) -> None
     assert sorted(again.weights) == sorted(pretrained.weights)
     assert all(torch.equal(value, pretrained.weights[name]) for name, value in again.weights.items())
     assert not [path for path in tmp_path.iterdir() if path.name != "c.pt"]
+
+
+FINE_TUNING_SETS = (
+    *("dropout", "activation_dropout", "dropout_input", "attention_dropout", "encoder_layerdrop"),
+    *("feature_grad_mult", "checkpoint_activations", "require_same_masks", "mask_dropout", "mask_prob"),
+    *("mask_length", "mask_selection", "mask_other", "no_mask_overlap", "mask_min_space"),
+    *("mask_channel_prob", "mask_channel_length", "mask_channel_selection", "mask_channel_other"),
+    *("no_mask_channel_overlap", "mask_channel_min_space", "mask_channel_before"),
+)
+"""Settings that fairseq's fine-tuning replaces in the checkpoint, where the name is there."""
+
+
+@pytest.mark.parametrize("mask", [SpanMask(), SpanMask(kind="normal", other=2.0, overlap=False), None])
+def test_every_setting_that_fine_tuning_replaces_is_in_the_file(mask: SpanMask | None) -> None:
+    for masks in ({"mask": mask or SpanMask(probability=0.0)}, {"channel_mask": mask}):
+        task = make(**masks)
+        settings = fairseq.checkpoint_of(describe(task, task.state_dict()))["cfg"]["model"]
+        assert not [name for name in FINE_TUNING_SETS if name not in settings]
 
 
 _CONV = r"wav2vec2.feature_extractor.conv_layers.\1"
@@ -363,6 +383,33 @@ def test_settings_that_do_not_fit_are_named(small: Pretrained, tmp_path: Path) -
     assert "strides" in broken(small, path, lambda c: drop_first(c))
     assert "wav2vec 2.0" in broken(small, path, lambda c: c.update(model={"a": torch.zeros(1)}))
     assert "heads" in broken(small, path, lambda c: model(c).update(encoder_attention_heads=5))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("cross_sample_negatives", 10), ("codebook_negatives", 5), ("negatives_from_everywhere", True)),
+        *(("mask_channel_before", True), ("mask_dropout", 0.1), ("require_same_masks", False)),
+        *(("crop_seq_to_multiple", 4), ("infonce", False)),
+    ],
+)
+def test_a_setting_that_we_do_not_compute_is_refused_by_name(
+    name: str, value: Any, small: Pretrained, tmp_path: Path
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        content["cfg"]["criterion" if name == "infonce" else "model"][name] = value
+
+    assert f"{name} is {value!r}" in broken(small, tmp_path / "c.pt", change)
+
+
+def test_the_objective_of_a_fine_tuned_models_pretraining_does_not_matter(
+    small: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = fairseq.checkpoint_of(small)
+    content["cfg"]["model"]["codebook_negatives"] = 5
+    tuned(content, _Foreign(monkeypatch))
+    torch.save(content, tmp_path / "c.pt")
+    assert fairseq.read(tmp_path / "c.pt").is_encoder
 
 
 def drop_first(content: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,14 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands import export
-from speechtrain.errors import DataError, MachineError, RunError, SpeechtrainError
+from speechtrain.errors import ConfigError, DataError, MachineError, RunError, SpeechtrainError
 from speechtrain.interop import fairseq, huggingface
-from speechtrain.interop.wav2vec2 import Pretrained
+from speechtrain.interop.wav2vec2 import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights, write_imported
 from speechtrain.models.ctc import CTC
+from speechtrain.nn.masking import SpanMask
 from speechtrain.text.vocabulary import Characters
+
+from .conftest import KINDS, make
 
 needs_transformers = pytest.mark.skipif(not huggingface.is_available(), reason="transformers is missing")
 
@@ -115,8 +121,10 @@ class Weights:
 def test_a_run_its_checkpoint_and_their_files(small: Pretrained, tmp_path: Path) -> None:
     other = {name: value + 1 for name, value in small.weights.items()}
     run = Checkpointer(tmp_path / "run")
-    best = run.save(10, {"task": Weights(small.weights)}, small.weights, metric=0.1)
-    last = run.save(20, {"task": Weights(other)}, other, metric=0.2)
+    best = run.save(10, {"task": Weights(small.weights)}, small.weights)
+    run.note(10, 0.1, {})
+    last = run.save(20, {"task": Weights(other)}, other)
+    run.note(20, 0.2, {})
     assert_equal(read_weights(str(tmp_path / "run")), small.weights)
     assert_equal(read_weights(str(best)), small.weights)
     assert_equal(read_weights(str(last)), other)
@@ -158,6 +166,97 @@ def test_exports_are_loaded_by_the_real_classes(pretrained: Pretrained, tmp_path
         assert not told["mismatched_keys"], kind
         base = getattr(model, "wav2vec2", model)
         assert torch.equal(base.masked_spec_embed, pretrained.weights["encoder.mask_embedding"])
+
+
+MASKS = {"none": None, "never": SpanMask(probability=0.0), "uniform": SpanMask(kind="uniform", other=2.0)}
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("frames", "channels"), [("none", "none"), ("never", "none"), ("none", "uniform"), ("uniform", "never")]
+)
+def test_a_model_of_any_mask_passes_through_every_format(frames: str, channels: str, tmp_path: Path) -> None:
+    task = make(mask=MASKS[frames] or MASKS["never"], channel_mask=MASKS[channels])
+    whole = describe(task, task.state_dict())
+    mask = whole.encoder["mask"] if MASKS[frames] else None
+    encoder = Pretrained({**whole.encoder, "mask": mask}, {}, whole.encoder_only().weights)
+    found, _ = huggingface.read(hf_folder(encoder, tmp_path / "encoder"))
+    expected = dict(encoder.weights)
+    if "uniform" not in (frames, channels):  # Hugging Face's model has none then
+        expected["encoder.mask_embedding"] = torch.zeros(48)
+    assert_equal(found.weights, expected)
+    fairseq.write(whole, fairseq.checkpoint_of(whole), tmp_path / "c.pt")
+    between = ["--to", "huggingface", "--out", str(tmp_path / "hf")]
+    assert export.run([str(tmp_path / "c.pt"), "--from", "fairseq", *between]) == 0
+    back = ["--to", "fairseq", "--out", str(tmp_path / "back.pt")]
+    assert export.run([str(tmp_path / "hf"), "--from", "huggingface", *back]) == 0
+    assert fairseq.read(tmp_path / "back.pt").weights.keys() == whole.weights.keys()
+
+
+@needs_transformers
+def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(small: Pretrained, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        huggingface.write(small, tmp_path / "hf")
+        write_imported(small, tmp_path / "ours")
+        fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o640}
+
+
+# --- a CTC model with its head ----------------------------------------------------------------------
+
+ALPHABET = " abcdefghijklmnopqrstuvwxyz'<"
+
+
+def ctc_task(kind: str, alphabet: str = ALPHABET) -> CTC:
+    torch.manual_seed(4)
+    task = CTC(Characters(alphabet), make(kind).encoder).eval()
+    with torch.no_grad():
+        task.output.weight *= 20  # so that many symbols win
+    return task
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ctc_model_writes_the_same_text_in_hugging_face(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    task = ctc_task(kind)
+    recogniser = describe(task, task.state_dict())
+    assert huggingface.write(recogniser, tmp_path / "ctc") <= huggingface.LIMIT
+    model, told = transformers.AutoModelForCTC.from_pretrained(tmp_path / "ctc", output_loading_info=True)
+    assert type(model) is transformers.Wav2Vec2ForCTC
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "ctc")
+    audio = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (16000, 9000, 24000)]
+    for one in audio:
+        heard = processor(one.numpy(), sampling_rate=16000, return_tensors="pt")
+        with torch.no_grad():
+            theirs = processor.batch_decode(model.eval()(**heard).logits.argmax(-1))
+            (ours,) = task.hypotheses(*task.encoder.encode(batch_of(one)))
+        assert theirs == [ours.text.strip()]  # their tokenizer strips its text
+        assert len(set(ours.text)) > 4
+    assert processor.tokenizer("abc's <b").input_ids == task.tokenizer.encode("abc's <b")
+    encoder, _ = huggingface.read(tmp_path / "ctc")
+    assert encoder.is_encoder
+
+
+def batch_of(audio: Tensor) -> Batch:
+    """One row without a transcript."""
+    empty = torch.zeros(1, dtype=torch.int64)
+    lengths, ones = torch.tensor([len(audio)]), torch.ones(1)
+    return Batch(audio[None], lengths, empty[:, None], empty, ones, empty, ("a",), ("",))
+
+
+def test_a_recogniser_that_the_format_cannot_hold_is_refused_without_encoder(tmp_path: Path) -> None:
+    task = ctc_task("group", "ab|")
+    with pytest.raises(ConfigError, match=r"CTC cannot .*--encoder") as caught:
+        describe(task, task.state_dict())
+    assert "\n" not in str(caught.value)
+    assert describe(task, task.state_dict(), encoder_only=True).is_encoder
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -311,6 +410,31 @@ def test_folders_without_weights(tmp_path: Path) -> None:
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """No transformers: neither found nor imported."""
     monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+_CONVERT = "import sys; from speechtrain.commands.export import main; main()"
+
+
+@needs_transformers
+def test_a_torchaudio_that_cannot_be_loaded_is_one_clear_line(small: Pretrained, tmp_path: Path) -> None:
+    fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")
+    (tmp_path / "path" / "torchaudio").mkdir(parents=True)
+    (tmp_path / "path" / "torchaudio-2.0.dist-info").mkdir()
+    (tmp_path / "path/torchaudio/__init__.py").write_text("raise OSError('Could not load this library')")
+    metadata = "Metadata-Version: 2.1\nName: torchaudio\nVersion: 2.0\n"
+    (tmp_path / "path/torchaudio-2.0.dist-info/METADATA").write_text(metadata)
+    arguments = [str(tmp_path / "c.pt"), "--from", "fairseq", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", _CONVERT, *arguments],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 4
+    assert done.stderr.count("\n") == 1
+    assert "Could not load this library" in done.stderr
+    assert "--out" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @needs_transformers

@@ -116,13 +116,22 @@ def test_values_arrive_as_they_are_and_secrets_do_not(kind: str, monkeypatch: py
         reached = {e["name"]: expanded(e["value"], plenty) for e in container["env"] if "value" in e}
         assert {"AWKWARD": AWKWARD, "HF_HOME": AWKWARD, **numbers}.items() <= reached.items()
         command = [expanded(word, plenty) for word in container["command"]]
-        worker = macros.substitute(command[-3:], "0")  # what torchrun does to its arguments
-        assert worker == ["-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
+        worker = macros.substitute(command[-4:], "0")  # what torchrun does to its arguments
+        assert worker == ["-P", "-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
         assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
-        assert command.count(AWKWARD) == 3  # the interpreter
+        assert command.count(AWKWARD) == 4  # the interpreter
         assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
         assert ("--master-addr=first" in command) == (kind == "pytorchjob")
         assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranks_of_a_single_pod_meet_on_its_loopback_address(kind: str) -> None:
+    (*_, document) = documents(launcher(kind=kind, nodes=1).manifest(job(Path("/shared/run"))))
+    for template in templates(document):
+        words = template["spec"]["containers"][0]["command"]
+        assert "speechtrain.distributed.local_agent" in words
+        assert not [w for w in words if w.startswith(("--address", "--master", "--rdzv", "--node-rank"))]
 
 
 def test_every_text_that_some_reader_takes_for_something_else_is_quoted() -> None:
@@ -220,8 +229,8 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any]) -> None:
 
 def test_without_kubectl_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MachineError, match="there is no kubectl"):
-        launcher(volumes={"shared": str(tmp_path)}).launch(job(tmp_path))
+    said = launcher().lacking(job(tmp_path))
+    assert said.startswith("launcher=kubernetes: there is no kubectl on this machine; install it")
 
 
 def test_a_cluster_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

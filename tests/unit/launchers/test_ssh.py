@@ -68,6 +68,25 @@ def test_each_host_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         remote = shlex.split(client[-1])
         assert {"THREADS=$(id)", "HF_HOME=/a place", f"--node-rank={index}", "--nnodes=2"} < set(remote)
         assert {"--nproc-per-node=2", "--master-addr=a", "--master-port=1234"} < set(remote)
+        assert not [word for word in remote if "rdzv" in word], (
+            "torchrun's default, static, unpickles nothing"
+        )
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_the_ranks_of_a_single_host_meet_on_its_loopback_address(max_restarts: int, tmp_path: Path) -> None:
+    text = launcher(tmp_path, "a\n", max_restarts=max_restarts).render(job(tmp_path))
+    remote = shlex.split(shlex.split(text.splitlines()[1])[-1])
+    assert {"speechtrain.distributed.local_agent", f"--max-restarts={max_restarts}"} < set(remote)
+    names = ("--address", "--master", "--rdzv", "--node-rank")
+    assert not [word for word in remote if word.startswith(names)]
+
+
+def test_no_process_of_a_host_imports_from_its_folder(tmp_path: Path) -> None:
+    for line in launcher(tmp_path, "a\nb\n").render(job(tmp_path)).splitlines()[1:]:
+        remote = shlex.split(shlex.split(line)[-1])
+        before = [remote[i - 1] for i, word in enumerate(remote) if word == "-m"]
+        assert before == ["-P"] * 4, "the node's agent, the check of the host, torchrun, the ranks"
 
 
 def test_with_restarts_the_hosts_meet_at_a_store_of_the_first(tmp_path: Path) -> None:

@@ -57,14 +57,19 @@ def count(model: RNNT) -> int:
 
 
 # AIDK's logged run: 256 features, StackTime 8, 2+2 layers of 1024, no norms
-WIDE = ["encoder.features.pad_features_to=32", "encoder.stack_time=8", "encoder.post_layers=2"]
+WIDE = [
+    "model=rnnt_mlperf",
+    "encoder.features.pad_features_to=32",
+    "encoder.stack_time=8",
+    "encoder.post_layers=2",
+]
 NO_NORMS = ["encoder.feature_norm=false", "encoder.layer_norm=false", "model.prediction.layer_norm=false"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "tokenizer", "parameters"),
     [
-        (["model=rnnt"], Pieces(), 49_006_080),
+        (["model=rnnt_mlperf"], Pieces(), 49_006_080),
         (["model=rnnt_intel"], Characters(), 47_985_693),
         (["model=rnnt_aidk"], Pieces(), 21_001_216),
         (["model=rnnt_aidk", *NO_NORMS], Pieces(), 20_997_632),
@@ -77,7 +82,7 @@ def test_golden_parameter_counts(overrides: list[str], tokenizer: Tokenizer, par
 
 
 def test_initialisation_of_the_forget_gates() -> None:
-    model = built("model=rnnt", "encoder.hidden=16")
+    model = built("model=rnnt_mlperf", "encoder.hidden=16")
     for layer in range(2):
         lstm = model.encoder.pre_rnn.lstm  # type: ignore[union-attr]
         assert torch.equal(getattr(lstm, f"bias_ih_l{layer}")[16:32], torch.full((16,), 0.5))

@@ -78,7 +78,7 @@ def test_wav2vec2_base() -> None:
     assert schedule.rate(16_001) == pytest.approx(2.5e-4, rel=1e-12)
     assert schedule.rate(216_001) == pytest.approx(2.5e-4, rel=1e-12)
     assert schedule.rate(32_001) == 5e-4
-    assert schedule.rate(1) == pytest.approx(5e-4 / 32_000)  # before the first update
+    assert schedule.rate(1) == 0  # as traced in fairseq's trainer, which has done no update then
     assert schedule.rate(2) == pytest.approx(5e-4 / 32_000)
     assert schedule.rate(400_000) > 0
     assert schedule.rate(400_001) == schedule.rate(10**7) == 0
@@ -148,11 +148,23 @@ def test_a_resume_keeps_the_first_plan(cls: Any) -> None:
     assert [resumed.rate(s) for s in range(1, 70)] == [first.rate(s) for s in range(1, 70)]
 
 
+@pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
+def test_a_warm_up_of_null_is_8_percent_of_the_first_plan(cls: Any) -> None:
+    for steps, warmup in ((375, 30), (400_000, 32_000), (1_000_000, 32_000), (5, 0)):
+        derived, typed = cls(0.1, None, planned_steps=steps), cls(0.1, warmup, planned_steps=steps)
+        assert derived.warmup == warmup
+        assert [derived.rate(s) for s in range(1, 400)] == [typed.rate(s) for s in range(1, 400)]
+    resumed = cls(0.1, None, planned_steps=9000)
+    resumed.load_state_dict(cls(0.1, None, planned_steps=375).state_dict())
+    assert resumed.warmup == 30
+
+
 def test_a_resume_keeps_the_length_of_an_epoch() -> None:
     first = WarmupHoldExponential(0.1, 2, 2, 0.5, steps_per_epoch=5)
     resumed = WarmupHoldExponential(0.1, 2, 2, 0.5, steps_per_epoch=7)
     resumed.load_state_dict(first.state_dict())
     assert [resumed.rate(s) for s in range(1, 70)] == [first.rate(s) for s in range(1, 70)]
+    assert resumed.warmup == 10
 
 
 def test_a_schedule_without_a_plan_has_no_state() -> None:

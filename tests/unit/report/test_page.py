@@ -20,7 +20,6 @@ from rapidfuzz.distance import Levenshtein
 
 from speechtrain.commands._cli import guarded
 from speechtrain.commands.report import run as report
-from speechtrain.errors import RunError
 from speechtrain.report.chart import Chart, Line, short, smoothed
 from speechtrain.report.page import align, page
 from speechtrain.report.run import Curve, differing, names_of, read_run
@@ -489,10 +488,32 @@ def test_a_missing_or_empty_directory_is_one_line_and_code_5(tmp_path: Path) -> 
         assert line.startswith(f"speechtrain: error: {argument}: {words}")
 
 
-def test_a_folder_of_runs_is_refused_with_a_hint(tmp_path: Path) -> None:
-    _whole_run(tmp_path / "sweep" / "0")
-    with pytest.raises(RunError, match=r"did you mean .*sweep/0\?"):
-        read_run(tmp_path / "sweep")
+def test_a_folder_of_runs_is_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        about = {"argv": [], "overrides": ["recipe=demo", f"run_dir={name}", f"optimizer.lr={ord(name)}"]}
+        (_whole_run(tmp_path / "sweep" / name) / "run.json").write_text(json.dumps(about))
+    (tmp_path / "sweep" / "multirun.yaml").write_text("")
+    assert report([str(tmp_path / "sweep")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'sweep' / 'comparison.html'}\n"
+    page = Page((tmp_path / "sweep" / "comparison.html").read_text())
+    assert "optimizer.lr=97 finished" in page.words  # not the folder's name, a hash
+    assert "optimizer.lr=98, test" in page.words
+
+
+def test_the_score_is_that_of_the_checkpoint_that_is_used(tmp_path: Path) -> None:
+    rates = {10: (0.2, 3.0), 20: (0.1, 2.0), 30: (0.1, 1.0), 40: (0.4, 0.5)}
+    events = []
+    for step, (wer, loss) in rates.items():
+        events.append(("valid", {"step": step, "set": "dev", "wer": wer, "loss": loss}))
+        events.append(("valid", {"step": step, "set": "test", "wer": 1 - wer, "loss": 1.0}))
+    note = tmp_path / "run" / "checkpoints" / "best.json"
+    note.parent.mkdir(parents=True)
+    note.write_text('{"name": "step-00000030", "metric": 0.1}')
+    words = _page(_write(tmp_path / "run", *events)).words
+    assert "WER dev 10.00 % best, at step 30; last 40.00 %" in words
+    assert "WER test 90.00 % best, at step 30; last 60.00 %" in words
+    (tmp_path / "run" / "result.json").write_text('{"status": "finished", "checkpoint": "step-00000010"}')
+    assert "WER dev 20.00 % best, at step 10; last 40.00 %" in _page(tmp_path / "run").words
 
 
 def test_a_page_that_cannot_be_written_names_the_fix(

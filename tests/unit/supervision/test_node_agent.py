@@ -13,7 +13,7 @@ import pytest
 from speechtrain.run_directory import RESULT, rank_folder
 from speechtrain.supervision import node_agent as node
 from speechtrain.supervision.node_agent import MODULE
-from speechtrain.supervision.process_tree import is_running
+from speechtrain.supervision.process_tree import children_of, is_running
 
 AGENT = """
 import pathlib, signal, subprocess, sys
@@ -54,6 +54,17 @@ def test_told_to_stop_or_left_alone_it_asks_its_rank(tmp_path: Path, word: bytes
     process.communicate(word, timeout=60)  # and closes the standard input
     assert process.returncode == 7
     assert not is_running(rank)
+
+
+def test_a_node_that_is_stopped_before_it_has_ranks_exits_with_a_code_to_retry(tmp_path: Path) -> None:
+    """As a pod that waits for its peers, which else would be killed after its grace period."""
+    options = [f"--outcome={tmp_path}", "--retry-from=128", str(tmp_path / "agent.log"), "--"]
+    waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen([sys.executable, "-m", MODULE, "run", *options, *waiting])
+    while not children_of(process.pid):
+        assert process.poll() is None
+    process.terminate()
+    assert process.wait(30) == 128 + 75
 
 
 @pytest.mark.parametrize("word", [node.KILL, b""])

@@ -40,7 +40,7 @@ def test_who_would_be_ended_by_a_signal(first: str, expected: bool) -> None:
 
 def test_a_module_is_found_below_those_that_only_start_it() -> None:
     """``env`` and a shell have the module's line in their own, and its fork looks like it."""
-    inner = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    inner = [sys.executable, "-P", "-m", "http.server", "--bind", "127.0.0.1", "0"]
     line = ["sh", "-c", '"$@"; true', "-", "sh", "-c", '"$@"; true', "-", *inner]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as shell:
         assert shell.stdout is not None

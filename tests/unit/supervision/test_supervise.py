@@ -17,6 +17,7 @@ import pytest
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import Job, shell_line
 from speechtrain.supervision.process_tree import children_of
+from speechtrain.supervision.rendezvous import agent_command
 from speechtrain.supervision.supervise import supervise
 
 # what a worker does: act on the signals that waited while it could not
@@ -154,7 +155,7 @@ def test_a_signal_for_what_could_not_be_started_harms_nobody(monkeypatch: pytest
         raise FileNotFoundError("no such program")
 
     sent: list[int] = []
-    monkeypatch.setattr("speechtrain.supervision.supervise._start", unable)
+    monkeypatch.setattr("speechtrain.supervision.supervise.subprocess.Popen", unable)
     monkeypatch.setattr("speechtrain.supervision.supervise.os.killpg", lambda pid, number: sent.append(pid))
     monkeypatch.setattr("speechtrain.supervision.supervise._kill", lambda pid, number: sent.append(pid))
     with pytest.raises(FileNotFoundError):
@@ -162,13 +163,45 @@ def test_a_signal_for_what_could_not_be_started_harms_nobody(monkeypatch: pytest
     assert sent == []
 
 
-@pytest.mark.parametrize("ready", [0, 1, 2])
+@pytest.mark.parametrize("ready", [1, 2])
 def test_the_first_signal_is_for_an_agents_ranks(
     tmp_path: Path, ready: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert signalled_agent(tmp_path, signal.SIGTERM, ready=ready) == 0
     assert capfd.readouterr().err == "speechtrain: warning: of a rank\n"
     assert "a warning of the agent" in (tmp_path / "agent.log").read_text()
+
+
+WAITING = """
+import sys, time
+print("W1121 03:40:12.1 4711 a host that does not resolve", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_agent_without_ranks_shows_what_it_waits_for_and_ends_after_a_signal(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun waits for minutes where a host's name does not resolve, without a word on the terminal."""
+    monkeypatch.setattr("speechtrain.supervision.supervise._QUIET_SECONDS", 0.5)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send() -> None:
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) is not before)
+        time.sleep(1.5)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    begun = time.monotonic()
+    try:
+        assert supervise([sys.executable, "-c", WAITING], os.environ, tmp_path / "agent.log") == 75
+    finally:
+        thread.join()
+    assert time.monotonic() - begun < 20
+    said = "speechtrain: warning: no rank runs yet; W1121 03:40:12.1 4711 a host that does not resolve\n"
+    assert capfd.readouterr().err == said
 
 
 def test_the_second_signal_kills_an_agent_and_its_ranks(tmp_path: Path) -> None:
@@ -219,8 +252,8 @@ time.sleep(120)
 
 
 def test_a_rank_that_does_not_end_after_anothers_failure_is_killed(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    line += ["--no-python", sys.executable, "-c", DEAF, str(tmp_path)]
+    line = agent_command(sys.executable, ranks=2, nodes=1)
+    line += [sys.executable, "-c", DEAF, str(tmp_path)]
     log = tmp_path / "agent.log"
     assert supervise(line, os.environ, agent_log=log, grace=0.1) != 0
     assert "exitcode: 3" in log.read_text()
@@ -268,7 +301,7 @@ def test_the_local_launcher_starts_one_process(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="use launcher=torchrun, or set world_size=1"):
         Local().check(Job(tmp_path / "c.yaml", tmp_path, world_size=2))
     rendered = Local().render(Job(tmp_path / "c.yaml", tmp_path, environment={"A": "1"}))
-    assert rendered == f"A=1 {sys.executable} -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
+    assert rendered == f"A=1 {sys.executable} -P -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
 
 
 def test_the_default_launcher_counts_the_ranks(tmp_path: Path) -> None:
@@ -280,12 +313,11 @@ def test_the_default_launcher_counts_the_ranks(tmp_path: Path) -> None:
     one, two = (Job(tmp_path / "c.yaml", tmp_path, size, {"A": "1"}) for size in (1, 2))
     for job in (one, two):
         launcher.check(job)
-    assert launcher.render(one) == f"A=1 {sys.executable} -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
+    assert launcher.render(one) == f"A=1 {sys.executable} -P -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
     assert launcher.render(two) == (
-        "A=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9 "
-        f"{sys.executable} -m torch.distributed.run --standalone --local-addr=127.0.0.1 "
-        f"--nproc-per-node=2 --max-restarts=2 --no-python {sys.executable} -m speechtrain.train_rank "
-        f"{tmp_path / 'c.yaml'}"
+        f"A=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=9 {sys.executable} -P -m speechtrain.distributed.local_agent "
+        f"--nnodes=1 --nproc-per-node=2 --max-restarts=2 --log-dir=/dev/null --no-python {sys.executable} "
+        f"-P -m speechtrain.train_rank {tmp_path / 'c.yaml'}"
     )
     with pytest.raises(ValueError, match="max_restarts=-1"):
         Torchrun(max_restarts=-1)

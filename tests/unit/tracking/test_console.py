@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from speechtrain.errors import ConfigError
-from speechtrain.tracking.console import Console, duration, metric, start_line
+from speechtrain.run_directory import metric
+from speechtrain.tracking.console import Console, TextLog, duration, start_line
 
 START = {"steps": 5000, "parameters": 480029}
 TRAIN = {
@@ -66,6 +69,20 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == "warning  slow [bold]disk[/]\n"
 
 
+def test_the_log_of_a_run_has_the_lines_of_a_plain_console(tmp_path: Path) -> None:
+    log = TextLog(tmp_path)
+    for event, values in {"valid": VALID, "warning": {"message": "slow\x1b disk"}, "checkpoint": {}}.items():
+        log.log(event, values)
+    log.log("end", {"status": "failed", "steps": 3, "error": "the disk is full"})
+    lines = (tmp_path / "output.log").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line) for line in lines)
+    assert [line.partition(" ")[2] for line in lines] == [
+        "valid    50  test  wer 3.21 %  loss 4.56  3.2 s",
+        r"warning  slow\x1b disk",
+        "end      failed after 3 steps: the disk is full",
+    ]
+
+
 def test_plain_lines_keep_their_columns(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     console.log("start", START)
@@ -100,7 +117,7 @@ def test_transcripts_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str
     row = {"id": "a", "reference": "a\x1b[31m\nb", "hypothesis": "\r\x9b2Jc"}
     Console().log("examples", {"step": 1, "set": "a", "rows": [row]})
     out = capsys.readouterr().out
-    assert out.splitlines() == ["         ref  a [31m b", "         hyp    2Jc"]
+    assert out.splitlines() == [r"         ref  a\x1b[31m b", r"         hyp   \x9b2Jc"]
 
 
 def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:

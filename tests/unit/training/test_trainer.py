@@ -18,7 +18,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
-from speechtrain.errors import ConfigError, Diverged, MachineError, RunError
+from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted, RunError
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP16, FP32, Precision
@@ -79,9 +79,10 @@ class Line(Task):
 class Counted(DataModule):
     """Micro-batches whose content is a function of their address; row counts are ragged."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails: dict[str, Exception] | None = None) -> None:
         self.next = 0
         self.is_validating = False
+        self.fails = fails or {}
 
     @property
     def micro_batches_per_epoch(self) -> int:
@@ -105,6 +106,8 @@ class Counted(DataModule):
             for micro in range(accumulate):
                 if micro == accumulate - 1:
                     self.next = first + world_size * accumulate
+                if error := self.fails.get(str(first + micro * world_size + rank)):
+                    raise error
                 yield self.at(first + micro * world_size + rank)
 
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
@@ -112,6 +115,8 @@ class Counted(DataModule):
 
     def _validating(self) -> Iterator[Batch]:
         self.is_validating = True
+        if error := self.fails.get("valid"):
+            raise error
         yield from (self.at(1000), self.at(1001))
         self.is_validating = False
 
@@ -145,14 +150,14 @@ class Rig:
         precision: Precision | None = None,
         stop_in_validation: bool = False,
         alarms: list[int] | None = None,
+        fails: dict[str, Exception] | None = None,
         **limits: Any,
     ) -> None:
         run_dir.mkdir(exist_ok=True)
         self.task = Line(poison, alarms)
-        self.data = Counted()
+        self.data = Counted(fails)
         self.recorder = Recorder()
         settings = replace(TrainerConfig(log_every=1, validate_every=1000, ema=0.9), **limits)
-        warn = lambda message: self.recorder.log("warning", {"message": message})  # noqa: E731
 
         def stop() -> bool:
             if stop_in_validation:
@@ -160,7 +165,7 @@ class Rig:
             return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
 
         self.trainer = Trainer(
-            settings, CPU(), precision or FP32(), SingleProcess(), Checkpointer(run_dir, 3, warn),
+            settings, CPU(), precision or FP32(), SingleProcess(), Checkpointer(run_dir, 3),
             self.recorder, 1, run_dir, stop,
         )  # fmt: skip
         self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
@@ -327,13 +332,15 @@ def test_a_finished_run_does_not_train_again(tmp_path: Path) -> None:
     assert Rig(tmp_path, max_steps=7).losses.keys() == {6, 7}
 
 
-def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = Rig(tmp_path / "a", max_steps=12)
     Rig(tmp_path / "b", max_steps=8, save_every=4)
     (tmp_path / "b" / "checkpoints" / "step-00000008" / "state.pt").write_bytes(b"torn")
     continued = Rig(tmp_path / "b", max_steps=12, save_every=4)
     assert continued.recorder.of("resume") == [{"step": 4}]
-    assert "step-00000008" in continued.recorder.of("warning")[0]["message"]
+    assert "step-00000008" in caplog.messages[0]
     assert continued.losses == {s: v for s, v in whole.losses.items() if s > 4}
 
 
@@ -380,6 +387,70 @@ def test_a_validation_that_was_left_is_made_up_for(tmp_path: Path) -> None:
     assert [row["step"] for row in figures] == [3, 6]
     assert figures == [{k: v for k, v in row.items() if k != "seconds"} for row in whole.recorder.of("valid")]
     assert not list((tmp_path / "b" / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("place", ["valid", "9", "11"])
+def test_an_error_of_data_loses_no_update(tmp_path: Path, place: str) -> None:
+    """In a validation, at the first or at a later micro-batch of an update: a run goes on there."""
+    settings = {"max_steps": 8, "validate_every": 4, "save_every": 100, "accumulate": 2}
+    whole = Rig(tmp_path / "whole", **settings)
+    with pytest.raises(DataError, match="the file vanished"):
+        Rig(tmp_path / "run", fails={place: DataError("the file vanished")}, **settings)
+    done = 4 if place == "valid" else int(place) // 2
+    assert Checkpointer(tmp_path / "run").folders()[-1].name == f"step-{done:08d}"
+    again = Rig(tmp_path / "run", **settings)
+    assert again.recorder.of("resume") == [{"step": done}]
+    assert again.losses == {step: loss for step, loss in whole.losses.items() if step > done}
+    assert [row["step"] for row in again.recorder.of("valid")] == ([4, 8] if place == "valid" else [8])
+
+
+def test_a_batch_that_never_came_before_a_stop_is_a_stop(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, fails={"5": Preempted("no answer")}, max_steps=8)
+    assert (rig.status, rig.trainer.progress.step) == ("preempted", 5)
+    assert Rig(tmp_path, max_steps=8).losses.keys() == {6, 7, 8}
+
+
+def test_an_error_in_the_midst_of_an_update_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights may have moved and others not."""
+    step = torch.optim.AdamW.step
+    calls: list[int] = []
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("in the midst")
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
+    with pytest.raises(RuntimeError, match="in the midst"):
+        Rig(tmp_path, max_steps=8, save_every=3)
+    assert [folder.name for folder in Checkpointer(tmp_path).folders()] == ["step-00000003"]
+
+
+def test_diverged_weights_take_no_place_of_older_ones(tmp_path: Path) -> None:
+    with pytest.raises(Diverged):
+        Rig(tmp_path, max_steps=10, save_every=3, alarms=[5])
+    assert [folder.name for folder in Checkpointer(tmp_path).folders()] == ["step-00000003"]
+
+
+def test_a_loss_that_was_never_finite_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="none of 4 updates had a finite loss"):
+        Rig(tmp_path, max_steps=4, poison=set(range(9)), max_bad_updates=100)
+    assert Rig(tmp_path / "one", max_steps=4, poison={0, 1, 2}, max_bad_updates=100).status == "finished"
+
+
+def test_a_validation_is_saved_without_being_repeated(tmp_path: Path) -> None:
+    """It is noted in the checkpoint, which is written before."""
+    first = Rig(tmp_path, max_steps=6, validate_every=3)
+    events = [name for name, _ in first.recorder.events if name in ("checkpoint", "valid")]
+    assert events == ["checkpoint", "valid", "checkpoint", "valid"]
+    again = Rig(tmp_path, max_steps=6, validate_every=3)
+    assert again.recorder.of("valid") == []
+    assert again.trainer.progress.metrics == first.trainer.progress.metrics
+    assert again.trainer.progress.validated == 6
+    assert Checkpointer(tmp_path).best()[1] == min(row["loss"] for row in first.recorder.of("valid"))
 
 
 def test_a_stop_before_the_first_step_makes_none(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Opening of one recording from an untrusted file: its header, or the reason why it is unusable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from speechtrain.errors import one_line
+from speechtrain.files import open_regular
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
+
+MOST_CHANNELS = 1_024
+RATES = (1_000, 768_000)
+"""Sampling rates in Hz; a header with any other is damaged, and a filter for it is too large."""
+
+
+class Unusable(Exception):
+    """Audio that cannot be used; ``reason`` is a key of ``data.batches.REASONS``."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@contextlib.contextmanager
+def open_recording(path: str) -> Iterator[SoundFile]:
+    """A context with an open recording, whose header has been checked.
+
+    libsndfile gets an open file and no name: nothing reads the name as a command, a URL or a device. Raises
+    Unusable.
+    """
+    from soundfile import LibsndfileError, SoundFile
+
+    try:
+        file = open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Unusable("missing", path) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(str(error), 300)
+        raise Unusable("unreadable", f"{path}: {reason}") from None
+    with file:
+        start = os.pread(file.fileno(), 1024, 0)
+        if not start:
+            raise Unusable("empty_file", path)
+        if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
+            remedy = f"convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
+            raise Unusable("unreadable", f"{path}: compressed by Shorten; {remedy}")
+        try:
+            recording = SoundFile(file.fileno(), closefd=False)
+        except LibsndfileError as error:
+            raise Unusable("unreadable", f"{path}: {error.error_string}") from None
+        with or_unusable(path), recording:
+            rate, channels = recording.samplerate, recording.channels
+            if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
+                told = f"its sampling rate is {rate} Hz, of {channels} channels"
+                raise Unusable("unreadable", f"{path}: {told}")
+            yield recording
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a recording says of itself."""
+
+    frames: int
+    samplerate: int
+    channels: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.frames / self.samplerate
+
+
+def read_header(path: str) -> Header:
+    """The header of a recording. Raises Unusable, also where it has no samples."""
+    with open_recording(path) as file:
+        if file.frames < 1:
+            raise Unusable("no_samples", path)
+        return Header(file.frames, file.samplerate, file.channels)
+
+
+def header(path: str) -> Header | None:
+    """The header of a recording with samples, or None if there is none."""
+    try:
+        return read_header(path)
+    except Unusable:
+        return None
+
+
+@contextlib.contextmanager
+def or_unusable(path: str) -> Iterator[None]:
+    """Convert any other error to Unusable: lhotse and libsndfile raise many kinds for a damaged file."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Exception as error:
+        message = one_line(str(error), 300) or type(error).__name__
+        raise Unusable("unreadable", message if path in message else f"{path}: {message}") from None

@@ -1,0 +1,34 @@
+"""Torchrun for the ranks of one host: ``python -m speechtrain.distributed.local_agent OPTIONS … COMMAND …``.
+
+Torchrun's own rendezvous listens on all addresses, and unpickles what any client has written there.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from speechtrain.distributed.loopback import ADDRESS, loopback_store
+
+
+class _Loopback(StaticTCPRendezvous):
+    """An agent without peers. A restart has a new store: the last one has the addresses of dead ranks."""
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback_store()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(ADDRESS, store.port))
+
+
+if __name__ == "__main__":
+    rendezvous_handler_registry.register("loopback", lambda _: _Loopback(ADDRESS, 0, 0, 1, "loopback", 60))
+    run.main(["--rdzv-backend=loopback", *sys.argv[1:]])

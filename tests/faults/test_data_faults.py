@@ -1,0 +1,114 @@
+"""Data that change or vanish under a run: named, no update lost, and nothing trained on without a word."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechtrain.commands import prepare
+
+from ..integration.conftest import TINY, finish, wait_for
+from .conftest import SLOW_DATA, Run
+
+PLAN = ["trainer.max_steps=30", "trainer.save_every=100", "trainer.validate_every=10"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with 48 and 4 recordings and two manifests, as a user has them."""
+    folder = tmp_path / "corpus"
+    assert prepare.run(["digits", "--out", str(folder), "--train", "48", "--valid", "4"]) == 0
+    return folder
+
+
+@pytest.fixture
+def found(run: Callable[..., Run], corpus: Path) -> Run:
+    """A run on the manifests of ``corpus``."""
+    made = run("run")
+    kept = [a for a in TINY if not a.startswith(("recipe=", "data."))]
+    own = ["recipe=demo", "data=manifest", f"data.train={corpus}/train.jsonl", "data.batch.count=4"]
+    sets = [f"data.valid.dev={corpus}/valid.jsonl", "data.workers=0", *SLOW_DATA, *PLAN]
+    made.arguments = [*own, *kept, *sets, f"run_dir={made.run_dir}"]
+    return made
+
+
+def cuts(manifest: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in manifest.read_text().splitlines()]
+
+
+def audio_of(cut: Mapping[str, Any]) -> Path:
+    return Path(cut["recording"]["sources"][0]["source"])
+
+
+def write(manifest: Path, lines: list[dict[str, Any]]) -> None:
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_an_evaluation_file_that_vanishes_loses_no_update(
+    found: Run, corpus: Path, figures: Callable[[str], None]
+) -> None:
+    found.environment["FAULTS_PAUSE"] = "0.2"
+    process = found.start()
+    wait_for(lambda: found.step() >= 2, process)
+    audio = audio_of(cuts(corpus / "valid.jsonl")[0])
+    audio.rename(audio.with_suffix(".away"))
+    ended = finish(process)
+    assert ended.returncode == 3, ended.stderr
+    assert audio.name in ended.stderr
+    reached = found.step()
+    assert found.checkpoints()[-1].name == f"step-{reached:08d}"
+    audio.with_suffix(".away").rename(audio)
+    again = found.run()
+    assert again.returncode == 0, again.stderr
+    assert [e["step"] for e in found.events("resume")] == [reached]
+    assert [e["step"] for e in found.events("valid")] == [10, 20, 30]
+    figures(f"code 3, saved at step {reached}, then finished with all validations")
+
+
+def test_a_training_set_that_changes_is_refused(
+    found: Run, corpus: Path, figures: Callable[[str], None]
+) -> None:
+    done = found.run("trainer.max_steps=4")
+    assert done.returncode == 0, done.stderr
+    manifest = corpus / "train.jsonl"
+    sound, lines = manifest.read_text(), cuts(manifest)
+
+    def spoken(text: str) -> list[dict[str, Any]]:
+        return [{**c, "supervisions": [{**s, "text": text} for s in c["supervisions"]]} for c in lines]
+
+    for changed in (spoken("nine nine nine"), lines[:-1], lines[::-1]):
+        write(manifest, changed)
+        refused = found.run("trainer.max_steps=8")
+        assert refused.returncode == 3, refused.stderr
+        assert refused.stderr.count("\n") == 1
+    manifest.write_text(sound[:-20])  # half a line
+    refused = found.run("trainer.max_steps=8")
+    assert refused.returncode == 3, refused.stderr
+    manifest.write_text(sound)
+    os.utime(manifest)
+    done = found.run("trainer.max_steps=8")
+    assert done.returncode == 0, done.stderr
+    assert found.step() == 8
+    figures("4 of 4 changes refused with code 3, a touched manifest goes on")
+
+
+def test_recordings_that_become_unreadable_end_the_run_saved(
+    found: Run, corpus: Path, figures: Callable[[str], None]
+) -> None:
+    found.environment["FAULTS_PAUSE"] = "0.2"
+    process = found.start("data.max_bad=3")
+    wait_for(lambda: found.step() >= 2, process)
+    for cut in cuts(corpus / "train.jsonl")[::2]:
+        audio_of(cut).write_bytes(b"RIFFxxxx")
+    ended = finish(process)
+    assert ended.returncode == 3, ended.stderr
+    assert "training recordings are unusable" in ended.stderr
+    assert found.checkpoints()[-1].name == f"step-{found.step():08d}"
+    listed = (found.run_dir / "skipped.jsonl").read_text().splitlines()
+    assert len(listed) == 4
+    figures(f"code 3 after {len(listed)} unreadable recordings, saved at step {found.step()}")

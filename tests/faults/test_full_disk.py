@@ -1,0 +1,156 @@
+"""A disk that fills at each file of a run in turn: code 4, nothing lost, and the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from speechtrain.checkpoint.whole import Checkpointer
+
+from ..conftest import Disk
+from ..integration.conftest import DEADLINE, wait_for
+from .conftest import Run
+
+PLAN = ["trainer.max_steps=6", "trainer.save_every=2", "trainer.validate_every=2", "trainer.keep=1"]
+FILLING = ["data._target_=parts.FillingData", "data.valid.unheard.utterances=2"]
+MOMENTS = {
+    "state.pt": ("train", 0),
+    "model.safetensors": ("train", 640 << 10),
+    "checkpoint.json": ("train", 738 << 10),
+    "a validation's note": ("valid", 0),
+    "result.json": ("close", 0),
+}
+"""When the disk fills, and how many bytes stay free: the state has 600 KB, the weights have 145 KB."""
+
+
+def on(disk: Disk, environment: dict[str, str], *overrides: str) -> Run:
+    """A run on a disk of its own."""
+    return Run(disk.path / "run", environment, [*PLAN, *overrides])
+
+
+def finished(run: Run) -> bool:
+    return (run.run_dir / "result.json").exists() and run.result()["status"] == "finished"
+
+
+def check_sound(run: Run) -> None:
+    """What must hold whatever failed: all checkpoints are whole, and the best of the record is there."""
+    checkpointer = Checkpointer(run.run_dir)
+    for folder in checkpointer.folders():
+        checkpointer.verify(folder)
+    noted = [e for e in run.events("checkpoint") if (run.run_dir / "checkpoints" / e["path"]).exists()]
+    assert not noted or checkpointer.folders()
+    if finished(run):
+        assert f"step-{run.result()['steps']:08d}" in {folder.name for folder in checkpointer.folders()}
+
+
+@pytest.mark.parametrize("file", MOMENTS)
+def test_a_disk_that_fills_in_training(
+    disk: Disk, environment: dict[str, str], file: str, figures: Callable[[str], None]
+) -> None:
+    run = on(disk, environment, *FILLING)
+    moment, left = MOMENTS[file]
+    run.environment |= {"FILL_AT": moment, "FILL_LEFT": str(left)}
+    ended = run.run()
+    # of the manifest's one page, the record may take the place before it
+    assert ended.returncode == 4 or file == "checkpoint.json", ended.stderr
+    assert "Traceback" not in ended.stderr
+    check_sound(run)
+    assert finished(run) == (ended.returncode == 0)
+    del run.environment["FILL_AT"]
+    disk.free()
+    saved = [folder.name for folder in run.checkpoints()]
+    again = run.run()
+    assert again.returncode == 0, again.stderr
+    check_sound(run)
+    assert finished(run)
+    assert sorted(run.losses()) == list(range(1, 7))
+    figures(f"code 4 with {len(saved)} checkpoints kept, then finished")
+
+
+def test_a_disk_without_room_for_the_nth_file(
+    disk: Disk, environment: dict[str, str], figures: Callable[[str], None]
+) -> None:
+    """Each file of a run is one that fails once, from its folder to its last checkpoint's."""
+    codes = []
+    for files in range(1, 40):
+        run = on(disk, environment)
+        disk.mount(f"remount,nr_inodes={files}")
+        ended = run.run()
+        codes.append(ended.returncode)
+        assert ended.returncode in (0, 4), (files, ended.stderr)
+        assert "Traceback" not in ended.stderr
+        check_sound(run)
+        disk.mount("remount,nr_inodes=1000")
+        again = run.run()
+        assert again.returncode == 0, (files, again.stderr)
+        assert finished(run)
+        check_sound(run)
+        subprocess.run(["rm", "-r", str(run.run_dir)], check=True)
+        if ended.returncode == 0:
+            break
+    assert codes[-1] == 0
+    figures(f"{codes.count(4)} times code 4, each finished by the same command with room")
+
+
+def test_a_disk_that_becomes_read_only_and_writable_again(
+    disk: Disk, environment: dict[str, str], figures: Callable[[str], None]
+) -> None:
+    run = on(disk, environment, "trainer.max_steps=4000", "trainer.validate_every=4000")
+    process = run.start()
+    wait_for(lambda: len(run.checkpoints()) and run.step() > 4, process)
+    made = run.step()
+    line = ["mount", "-o", "remount,ro", str(disk.path)]
+    if subprocess.run(line, capture_output=True).returncode:  # files that are open for writing forbid it
+        subprocess.run([*line[:2], "bind,remount,ro", line[3]], capture_output=True)
+    if os.access(run.run_dir, os.W_OK):
+        process.kill()
+        process.wait(DEADLINE)
+        run.wait_until_gone()
+        pytest.skip("a mount with open files cannot be made read-only here")
+    process.send_signal(15)
+    out, err = process.communicate(DEADLINE)
+    assert process.returncode == 4, out + err
+    check_sound(run)
+    subprocess.run(["mount", "-o", "remount,rw", str(disk.path)], check=True)
+    again = run.run(f"trainer.max_steps={made + 4}")
+    assert again.returncode == 0, again.stderr
+    figures(f"code 4 at step {made}, then finished")
+
+
+def test_a_cache_on_a_full_disk_is_one_line(
+    disk: Disk, run: Callable[..., Run], figures: Callable[[str], None]
+) -> None:
+    disk.mount("remount,size=64k")
+    found = run("run", *PLAN)
+    found.environment["SPEECHTRAIN_CACHE"] = str(disk.path)
+    ended = found.run()
+    assert ended.returncode == 4, ended.stderr
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    disk.mount("remount,size=10m")
+    assert found.run().returncode == 0
+    figures("code 4 and one line, then finished")
+
+
+def test_a_data_set_on_a_disk_that_cannot_be_read_is_named(
+    run: Callable[..., Run], tmp_path: Path, figures: Callable[[str], None]
+) -> None:
+    """The cache of joined utterances is deleted in the midst of a run, and made again by the next."""
+    found = run("run", "data.workers=0", "trainer.max_steps=400", "trainer.save_every=400")
+    found.environment["SPEECHTRAIN_CACHE"] = str(tmp_path / "cache")
+    process = found.start()
+    wait_for(lambda: found.step() > 3, process)
+    subprocess.run(["rm", "-r", str(tmp_path / "cache")], check=True)
+    wait_for(lambda: found.step() > 12 or process.poll() is not None)
+    process.send_signal(15)
+    out, err = process.communicate(DEADLINE)
+    assert process.returncode in (3, 75), out + err
+    saved = found.checkpoints()[-1].name
+    assert saved == f"step-{found.step():08d}"
+    again = found.run(f"trainer.max_steps={found.step() + 2}")
+    assert again.returncode == 0, again.stderr
+    figures(f"code {process.returncode}, saved as {saved}, then finished")

@@ -1,0 +1,111 @@
+"""A config.yaml made by somebody else: refused in one line, within seconds, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config import resolved
+from speechtrain.config.build import build_data, build_encoder, build_tokenizer, dry_build
+from speechtrain.config.check import check
+from speechtrain.errors import ConfigError, RunError
+from speechtrain.report.run import read_run
+from speechtrain.text.vocabulary import Characters
+
+LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]\n" for i in range(10))
+MERGES = "".join(
+    f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' if i else f'k{j}: 1' for j in range(10))}}}\n"
+    for i in range(10)
+)
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 300))
+TEXTS = [LAUGHS, MERGES, CHAIN, "a: &a [*a]", "a: " + "[" * 100_000, "a: " + "{b: " * 500 + "1" + "}" * 500]
+TEXTS += ["a: " + "b" * 2**20, "a: '" + "${b}" * 20_000 + "'", "[1, 2]", "text", "a: \0", "", "seed: 1e999"]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_a_text_that_is_no_small_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(RunError, match="is damaged"):
+        resolved.load(tmp_path / "config.yaml")
+    assert len(read_run(tmp_path).config) <= 1  # of a report, which shows a damaged run too
+
+
+def levels(first: Any, repeat: Callable[[str], Any]) -> dict[str, Any]:
+    return {"z0": first} | {f"z{i}": repeat(f"model.z{i - 1}") for i in range(1, 10)}
+
+
+REPEATED = [
+    levels("y" * 10, lambda key: f"${{{key}}}" * 10),
+    levels("", lambda key: f"${{{key}}}" * 10),
+    levels("", lambda key: f"${{oc.select:{key}}}" * 10),
+    levels(["y"] * 10, lambda key: [f"${{{key}}}"] * 10),
+    {"a": "${model.b}", "b": "${model.a}"},
+    {"a": "${oc.create:" * 300 + "x" + "}" * 300},
+    {"a": "${no.such.resolver:x}"},
+    {"a": "${hydra:runtime.cwd}"},
+]
+
+
+@pytest.mark.parametrize("keys", REPEATED, ids=range(len(REPEATED)))
+def test_values_that_repeat_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(resolved, "_MOST_RESOLVED", 10_000)  # a tenth of the time
+    content = yaml.safe_load(resolved.dump(compose(["run_dir=x"])))
+    content["model"] |= keys
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content, width=10**6))
+    with pytest.raises(RunError, match="is damaged"):
+        resolved.load(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "encoder.pre_layers=100000000",
+        "model.prediction.layers=10000000",
+        "encoder.features.n_fft=1099511627776",
+        "encoder.features.mels=100000000",
+        "data.sample_rate=1000000000000",
+        "data.valid.unheard.utterances=1000000000",
+        "device.threads=1000000000",
+        f"encoder.hidden={10**400}",
+    ],
+)
+def test_counts_that_would_take_all_memory(overrides: str) -> None:
+    config = compose(["run_dir=x", overrides])
+    with pytest.raises(ConfigError, match="it must be at most"):
+        check(config)
+
+
+def test_a_network_that_no_machine_can_hold() -> None:
+    with pytest.raises(ConfigError, match="encoder"):
+        dry_build(compose(["run_dir=x", f"encoder.hidden={2**62}"]))
+
+
+def test_a_class_is_built_only_where_its_parameter_admits_it() -> None:
+    config = compose(["run_dir=x"])
+    config.data.valid = {"x": {"_target_": "speechtrain.train_rank.StopRequest"}}
+    with pytest.raises(ConfigError, match=r"data\.valid"):
+        build_data(config, Characters())
+    config = compose(["run_dir=x"])
+    config.encoder.features = {"_target_": "speechtrain.features.augment.Augment"}
+    with pytest.raises(ConfigError, match=r"encoder\.features"):
+        build_encoder(config)
+
+
+@pytest.mark.parametrize("node", [None, [1], "cpu", {"_target_": "speechtrain.train_rank.StopRequest"}])
+def test_a_part_that_is_none(node: Any) -> None:
+    config = compose(["run_dir=x"])
+    config.tokenizer = node
+    with pytest.raises(ConfigError, match="tokenizer"):
+        build_tokenizer(config)
+
+
+def test_a_long_alphabet_is_checked_at_once() -> None:
+    with pytest.raises(ConfigError, match="repeats 'a'"):
+        Characters("a" * 10**6)
