@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -208,9 +208,9 @@ def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def finite(content: Any) -> Any:
-    """JSON-like ``content`` with None for infinities and NaN, which JSON lacks."""
-    return json.loads(json.dumps(content), parse_constant=lambda name: None)
+def finite(content: Any, default: Callable[[Any], Any] | None = None) -> Any:
+    """``content`` as JSON gives it back, None for infinities and NaN; ``default`` as in ``json.dumps``."""
+    return json.loads(json.dumps(content, default=default), parse_constant=lambda name: None)
 
 
 def write_json(path: Path, content: Mapping[str, Any], durable: bool = True, private: bool = False) -> None:

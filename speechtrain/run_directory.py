@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,6 +27,12 @@ ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
 """The phase and stacks of each rank when a rank was stuck; one folder per time."""
+_RESULT_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("steps", "rank", "exit_code"), int),
+    **dict.fromkeys(("status", "error"), str),
+    **dict.fromkeys(("metrics", "last_metrics"), dict),
+    "is_cause": bool,
+}
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
 
 
@@ -82,14 +90,16 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
     failed = [result for result in found if result.get("status") == "failed"]
 
     def order(result: dict[str, Any]) -> tuple[bool, float]:  # hosts' clocks may differ
-        return not result.get("is_cause", True), float(result.get("failed_at", 0.0))
+        return not result.get("is_cause", True), number(result.get("failed_at")) or 0.0
 
     return min(failed, key=order, default=None)
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """The content of ``result.json``, or None if it is missing or unreadable."""
-    return read_json(run_dir / RESULT) or None
+    """The content of ``result.json``; None if it is missing, unreadable or has values of other types."""
+    found = {"status": None, **read_json(run_dir / RESULT)}
+    typed = all(isinstance(found[key], kind) for key, kind in _RESULT_TYPES.items() if key in found)
+    return found if typed else None
 
 
 def outcome(result: Mapping[str, Any]) -> str:
@@ -97,7 +107,8 @@ def outcome(result: Mapping[str, Any]) -> str:
     best, last = _figures(result.get("metrics")), _figures(result.get("last_metrics"))
     if best == last or not last:
         return best
-    return f"best at step {int(result['checkpoint'].rpartition('-')[2])}: {best}; last {last}"
+    step = re.fullmatch(r".*-0*([0-9]+)", str(result.get("checkpoint")))
+    return f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
 
 
 def _figures(metrics: Mapping[str, Any] | None) -> str:
@@ -107,10 +118,20 @@ def _figures(metrics: Mapping[str, Any] | None) -> str:
     return ", ".join(metric(name, value) for name, value in (of_sets or found).items())
 
 
+def number(value: Any) -> float | None:
+    """``value`` if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond what a float holds
+        return None
+
+
 def metric(name: str, value: Any) -> str:
     """``wer 3.21 %`` for an error rate given as a fraction, ``loss 4.56`` for anything else."""
-    if not isinstance(value, int | float):
-        return f"{name} {'-' if value is None else value}"
+    if not isinstance(value, float) and number(value) is None:
+        return f"{name} {'-' if value is None else str(value)[:20]}"
     return f"{name} {100 * value:.2f} %" if is_error_rate(name) else f"{name} {value:.4g}"
 
 

@@ -303,9 +303,7 @@ def train(
     run_dir = Path(config.run_dir)
     settings = trainer_config_for(config, world)
     seed_everything(config.seed)
-    early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)  # until there are trackers
-    logging.getLogger("speechtrain").handlers[:] = [early]
-    logging.getLogger("speechtrain").propagate = False  # lhotse gives the root logger a handler
+    early = _keep_log_lines()
     device, precision = open_device(config, world.local_rank)
     group, checkpointer = open_ranks(settings, world, device, run_dir=run_dir)
     attempt.group, attempt.checkpointer = group, checkpointer
@@ -357,6 +355,14 @@ def train(
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
         )
+
+
+def _keep_log_lines() -> MemoryHandler:
+    """Keep what is logged until there are trackers."""
+    early = MemoryHandler(_MOST_EARLY, flushLevel=sys.maxsize)
+    logging.getLogger("speechtrain").handlers[:] = [early]
+    logging.getLogger("speechtrain").propagate = False  # lhotse gives the root logger a handler
+    return early
 
 
 def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tuple[Schedule, int | None]:

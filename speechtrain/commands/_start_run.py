@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from speechtrain.config.migrations import migrate_limits
 from speechtrain.config.resolved import dump
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
@@ -53,21 +55,19 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     device.check_precision(build_precision(config))
     if config.data.get("shapes") == 0:
         device.validate_shapes([])
-    environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
-    environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(memory)}
-    forwarded, size = device.facts.forwarded_variables, int(config.world_size)
-    job = Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
+    job = _job(config, device, memory)
     launcher.check(job)
     _check_place(run_dir, launcher.files)
     if launcher.is_here(job):
-        environment |= host_environment(device, size, memory, run_dir=run_dir, is_dry=config.dry_run)
+        here = host_environment(device, job.world_size, memory, run_dir=run_dir, is_dry=config.dry_run)
+        job = replace(job, environment={**job.environment, **here})
     if config.dry_run:
         print(errors.printable(launcher.render(job), keep="\n\t"))
     refuse(launcher.lacking(job), is_warning=config.dry_run)
     if config.dry_run:
         return {"status": "dry run", "metric": None}
     if launcher.is_here(job):
-        device.check(size)
+        device.check(job.world_size)
     done = run_directory.read_result(run_dir)
     if done and _is_complete(done, run_dir) and migrate_limits(done.get("limits")) == plain["trainer"]:
         say(f"{run_dir} is done: {_describe(done)}")
@@ -95,13 +95,21 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         if is_new and result.get("is_cause", True) and isinstance(error, _FIXABLE):
             _discard(run_dir, launcher.files)
         raise error
-    result["limits"] = plain["trainer"]
-    write_json(run_dir / RESULT, result)
+    write_json(run_dir / RESULT, {**result, "limits": plain["trainer"]})
     if result["status"] == "preempted":
-        raise Preempted(f"saved at step {result['steps']} in {run_dir}; the same command continues")
+        raise Preempted(f"saved at step {result.get('steps')} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command)
     return result
+
+
+def _job(config: DictConfig, device: Device, memory: int) -> Job:
+    """What the launcher starts; a rank needs ``memory`` bytes."""
+    run_dir = Path(config.run_dir)
+    environment = {name: value for name, value in os.environ.items() if name == ALLOW_TARGETS}
+    environment |= {NETWORK_VARIABLES: " ".join(device.facts.network_variables), RANK_MEMORY: str(memory)}
+    forwarded, size = device.facts.forwarded_variables, int(config.world_size)
+    return Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
 
 
 def _conclude(config: DictConfig, command: Command) -> None:
@@ -205,12 +213,12 @@ def _discard(run_dir: Path, files: Iterable[str]) -> None:
 def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, SpeechtrainError)]
     by_code = {c.exit_code: c for c in classes}
-    found = by_code.get(result["exit_code"], SpeechtrainError)
+    found = by_code.get(result.get("exit_code", 1), SpeechtrainError)
     folder = run_directory.rank_folder(run_dir, int(result.get("rank", 0)))
     trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""
     if not result.get("is_cause", True):  # killed, or its host was lost: it wrote no error
         trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
-    return found(result["error"] + trace)
+    return found(f"{result.get('error')}{trace}")
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -17,8 +17,8 @@ from rapidfuzz.distance import Levenshtein
 
 from speechtrain import __version__
 from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short, smoothed
-from speechtrain.report.run import Curve, Run, differing, listing, mapping, names_of, number
-from speechtrain.run_directory import is_error_rate
+from speechtrain.report.run import Curve, Run, differing, listing, mapping, names_of
+from speechtrain.run_directory import is_error_rate, number
 from speechtrain.tracking.console import duration
 
 _TRAIN_CHARTS = {  # title, unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import re
 from collections import Counter
@@ -19,7 +18,7 @@ from speechtrain.config.resume_fields import flat
 from speechtrain.errors import MALFORMED, RunError
 from speechtrain.files import json_lines, log_lines, read_json, read_text, small_yaml
 from speechtrain.launcher import holds_secret
-from speechtrain.run_directory import CONFIG, RESULT, read_about, read_result
+from speechtrain.run_directory import CONFIG, RESULT, number, read_about, read_result
 from speechtrain.tracking.jsonl import NAME as METRICS
 from speechtrain.tracking.jsonl import read_metrics
 
@@ -205,7 +204,8 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
     Else it is the last parts of its path. A bare number (a job of a sweep) takes the sweep's name with it.
     """
-    typed = [[str(o) for o in listing(run.about.get("overrides")) if o[:8] != "run_dir="] for run in runs]
+    overrides = [map(str, listing(run.about.get("overrides"))) for run in runs]
+    typed = [[o for o in one if not o.startswith("run_dir=")] for one in overrides]
     own = [" ".join(o for o in one if not all(o in other for other in typed)) for one in typed]
     if len(set(own)) == len(own) > 1 and all(0 < len(name) <= _LONGEST_NAME for name in own):
         return own
@@ -227,16 +227,6 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     kept = [key for key in keys if key.rpartition(".")[2] != "run_dir"]
     values = {key: [run.config.get(key) for run in runs] for key in kept}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-
-
-def number(value: Any) -> float | None:
-    """``value`` if it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond what a float holds
-        return None
 
 
 def mapping(value: Any) -> dict[str, Any]:

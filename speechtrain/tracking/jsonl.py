@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from speechtrain.files import append_line, json_lines, log_lines
+from speechtrain.files import append_line, finite, json_lines, log_lines
 from speechtrain.tracking.base import Tracker
 
 NAME = "metrics.jsonl"
@@ -29,8 +29,8 @@ class Jsonl(Tracker):
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Append one line. Raises ``OSError`` where the file cannot be written."""
-        text = json.dumps({"event": event, "time": round(time.time(), 3), **values}, default=_plain)
-        line = json.dumps(json.loads(text, parse_constant=lambda name: None), ensure_ascii=False)
+        content = finite({"event": event, "time": round(time.time(), 3), **values}, default=_plain)
+        line = json.dumps(content, ensure_ascii=False)
         # a lone surrogate becomes the escape \udcxx, as JSON writes it
         append_line(self.path, line.encode("utf-8", "backslashreplace"))
 

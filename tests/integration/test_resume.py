@@ -32,7 +32,8 @@ def test_twenty_kills_leave_no_trace(command: Callable[..., Command], chain: str
     # the whole command once; its ranks alone from then on, as a launcher starts them
     parent = killed.start() if chain == "plain" else None
     config = killed.run_dir / "config.yaml" if parent else killed.write()
-    for number, step in enumerate(sorted(draw.sample(range(1, steps), kills))):
+    # a kill in the last validation leaves no update to the rank after it
+    for number, step in enumerate(sorted(draw.sample(range(1, steps - 8), kills))):
         before = len(killed.events("train"))
         process = None if number else parent
         if process is None:

@@ -33,7 +33,8 @@ def test_twenty_kills_leave_no_trace(
     assert forks.run(undisturbed.write()) == [0], undisturbed.result()
 
     draw = random.Random(chain)
-    steps = sorted(draw.sample(range(1, STEPS), kills))
+    # a kill in the last validation leaves no update to the rank after it
+    steps = sorted(draw.sample(range(1, STEPS - 10), kills))
     # the whole command once; its ranks alone from then on, as a launcher starts them
     command = killed.start() if chain == "padded" else None
     config = killed.run_dir / "config.yaml" if command else killed.write()

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from speechtrain.commands._start_run import _describe, _error_of, _is_complete
 from speechtrain.errors import RunError
-from speechtrain.run_directory import RESULT, RunLock, about, git_state, outcome, read_result
+from speechtrain.files import write_json
+from speechtrain.run_directory import RESULT, RunLock, about, git_state, outcome, read_failure, read_result
+from speechtrain.supervision import node_agent
 
 
 def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
@@ -52,6 +55,34 @@ def test_a_child_does_not_inherit_the_lock(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_read_is_none(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / RESULT).write_text(content)
+    assert read_result(tmp_path) is None
+
+
+@pytest.mark.parametrize("status", ["finished", "failed"])
+def test_no_flipped_bit_of_a_result_is_an_internal_error(tmp_path: Path, status: str) -> None:
+    result = {"status": status, "metric": 0.1, "metrics": {"wer": 0.1}, "last_metrics": {"wer": 0.2}}
+    result |= {"checkpoint": "step-00000012", "steps": 20, "exit_code": 4, "error": "no room"}
+    write_json(tmp_path / RESULT, {**result, "rank": 0, "failed_at": 1.5, "is_cause": True})
+    whole, read = (tmp_path / RESULT).read_bytes(), 0
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / RESULT).write_bytes(damaged)
+        if (found := read_result(tmp_path)) is not None:
+            read += 1
+            _is_complete(found, tmp_path)
+            assert _describe(found)
+            assert _error_of(found, tmp_path).args
+            read_failure(tmp_path)
+            node_agent.outcome(tmp_path)
+    assert read > len(whole), "most bits leave it JSON"
+
+
+@pytest.mark.parametrize(
+    "key", ["status", "metrics", "last_metrics", "steps", "exit_code", "rank", "is_cause"]
+)
+def test_a_result_of_another_type_is_none(tmp_path: Path, key: str) -> None:
+    write_json(tmp_path / RESULT, {"status": "finished", key: [1]})
     assert read_result(tmp_path) is None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config import resolved
@@ -56,6 +57,7 @@ def test_values_that_repeat_one_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(resolved, "_MOST_RESOLVED", 10_000)  # a tenth of the time
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in `evaluate`: no sweep before it
     content = yaml.safe_load(resolved.dump(compose(["run_dir=x"])))
     content["model"] |= keys
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content, width=10**6))

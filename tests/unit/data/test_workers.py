@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -45,6 +46,14 @@ def wait_for_the_end_of(pids: list[int]) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def kill_and_close(pool: Processes) -> None:
+    pids = pool.pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    pool.close()
+    assert wait_for_the_end_of(pids)
 
 
 @pytest.fixture
@@ -192,11 +201,7 @@ def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
         with pytest.raises(MachineError, match=r"gave no answer for 0\.5 s \(at micro-batch 0 of epoch 0\)"):
             next(pool.map(decoders.stuck, planned(1)))
     finally:
-        pids = pool.pids
-        for worker in pool._workers:
-            worker.process.kill()
-        pool.close()
-    assert wait_for_the_end_of(pids)
+        kill_and_close(pool)
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
@@ -213,11 +218,7 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
         with pytest.raises(expected, match=f"data worker {pool.pids[0]} gave no answer for {after}"):
             next(pool.map(decoders.half, planned(1)))
     finally:
-        pids = pool.pids
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        pool.close()
-    assert wait_for_the_end_of(pids)
+        kill_and_close(pool)
 
 
 def test_a_time_out_names_the_recordings(
@@ -232,9 +233,7 @@ def test_a_time_out_names_the_recordings(
         with pytest.raises(MachineError) as caught:
             next(pool.map(decoder, iter([item])))
     finally:
-        pids = pool.pids
-        os.kill(pids[0], signal.SIGKILL)
-        pool.close()
+        kill_and_close(pool)
     assert f"at micro-batch 7 of epoch 1, {', '.join(names[:3])}, and 1 more" in str(caught.value)
     assert all(Path(name.partition("(")[2].rstrip(")")).is_file() for name in names)
     assert "\n" not in str(caught.value)
@@ -293,8 +292,8 @@ def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: 
         "    if sys.argv[2] == 'error': raise ValueError('on purpose')\n"
     )
     command = [sys.executable, str(program), recordings.corpus("m", 4), end]
-    (tmp_path / "tmp").mkdir()
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    folder = Path(tempfile.mkdtemp())  # a short name: a socket's path has at most 107 letters
+    environment = {**os.environ, "TMPDIR": str(folder)}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -305,5 +304,5 @@ def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: 
         process.kill()
     _, errors = process.communicate(timeout=60)
     assert wait_for_the_end_of(pids)
-    assert not list((tmp_path / "tmp").iterdir())  # the fork server's folder
+    folder.rmdir()  # empty: the fork server removes its own
     assert ("on purpose" in errors) == (end == "error")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,10 +187,13 @@ def hugging_face(ours: Wav2Vec2Encoder, norm: str, bias: bool, pre_norm: bool) -
 def test_hidden_states_and_gradients_of_hugging_face(
     norm: str, bias: bool, pre_norm: bool, attention: str
 ) -> None:
+    """In fp64: in fp32, the rounding of some chips comes to 1e-5 of the largest gradient."""
     policy = ComputePolicy(attention=attention)
     ours = make(policy, conv_norm=norm, conv_bias=bias, pre_norm=pre_norm, gradient_scale=1.0, **CALM)
-    theirs = hugging_face(ours, norm, bias, pre_norm)
+    theirs = hugging_face(ours, norm, bias, pre_norm).double()
+    ours.double()
     batch = make_batch(9000, 6000)
+    batch = replace(batch, audio=batch.audio.double())
     frames = torch.tensor([ours.frames(9000), ours.frames(6000)])
     chosen = torch.rand(2, int(frames[0])) < 0.4
     for padded in (False, True):
@@ -202,9 +206,9 @@ def test_hidden_states_and_gradients_of_hugging_face(
             assert lengths.tolist() == (frames.tolist() if padded else [int(frames[0])] * 2)
             y = ours.contextualise(features, lengths, mask)
             valid = torch.arange(y.shape[1]) < lengths[:, None]
-            assert float((y - expected).detach()[valid].abs().max()) < 1e-5
+            assert float((y - expected).detach()[valid].abs().max()) < 1e-10
             raw = theirs.feature_extractor(batch.audio)
-            torch.testing.assert_close(penalty, raw.square().mean())
+            torch.testing.assert_close(penalty, raw.square().mean().float())
 
             cotangent = torch.randn_like(y) * valid[:, :, None]
             theirs.zero_grad()
@@ -217,7 +221,7 @@ def test_hidden_states_and_gradients_of_hugging_face(
                 own = gradients[renamed(name, "feature_extractor" in name)].grad
                 assert own is not None
                 theirs_grad = torch.zeros_like(own) if parameter.grad is None else parameter.grad
-                assert float((own - theirs_grad).abs().max()) < 1e-5 * largest, name
+                assert float((own - theirs_grad).abs().max()) < 1e-10 * largest, name
 
 
 # --- the encoder in training ----------------------------------------------------------------------

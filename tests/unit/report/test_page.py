@@ -442,6 +442,7 @@ FILE = st.dictionaries(
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(NAMES, EVENT), max_size=6), FILE, FILE, JSON, st.text(max_size=30))
+@example([], {}, {"overrides": [None, 1, ["run_dir=x"]]}, None, "")
 def test_no_content_breaks_the_page(
     events: list[tuple[str, dict[str, Any]]],
     result: dict[str, Any],
