@@ -25,5 +25,5 @@ def forks() -> Forks:
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with initial weights that ``evaluate`` and ``transcribe`` accept. A test that changes it copies it."""
+    """A run with initial weights, to evaluate and transcribe with; a test that changes it copies it."""
     return untrained(tmp_path_factory.mktemp("good") / "run", *SMALL)

@@ -34,6 +34,8 @@ COMMANDS = ("doctor", "evaluate", "export", "prepare", "report", "train", "trans
 MOST_SECONDS = 60.0
 MOST_BYTES = 4 * 2**30
 """Of memory that a command and its descendants touch together."""
+LONGEST_TOLD = 20_000
+"""Characters of a line of error or of a bad recording: three paths of 4,096 bytes in escapes fit."""
 _MOST_ASKED = (
     32 * 2**30
 )  # bytes of address space: above what a bomb asks for, so that it is seen to take them
@@ -132,6 +134,8 @@ def faults(
     found += [f"processes left behind: {ended.left}"] if ended.left else []
     found += [f"raw on the terminal: {raw}"] if (raw := raw_escapes(both)) else []
     found += [f"printed {text!r}" for text in private if text in both]
+    told = [line for line in both.splitlines() if line.startswith(("speechtrain: ", "bad: "))]
+    found += [f"a line of {len(line)} characters" for line in told if len(line) > LONGEST_TOLD]
     lines = ended.err.count("speechtrain: error:")
     is_listed = ended.code == 3 and "bad: " in ended.out and not lines
     if ended.code > 0 and lines != 1 and not is_listed:
