@@ -34,8 +34,8 @@ COMMANDS = ("doctor", "evaluate", "export", "prepare", "report", "train", "trans
 MOST_SECONDS = 60.0
 MOST_BYTES = 4 * 2**30
 """Of memory that a command and its descendants touch together."""
-LONGEST_TOLD = 20_000
-"""Characters of a line of error or of a bad recording: three paths of 4,096 bytes in escapes fit."""
+LONGEST_TOLD = 200_000
+"""Characters of a line of error or of a bad recording: 16,000 of them, as escapes."""
 _MOST_ASKED = (
     32 * 2**30
 )  # bytes of address space: above what a bomb asks for, so that it is seen to take them

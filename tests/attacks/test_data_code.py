@@ -1,5 +1,7 @@
 """Manifests and names of recordings that try to run code: shell lines, URLs, impulse responses, fallbacks."""
 
+# ruff: noqa: E501 - tables of cases
+
 from __future__ import annotations
 
 import json
@@ -98,7 +100,7 @@ CUTS: dict[str, Callable[[Place], Record]] = {
     "a custom array": lambda p: p.cut(
         custom={"x": {"array": {"storage_type": "numpy_files", "storage_path": "x", "storage_key": "y", "shape": [1]}}}
     ),
-    "a target": lambda p: p.cut(**{"_target_": "os.system", "_args_": [RUN]}),
+    "a target": lambda p: p.cut(_target_="os.system", _args_=[RUN]),
     "a command in a supervision": lambda p: p.cut(
         supervisions=[{"id": "s", "text": "one", "start": 0, "duration": 2, "recording": evil(p), "custom": evil(p)}]
     ),

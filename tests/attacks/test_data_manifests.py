@@ -1,5 +1,7 @@
 """Manifests that are too large or too deep, of wrong numbers and types, and paths that are no recordings."""
 
+# ruff: noqa: E501 - tables of cases
+
 from __future__ import annotations
 
 import gzip
@@ -87,7 +89,13 @@ def test_values_of_a_cut(forks: Forks, place: Place, value: str) -> None:
         path = raw(place, f"recording.transforms.0.{key}", value, base)
         faulty[f"transform {key}"] = faults(prepare(forks, place, path), canaries=[place.canary])
     for key in ("duration", "sampling_rate", "num_samples", "feat_value", "supervisions", "custom", "id"):
-        silence = {"id": "p", "type": "PaddingCut", "duration": 1.0, "sampling_rate": RATE, "num_samples": RATE}
+        silence = {
+            "id": "p",
+            "type": "PaddingCut",
+            "duration": 1.0,
+            "sampling_rate": RATE,
+            "num_samples": RATE,
+        }
         silence |= {"feat_value": 0.0, "supervisions": [], "custom": {}}
         faulty[f"silence {key}"] = faults(prepare(forks, place, raw(place, key, value, silence)))
     assert {key: found for key, found in faulty.items() if found} == {}
@@ -110,7 +118,16 @@ def test_values_of_other_formats(forks: Forks, place: Place, value: str) -> None
         recordings = place.lines(place.recording(), name="recordings.jsonl")
         ended = prepare(forks, place, recordings, raw(place, key, value, dict(spoken)))
         faulty[f"supervision {key}"] = faults(ended)
-    for key in ("id", "sources", "sources.0", "sampling_rate", "num_samples", "duration", "channel_ids", "transforms"):
+    for key in (
+        "id",
+        "sources",
+        "sources.0",
+        "sampling_rate",
+        "num_samples",
+        "duration",
+        "channel_ids",
+        "transforms",
+    ):
         path = raw(place, key, value, place.recording())
         faulty[f"recording {key}"] = faults(prepare(forks, place, path))
         spoken_path = place.lines(spoken, name="supervisions.jsonl")
@@ -317,7 +334,11 @@ def test_what_is_no_manifest_is_one_line(forks: Forks, place: Place, name: str) 
 
 
 def test_sparse_files_are_one_line(forks: Forks, place: Place) -> None:
-    for name, start in (("a.jsonl", b""), ("a.tsv", f"{place.folder}\nok.wav\t32000\n".encode()), ("a.json", b"[")):
+    for name, start in (
+        ("a.jsonl", b""),
+        ("a.tsv", f"{place.folder}\nok.wav\t32000\n".encode()),
+        ("a.json", b"["),
+    ):
         path = place.file(name, start)
         os.truncate(path, 10 * 2**30)
         assert faults(prepare(forks, place, path), refuses=True) == [], name
@@ -379,7 +400,9 @@ def test_what_is_no_file_is_no_recording(forks: Forks, place: Place, good: Path)
             ("cut", place.cut(place.recording(path))),
             ("mixture", place.mixed(place.track(place.recording(path)))),
         ):
-            ended = prepare(forks, place, place.lines(record), seconds=30, environment={"MY_TOKEN": "hunter2"})
+            ended = prepare(
+                forks, place, place.lines(record), seconds=30, environment={"MY_TOKEN": "hunter2"}
+            )
             faulty[f"{name}, {kind}"] = faults(
                 ended, refuses=True, canaries=[place.canary], private=["root:", "hunter2"]
             )
@@ -415,7 +438,13 @@ def test_a_private_file_becomes_no_transcript(forks: Forks, place: Place) -> Non
             assert not any(text in written.read_text() for text in ("hunter2", "root:")), name
             written.unlink()
     for name in ("x.txt", "x.trans.txt", "x.TXT"):
-        for target in (home / "secret", Path("/dev/zero"), Path("/proc/self/environ"), Path("/etc/passwd"), "fifo"):
+        for target in (
+            home / "secret",
+            Path("/dev/zero"),
+            Path("/proc/self/environ"),
+            Path("/etc/passwd"),
+            "fifo",
+        ):
             folder = place.folder / "texts"
             folder.mkdir()
             shutil.copy(place.ok, folder / "x.wav")
@@ -427,7 +456,9 @@ def test_a_private_file_becomes_no_transcript(forks: Forks, place: Place) -> Non
     folder.mkdir()
     shutil.copy(place.ok, folder / "x.wav")
     (folder / "in").symlink_to(home / "folder")
-    faulty["a linked folder of texts"] = faults(prepare(forks, place, folder, check=False), private=["hunter2"])
+    faulty["a linked folder of texts"] = faults(
+        prepare(forks, place, folder, check=False), private=["hunter2"]
+    )
     assert not written.exists() or "hunter2" not in written.read_text()
     written.unlink(missing_ok=True)
     for suffix in ("wrd", "ltr"):
@@ -540,7 +571,11 @@ def test_names_and_ids_are_printed_with_escapes(forks: Forks, place: Place, good
                                       [place.nemo(text=ESCAPES, audio_filepath=ESCAPES)], [place.cut(supervisions=[{"text": [ESCAPES]}])],
                                       [transformed(place, {"name": ESCAPES, "kwargs": {}})], [{ESCAPES: ESCAPES}])):  # fmt: skip
         path = place.lines(*records, name=f"{number}{ESCAPES}.jsonl")
-        for ended in (prepare(forks, place, path), evaluate(forks, place, good, path), convert(forks, place, path)):
+        for ended in (
+            prepare(forks, place, path),
+            evaluate(forks, place, good, path),
+            convert(forks, place, path),
+        ):
             assert faults(ended, refuses=True) == [], number
         if number < 2:
             assert faults(train(forks, place, path), refuses=True) == []
@@ -553,7 +588,11 @@ def test_a_tokenizer_of_strange_transcripts(forks: Forks, place: Place, normalis
              "a" + " " * 10**5 + "b", "<unk>" + " " * 10**5, "a" + "\u0301" * 10**5, "\ufdfa" * 10**5, ESCAPES * 10**4,
              "\ud800", "\U0001f600" * 10**5, "1/2" * 10**5, "\u0661" * 10**5, "²" * 10**5, "IX " * 10**5]  # fmt: skip
     for number, text in enumerate(texts):
-        path = place.lines(place.nemo(text=text), place.nemo(text="one two three four"), name=f"{number}.jsonl")
+        path = place.lines(
+            place.nemo(text=text), place.nemo(text="one two three four"), name=f"{number}.jsonl"
+        )
         out = place.folder / f"{number}.model"
-        ended = forks.run("prepare", "tokenizer", path, "--normaliser", normaliser, "--size", 12, "--out", out)
+        ended = forks.run(
+            "prepare", "tokenizer", path, "--normaliser", normaliser, "--size", 12, "--out", out
+        )
         assert faults(ended) == [], text[:20]
