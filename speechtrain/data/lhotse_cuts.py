@@ -177,8 +177,8 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tu
     from lhotse.cut.set import deserialize_cut
 
     known = known_cut(cut)
-    parts = [track["cut"] for track in known.get("tracks", [{"cut": known}])]
-    growth, held = max(_growth(part.get("recording", {})) for part in parts), 0.0
+    tracks = [*known.get("tracks", [{"cut": known}]), known.get("snr_reference", {"cut": {}})]
+    growth, held = max(_growth(track["cut"].get("recording", {})) for track in tracks), 0.0
 
     def read(path: str, offset: float, duration: float | None) -> tuple[Samples, int]:
         nonlocal held
@@ -195,11 +195,16 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tu
     loaded: Any = deserialize_cut(known)
     # its fallbacks run a shell on file names: lhotse opens no recording and starts no program itself;
     # its filters for rates without a common divisor have gigabytes, and it keeps them all
-    _thread.read = read
-    source.read_audio = lambda path, offset=0.0, duration=None, **_: _thread.read(path, offset, duration)
+    source.read_audio = lambda path, offset=0.0, duration=None, **_: getattr(_thread, "read", decode)(
+        path, offset, duration
+    )
     torchaudio.get_or_create_resampler = resampler
     backend.run = source.run = _refuse
-    return np.atleast_2d(loaded.load_audio()), int(loaded.sampling_rate)
+    _thread.read = read
+    try:
+        return np.atleast_2d(loaded.load_audio()), int(loaded.sampling_rate)
+    finally:
+        del _thread.read
 
 
 def _refuse(*arguments: object, **options: object) -> None:
