@@ -98,9 +98,15 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def one_line(message: str, limit: int | None = None) -> str:
-    """A message with line breaks and runs of spaces as one space, cut to ``limit`` characters."""
-    return printable(" ".join(message.split()))[:limit]
+def one_line(message: str, limit: int = 8_000) -> str:
+    """A message with line breaks and runs of spaces as one space, ``shortened`` to ``limit`` characters."""
+    return printable(shortened(" ".join(message.split()), limit))
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text``, or its two ends: a stranger's file may put megabytes between an error's cause and its fix."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def printable(text: str, keep: str = "") -> str:

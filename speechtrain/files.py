@@ -31,9 +31,10 @@ FilePath = Annotated[str, "path"]
 
 def whole_path(name: str | Path) -> Path:
     """``name`` absolute and without ``~`` and ``..``, which stays where a link before it leads elsewhere."""
-    path = Path(name).expanduser().absolute()
+    path = Path(os.path.expanduser(name)).absolute()  # Path's own raises for an unknown user
     short = Path(os.path.abspath(path))
-    return short if not path.exists() or (short.exists() and short.samefile(path)) else path
+    is_same = not os.path.exists(path) or (os.path.exists(short) and short.samefile(path))
+    return short if is_same else path
 
 
 def lost_output(text: str = "") -> str:

@@ -51,7 +51,7 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError, disk_explained, one_line
-from speechtrain.files import finite, lost_output, open_append, write_json, write_text
+from speechtrain.files import finite, lost_output, open_append, whole_path, write_json, write_text
 from speechtrain.launcher import PARENT, World, is_number
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.optim.schedules import Schedule
@@ -147,7 +147,7 @@ def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[st
     from speechtrain.interop.weights import initialise, read_weights
 
     weights, fresh = read_weights(path), set[str]()
-    place = Path(path).expanduser().resolve()  # a run, a checkpoint of one, or a file in it
+    place = whole_path(path).resolve()  # a run, a checkpoint of one, or a file in it
     step = place if place.is_dir() else place.parent
     run = step.parents[1] if (step / "checkpoint.json").is_file() else place
     labels = build_tokenizer(read_config(run)).labels if (run / CONFIG).is_file() else []

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line, printable
+from speechtrain.files import whole_path
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -143,7 +144,7 @@ def _threads() -> Finding:
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
     """The finding on whether a folder is writable and has free space."""
-    whole = wanted.expanduser().absolute()
+    whole = whole_path(wanted)
     folder = next(path for path in (whole, *whole.parents) if path.is_dir())
     if not os.access(folder, os.W_OK):
         return Finding(RED, what, f"{folder} is not writable; set {variable} to a folder that is")

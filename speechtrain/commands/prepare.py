@@ -31,8 +31,8 @@ from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut,
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import names_in, open_source, parts_of
-from speechtrain.errors import ConfigError, DataError, MachineError, printable
-from speechtrain.files import atomic, writing
+from speechtrain.errors import ConfigError, DataError, MachineError, printable, shortened
+from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
 
 Item = TypeVar("Item")
@@ -229,7 +229,8 @@ class Totals:
 
     def refuse(self, cut: Record, reason: str, detail: str) -> None:
         self.bad[reason] += 1
-        print("bad: " + "\t".join(map(printable, (str(cut["id"]), reason, detail))), flush=True)
+        told = (shortened(part, 8_000) for part in (str(cut["id"]), reason, detail))
+        print("bad: " + "\t".join(map(printable, told)), flush=True)
 
     def describe(self) -> str:
         empty = f", {self.empty} empty transcripts" if self.empty else ""
@@ -293,7 +294,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     share = arguments.valid_percent
     if not 0 <= share <= 1:
         raise ConfigError(f"--valid-percent {share}: it must be a share from 0 to 1")
-    folder = arguments.folder.expanduser().resolve()
+    folder = whole_path(arguments.folder).resolve()
     if not _fits_tsv(str(folder)):
         raise DataError(f"{str(folder)!a}: a TSV cannot contain this path; rename the folder")
     suffix = f".{arguments.ext.lstrip('.')}"

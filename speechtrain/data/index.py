@@ -29,7 +29,7 @@ from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, s
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import atomic, flush, writing
+from speechtrain.files import atomic, flush, read_text, whole_path, writing
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 3  # of the folder: an older format is built again
@@ -43,7 +43,7 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads(read_text(folder / "meta.json"))
         self.content: str = meta["content"]
         self.texts: str = meta["texts"]  # a digest of the transcripts, as content is one of ids and durations
         """A hash of ids and durations: equal for equal cuts in any place."""
@@ -114,7 +114,7 @@ def open_index(source: Source, cache: str = "") -> Index:
     wait; on a file system without locks each builds one, and one is kept. Raises DataError for
     malformed or repeated cuts, MachineError if the cache cannot be written.
     """
-    root = (Path(cache).expanduser().absolute() if cache else cache_folder()) / "index"
+    root = (whole_path(cache) if cache else cache_folder()) / "index"
     folder = root / digest(FORMAT, source.fingerprint())
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def _load(folder: Path, source: Source) -> Index | None:
         sizes = {name: np.dtype(dtype).itemsize * len(index) for name, dtype in _ARRAYS.items()}
         if any((folder / f"{name}.bin").stat().st_size != size for name, size in sizes.items()):
             return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, TypeError, KeyError, *MALFORMED):
         return None
     return index if _is_current(index, source) else None
 

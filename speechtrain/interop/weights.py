@@ -18,6 +18,7 @@ from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
+from speechtrain.files import whole_path
 from speechtrain.interop import fairseq, huggingface
 from speechtrain.interop.wav2vec2 import Pretrained
 
@@ -39,7 +40,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     Raises RunError, DataError or MachineError, each naming the path and what to do.
     """
-    found = Path(path).expanduser()
+    found = whole_path(path)
     if found.is_dir():
         return _of_folder(found)
     if not found.is_file():
