@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -135,6 +136,8 @@ def small_yaml(text: str) -> str:
             nodes, depth = anchors.get(str(anchor), (0, _YAML_DEPTH))
         elif isinstance(event, yaml.ScalarEvent):
             nodes += len(event.value) * ("${" in event.value)
+            if not event.implicit[1] and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
+                raise ValueError("it has a number of more than 1000 digits")  # Python prints 4300
         outer, total, below = nested.pop()
         nested.append((outer, total + nodes, max(below, depth + 1)))
         if total + nodes > _YAML_NODES or len(nested) + depth > _YAML_DEPTH:
