@@ -233,10 +233,7 @@ def number(value: Any) -> float | None:
     """``value`` if it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond what a float holds
-        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def mapping(value: Any) -> dict[str, Any]:
