@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sources(convert)
     convert.add_argument("--out", type=Path, required=True, metavar="DIR")
     _add_format(convert)
-    convert.set_defaults(act=convert_source)
+    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
 
     tsv = commands.add_parser("tsv", help="write fairseq's train.tsv and valid.tsv of a folder's recordings")
     tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
@@ -398,20 +398,18 @@ class Converter:
         return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
 
 
-def convert_source(arguments: argparse.Namespace) -> int:
-    """Convert the sources to files and ``cuts.jsonl``; return 3 if a recording is bad, else 0."""
-    return convert(named_source(arguments), arguments, "cuts.jsonl")
-
-
 def write_digits(arguments: argparse.Namespace) -> int:
     """Write the embedded corpus as files, ``train.jsonl`` and ``valid.jsonl``."""
     for split, utterances in (("train", arguments.train), ("valid", arguments.valid)):
-        convert(Digits(split, utterances), arguments, f"{split}.jsonl")
+        convert_to_files(Digits(split, utterances), arguments, f"{split}.jsonl")
     return 0
 
 
-def convert(source: Source, arguments: argparse.Namespace, name: str) -> int:
-    """Convert a source (read twice: first for its size) and write the manifest ``name``."""
+def convert_to_files(source: Source, arguments: argparse.Namespace, name: str) -> int:
+    """Convert a source (read twice: first for its size) and write the manifest ``name``.
+
+    Returns 3 if a recording is bad, else 0.
+    """
     if not 1_000 <= arguments.rate <= 768_000:
         raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
     converter = Converter(arguments.out, arguments.format, arguments.rate)
