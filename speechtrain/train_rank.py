@@ -33,6 +33,7 @@ from speechtrain.batch import Footprint
 from speechtrain.checkpoint.whole import Checkpointer, validated
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import (
+    build,
     build_data,
     build_device,
     build_encoder,
@@ -41,7 +42,6 @@ from speechtrain.config.build import (
     build_precision,
     build_schedule,
     build_tokenizer,
-    build_tracker,
 )
 from speechtrain.config.check import part_class
 from speechtrain.config.resolved import load
@@ -376,7 +376,7 @@ def _open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Tra
     """The trackers, which get the warnings so far and all later ones; other ranks have logs of their own."""
     tracker = Trackers()
     if not world.rank:
-        own = build_tracker(config)
+        own: Tracker = build(config, "tracking")
         tracker = Trackers({"output.log": TextLog(config.run_dir), "tracking": own})
         tracker.visible |= isinstance(own, Trackers)  # which reports warnings itself
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
