@@ -64,7 +64,7 @@ class ComputePolicy:
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:
         """The policy of ``record``; None for a record of another release, or a damaged one."""
         values = dict(record) if isinstance(record, Mapping) else {}
-        values.pop("lstm_segment", None)  # of 0.2 and before, always 0
+        values.pop("lstm_segment", None)  # of earlier versions, always 0
         if values.keys() != {field.name for field in fields(cls)}:
             return None
         for name, value in values.items():

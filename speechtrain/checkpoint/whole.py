@@ -30,6 +30,7 @@ from speechtrain.checkpoint.migrations import migrate_2_to_3, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import MALFORMED, RunError, one_line
 from speechtrain.files import flush, follow_umask, read_json, read_text, sha256, write_json
+from speechtrain.run_directory import number
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,8 +125,7 @@ def validated(folder: Path) -> dict[str, Any]:
 
 def _score(value: Any) -> float:
     """A stored metric; infinite where it is not known, or was not finite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and not math.isnan(value) else math.inf
+    return math.inf if (known := number(value)) is None else known
 
 
 def _own_sha256(manifest: Mapping[str, Any]) -> str:
