@@ -222,7 +222,7 @@ class Checkpointer:
         if self._identity() != self._opened:
             raise OSError(f"{self.root.parent} was moved or removed while the run went on; move it back")
         self.root.mkdir(exist_ok=True)
-        for left_over in self.root.glob(".writing-*"):
+        for left_over in (*self.root.glob(".writing-*"), *self.root.glob(".removing-*")):
             shutil.rmtree(left_over, ignore_errors=True)
         temporary.mkdir()
 
@@ -259,7 +259,8 @@ class Checkpointer:
         best, _ = self.best()
         for other in self.folders()[: -self.keep]:
             if other != best and _manifest(other):
-                shutil.rmtree(other, ignore_errors=True)
+                # renamed first: half of it, after a kill, would pass for one with a damaged manifest
+                shutil.rmtree(other.rename(self.root / f".removing-{other.name}"), ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
         """The best checkpoint's folder and metric, (None, inf) while there is none.
