@@ -40,6 +40,7 @@ from speechtrain.files import (
     sha256,
     write_json,
 )
+from speechtrain.run_directory import number
 
 _LOG = logging.getLogger(__name__)
 
@@ -137,8 +138,7 @@ def validated(folder: Path) -> dict[str, Any]:
 
 def _score(value: Any) -> float:
     """A stored metric; infinite where it is not known, or was not finite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and not math.isnan(value) else math.inf
+    return math.inf if (known := number(value)) is None else known
 
 
 def _own_sha256(manifest: Mapping[str, Any]) -> str:

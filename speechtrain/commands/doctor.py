@@ -327,6 +327,7 @@ def transcripts(
     """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
     import numpy as np
 
+    from speechtrain.data.index import label_count
     from speechtrain.data.manifests import text_of
 
     rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
@@ -335,9 +336,7 @@ def transcripts(
     for row in rows.tolist():
         cut = index.cut(row)
         text = tokenizer.normalise(text_of(cut))
-        try:
-            labels = len(tokenizer.encode(text))
-        except (KeyError, ValueError):
+        if (labels := label_count(text, tokenizer)) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)
             continue

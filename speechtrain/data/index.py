@@ -35,7 +35,6 @@ from speechtrain.text.vocabulary import Tokenizer
 FORMAT = 3  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _CHUNK = 65_536  # rows held in memory while building
-_UNSPELLABLE = -1
 
 
 class Index:
@@ -94,16 +93,18 @@ class Index:
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
                 for begin in range(0, self._size, _CHUNK):
                     rows = range(begin, min(begin + _CHUNK, self._size))
-                    counts = [_count(text_of(self.cut(row)), tokenizer) for row in rows]
+                    texts = (tokenizer.normalise(text_of(self.cut(row))) for row in rows)
+                    counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
         return self._map(name)
 
 
-def _count(text: str, tokenizer: Tokenizer) -> int:
+def label_count(text: str, tokenizer: Tokenizer) -> int:
+    """Return the number of labels of a normalised text, -1 if it cannot be encoded."""
     try:
-        return len(tokenizer.encode(tokenizer.normalise(text)))
+        return len(tokenizer.encode(text))
     except (KeyError, ValueError):
-        return _UNSPELLABLE
+        return -1
 
 
 def open_index(source: Source, cache: str = "") -> Index:

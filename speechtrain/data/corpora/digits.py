@@ -61,11 +61,6 @@ class Digits(Connected):
         super().__post_init__()
         self.clips = WordClips(whole_path(self.root) if self.root else EMBEDDED, self.split)
 
-    @property
-    def speakers(self) -> list[str]:
-        """The ids of this split's voices."""
-        return list(self.clips.voices)
-
     def plan(self) -> list[Joined]:
         clips, key = self.clips, key_of(self.split)
         rows, columns = np.arange(self.utterances)[:, None], np.arange(self.max_words)
