@@ -10,7 +10,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class ComputePolicy:
     lattice_cells: int = 1024  # most cells of the transducer's lattice in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
+    lstm_segment: int = 0  # frames of the LSTM's loop between two ends of a graph; 0: one graph
+    mark_step: Callable[[], None] = field(
+        default=lambda: None, compare=False, repr=False
+    )  # ends a lazy graph
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         """The context for forward passes on the torch device type ``device``."""
@@ -51,8 +55,8 @@ class ComputePolicy:
 
     def record(self) -> dict[str, Any]:
         """The policy as plain values, for a JSON file."""
-        values = vars(self).items()
-        return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in values}
+        values = {name: getattr(self, name) for name in _RECORDED}
+        return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in values.items()}
 
     def describe(self) -> str:
         """What differs from the defaults, as ``name=value`` words; ``plain`` if nothing does."""
@@ -63,11 +67,10 @@ class ComputePolicy:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:
         """The policy of ``record``; None for a record of another release, or a damaged one."""
-        values = dict(record) if isinstance(record, Mapping) else {}
-        values.pop("lstm_segment", None)  # of earlier versions, always 0
-        if values.keys() != {field.name for field in fields(cls)}:
+        if not isinstance(record, Mapping) or record.keys() != set(_RECORDED):
             return None
-        for name, value in values.items():
+        values: dict[str, Any] = dict(record)
+        for name, value in record.items():
             known = _KNOWN.get(name)
             if value not in known if known else type(value) is not int or value < 0:
                 return None
@@ -76,6 +79,7 @@ class ComputePolicy:
         return cls(**values)
 
 
+_RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.name != "mark_step")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)} | {None: None}
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "autocast_dtype": tuple(_DTYPES),

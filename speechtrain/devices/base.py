@@ -7,12 +7,13 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy
+from speechtrain.compute_policy import STATIC, ComputePolicy
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 from speechtrain.precision import NAMES, Precision
 
@@ -26,6 +27,7 @@ class DeviceFacts:
 
     # the torch.distributed backend of each torch device type
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
     forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too
     # case-insensitive patterns in error texts: of allocators without memory, of collectives without a peer
@@ -98,7 +100,7 @@ class Device(ABC):
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         """The plain policy of training in ``dtype``: torch's own kernels where the device has them."""
-        plain = STATIC if self.static_shapes else PLAIN
+        plain = ComputePolicy() if not self.static_shapes else replace(STATIC, mark_step=self.mark_step)
         if dtype == torch.float32:
             return plain
         products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 is too narrow

@@ -139,7 +139,7 @@ class TorchGroup(Group):
         (BatchNorm's) are averaged over the group in every ``all_reduce_status``.
         """
         self._share_buffers(module)
-        return _DDPWrapper(module, self.rank_status)
+        return _DDPWrapper(module, self.rank_status, self.facts)
 
     def _share_buffers(self, module: nn.Module) -> None:
         """Give all ranks rank 0's buffers, and note those that ``all_reduce_status`` averages."""
@@ -213,10 +213,11 @@ class _DDPWrapper(nn.Module):
     ``skips_parameters``, DDP searches its graph for parameters that an update does not use.
     """
 
-    def __init__(self, module: nn.Module, rank_status: RankStatus) -> None:
+    def __init__(self, module: nn.Module, rank_status: RankStatus, facts: DeviceFacts) -> None:
         super().__init__()
         self.module = module
         self.rank_status = rank_status
+        self.facts = facts
         self.ddp: DistributedDataParallel | None = None
         self._trainable: list[bool] = []
         self._renew()
@@ -238,6 +239,7 @@ class _DDPWrapper(nn.Module):
                 broadcast_buffers=False,
                 init_sync=is_first,
                 find_unused_parameters=bool(getattr(self.module, "skips_parameters", False)),
+                **self.facts.ddp_options,
             )
         self.ddp.register_comm_hook(self.rank_status, lambda status, bucket: _sum_bucket(status, bucket))
 

@@ -5,6 +5,7 @@ B rows, T frames, I inputs, H units, 4H their gates in torch's order: input, for
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -111,10 +112,10 @@ class _Layer(torch.autograd.Function):
         gates = torch.mm(narrow, input_weight.to(products).t()).to(x.dtype) + (input_bias + bias)
         # contiguous, since every frame's product reads it in this order: 1.5 times faster at B=4 in fp32
         recurrent = weight.to(products).t().contiguous()
-        walk = _forward_static if policy.static_shapes else _forward
+        walk = partial(_forward_static, policy) if policy.static_shapes else _forward
         gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), recurrent, hidden, cell)
         ctx.save_for_backward(narrow, input_weight, weight, gates, cells, hiddens)
-        ctx.is_static = policy.static_shapes
+        ctx.policy = policy
         last = frames - 1
         return outputs, outputs[last].clone(), cells[frames].clone()
 
@@ -124,7 +125,7 @@ class _Layer(torch.autograd.Function):
         narrow, input_weight, weight, gates, cells, hiddens = ctx.saved_tensors
         products, (frames, rows, width) = narrow.dtype, outputs.shape
         with full_precision(outputs.device):
-            walk = _backward_static if ctx.is_static else _backward
+            walk = partial(_backward_static, ctx.policy) if ctx.policy.static_shapes else _backward
             slopes = _Slopes.of(gates, cells)
             by_gates, hidden, cell = walk(outputs, hidden, cell, slopes, weight.to(products))
             flat = by_gates.view(frames * rows, 4 * width)
@@ -196,7 +197,7 @@ def _forward(
 
 
 def _forward_static(
-    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+    policy: ComputePolicy, gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``_forward`` by slices and concatenations: on lazy tensors, a write into a slice copies all of it."""
     width = cell.shape[1]
@@ -213,6 +214,7 @@ def _forward_static(
         cells.append(cell[None])
         hiddens.append(hidden[None])
         outputs.append(output[None])
+        _end_segment(policy, t)
     return torch.cat(activated), torch.cat(cells), torch.cat(hiddens), torch.cat(outputs)
 
 
@@ -236,7 +238,7 @@ def _backward(
 
 
 def _backward_static(
-    outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
+    policy: ComputePolicy, outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_backward`` by slices and concatenations."""
     width = cell.shape[1]
@@ -250,4 +252,11 @@ def _backward_static(
         by_gates.append(sums[None])
         cell = cell * slopes.forget[t]
         hidden = torch.mm(sums, weight).to(cell.dtype)
+        _end_segment(policy, t)
     return torch.cat(by_gates[::-1]), hidden, cell
+
+
+def _end_segment(policy: ComputePolicy, t: int) -> None:
+    """End a lazy device's graph after every ``lstm_segment`` frames: one of all frames compiles slowly."""
+    if policy.lstm_segment and t % policy.lstm_segment == 0:
+        policy.mark_step()

@@ -61,14 +61,13 @@ def test_long_steps_are_timed_less_often() -> None:
     assert counts == [2 * (most + 1), 2 * (fewest + 1)]
 
 
-@pytest.mark.parametrize("policy", [PLAIN, LOOP, NARROW, STATIC])
+@pytest.mark.parametrize("policy", [PLAIN, LOOP, NARROW, STATIC, replace(STATIC, lstm_segment=8)])
 def test_a_record_is_the_policy(policy: ComputePolicy) -> None:
     record = json.loads(json.dumps(policy.record()))
     assert ComputePolicy.from_record(record) == policy
-    assert ComputePolicy.from_record({**record, "lstm_segment": 0}) == policy  # as 0.2 wrote it
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(ComputePolicy)])
+@pytest.mark.parametrize("name", [f.name for f in fields(ComputePolicy) if f.name != "mark_step"])
 @pytest.mark.parametrize("value", ["x", -1, 1.5, [1], {"a": 1}])
 def test_a_damaged_record_is_none(name: str, value: object) -> None:
     assert ComputePolicy.from_record({**PLAIN.record(), name: value}) is None
