@@ -248,10 +248,8 @@ def test_settings_of_fairseq(forks: Forks, tmp_path: Path) -> None:
         text = settings.get("conv_feature_layers") if isinstance(settings, dict) else None
         if isinstance(text, str):
             settings = {**settings, "conv_feature_layers": text.replace("CANARY", str(canary))}
-        content = {
-            "model": {"mask_emb": torch.zeros(8)},
-            "cfg": {"model": settings, "task": {}, "criterion": {}},
-        }
+        parts = {"model": settings, "task": {}, "criterion": {}}
+        content = {"model": {"mask_emb": torch.zeros(8)}, "cfg": parts}
         for key in ("cfg", "args"):
             torch.save({**content, key: parts}, tmp_path / "m.pt")
             if found := check(forks, tmp_path / "m.pt", "fairseq", canary):
@@ -444,9 +442,7 @@ def test_a_model_that_is_no_file(kind: str, forks: Forks, tmp_path: Path) -> Non
     KINDS[kind](tmp_path / "m.pt")
     assert check(forks, tmp_path / "m.pt", "fairseq", tmp_path / "canary") == []
     assert check(forks, tmp_path / "m.pt", "huggingface", tmp_path / "canary") == []
-    ended = forks.run(
-        "train", *line, f"init_from={tmp_path / 'm.pt'}", f"run_dir={tmp_path / 'run'}", seconds=180
-    )
+    ended = begin(forks, tmp_path / "m.pt", tmp_path / "run")
     assert faults(ended, refuses=True) == []
 
 
