@@ -10,9 +10,9 @@ from pathlib import Path
 
 from speechtrain.data.manifests import MOST_TEXT_BYTES, Entry, Manifest, digest, measure, simple_cut
 from speechtrain.errors import DataError
-from speechtrain.files import MOST_LOG_BYTES
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
+_MOST_LIST_BYTES = 2**25  # of one list of transcripts: 300,000 of LibriSpeech, whose largest list has 0.03 MB
 _MOST_WAYS = 100  # by which a folder is reached, over links
 
 
@@ -69,7 +69,7 @@ class Folder(Manifest):
         transcripts = {}
         for name in sorted(n for n in names if n.endswith(".trans.txt")):
             folder = os.path.dirname(name)
-            for line in self._read(name, MOST_LOG_BYTES).splitlines():
+            for line in self._read(name, _MOST_LIST_BYTES).splitlines():
                 identifier, _, text = line.strip().partition(" ")
                 if identifier:
                     transcripts[os.path.join(folder, identifier)] = " ".join(text.split())

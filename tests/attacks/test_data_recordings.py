@@ -171,7 +171,7 @@ def test_a_recording_of_a_stranger(forks: Forks, place: Place, good: Path, name:
     """Named to ``transcribe``, in a folder and in each kind of manifest."""
     suffix, content = FILES[name]
     path = place.file(f"corpus/x.{suffix}", content)
-    known = {"canaries": [place.canary, path.parent / "CANARY"], "private": ["root:"]}
+    known = {"canaries": [place.canary, path.parent / "CANARY"], "private": ["root:x:"]}
     refuses = False if name in ACCEPTED else None
     faulty = {"folder": faults(prepare(forks, place, path.parent, cwd=path.parent), refuses=refuses, **known)}
     long = [word for word in ("hour", "minutes") if word in name]
