@@ -120,6 +120,14 @@ class Manifest(Source):
             raise self.bad(line, f"{name!r} is {value!r}, below 0; without it the audio is measured")
         return float(value)
 
+    def seconds(
+        self, record: Mapping[str, Any], name: str, line: int, path: str, start: float = 0.0
+    ) -> float:
+        """Return a duration; where it is missing, what the header of ``path`` has from ``start`` on."""
+        if record.get(name) is None:  # one more file to open, 0.1 ms where it is near
+            return max(0.0, measure(path)[0] - start)
+        return self.number(record, name, line)
+
     def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
         """Return a string field (null is empty). Raises DataError if it is missing or not a string."""
         value = self.field(record, name, line)
@@ -288,9 +296,7 @@ class Nemo(JsonLines):
             raise self.bad(line, "has no 'audio_filepath'")
         whole = record.get("offset") is None
         start = 0.0 if whole else self.number(record, "offset", line)
-        if record.get("duration") is None:  # one more file to open, 0.1 ms where it is near
-            record["duration"] = max(0.0, measure(self.beside(audio))[0] - start)
-        duration = self.number(record, "duration", line)
+        duration = self.seconds(record, "duration", line, self.beside(audio), start)
         more: Record = {"rate": self.rate(record, "orig_sample_rate", line), "segment": not whole}
         more |= {"speaker": record.get("speaker"), "language": record.get("lang")}
         cut_id, text = f"{self.name}:{line}:{_stem(audio)}", self._transcript(record, line)
@@ -312,8 +318,9 @@ class Nemo(JsonLines):
 class Mlperf(JsonLines):
     """The JSON of MLPerf's and Intel's RNN-T: one array per file, or JSON lines of the same objects.
 
-    ``transcript`` ("" without), ``original_duration`` in seconds and ``files``. Only the file of speed 1 is
-    used, because speed is changed in training. File names are relative to the manifest.
+    ``transcript`` ("" without), ``original_duration`` in seconds (else that of the header) and ``files``.
+    Only the file of speed 1 is used, because speed is changed in training. File names are relative to the
+    manifest.
     """
 
     kind = "mlperf"
@@ -325,8 +332,8 @@ class Mlperf(JsonLines):
             raise self.bad(line, "'files' is empty or not a list of objects")
         file = next((f for f in files if f.get("speed", 1) == 1), files[0])
         name = self.text(file, "fname", line)
-        source = file if "duration" in file else record
-        duration = self.number(source, "duration" if "duration" in source else "original_duration", line)
+        known = {"duration": record.get("original_duration"), **file}
+        duration = self.seconds(known, "duration", line, self.beside(name))
         rate = self.rate(file, "sample_rate", line)
         cut_id = f"{self.name}:{line}:{_stem(name)}"
         return simple_cut(cut_id, self.beside(name), 0.0, duration=duration, text=text, rate=rate)

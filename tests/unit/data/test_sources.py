@@ -55,6 +55,23 @@ def test_a_nemo_line_without_a_duration_has_that_of_its_audio(tmp_path: Path) ->
     assert [cut["duration"] for cut in cuts] == [1.5, 1.0, 1.25, 0.0, 1.0]
 
 
+def test_any_manifest_without_a_duration_has_that_of_its_audio(tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("a.wav", 1.5, rate=8_000)
+    recordings.tone("b.wav", 0.5, rate=16_000)
+    files = [{"fname": "a.wav"}, {"fname": "a.wav", "duration": None}, {"fname": "a.wav", "duration": 1.25}]
+    lines = [{"transcript": "a", "files": [file]} for file in files]
+    (tmp_path / "m.tsv").write_text(".\na.wav\nb.wav\t8000\n")
+    (tmp_path / "paths.tsv").write_text(".\nb.wav\na.wav\n")
+    for path, seconds in (
+        (write(tmp_path / "m.json", lines), [1.5, 1.5, 1.25]),
+        (str(tmp_path / "m.tsv"), [1.5, 1.0]),  # frames are at the first recording's rate
+        (str(tmp_path / "paths.tsv"), [0.5, 1.5]),
+    ):
+        assert [entry.cut["duration"] for entry in open_source(path).entries()] == seconds  # type: ignore[attr-defined]
+    below = write(tmp_path / "n.json", [{"transcript": "a", "files": [{"fname": "a.wav", "duration": -1}]}])
+    assert "n.json:1: 'duration' is -1, below 0" in refusal(below)
+
+
 def test_a_transcript_beside_a_recording_may_differ_in_case(tmp_path: Path) -> None:
     for name, text in {"b.wav": "", "B.TXT": "upper", "c.WAV": "", "c.txt": "own", "C.TXT": "other"}.items():
         (tmp_path / name).write_text(text)
