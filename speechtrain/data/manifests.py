@@ -21,11 +21,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+import yaml
+
 from speechtrain.data.lhotse_cuts import UnknownPart, is_simple, known_cut
 from speechtrain.data.recordings import header
 from speechtrain.data.source import Source
-from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import open_regular, read_bytes, whole_path
+from speechtrain.errors import MALFORMED, DataError, one_line
+from speechtrain.files import YAML_LOADER, open_regular, read_bytes, small_yaml, whole_path
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -44,6 +46,7 @@ _LARGEST_NUMBER = 1e15  # seconds, hertz: counts of samples stay exact
 MOST_TEXT_BYTES = 2**20  # of one transcript: ten hours of speech have less
 _UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
+_LONGEST_ITEM = 2**20  # bytes of one cut in YAML
 _ELEMENT = re.compile(r"[^ \t\r\n,]")  # start of the next element or of the closing bracket
 
 
@@ -163,7 +166,7 @@ class Manifest(Source):
 
 
 class JsonLines(Manifest):
-    """A manifest with one JSON object per line, or one array of objects, plain or gzipped, by content."""
+    """A manifest with one JSON object per line, or an array or YAML list of them, plain or gzipped."""
 
     @abstractmethod
     def cut_of(self, record: Record, line: int) -> Record:
@@ -181,7 +184,7 @@ class LhotseCuts(JsonLines):
 
     @property
     def in_place(self) -> bool:
-        return not is_gzip(self.path) and not is_array(self.path)
+        return not is_gzip(self.path) and first_line(self.path)[1].startswith(b"{")
 
     def cut_of(self, record: Record, line: int) -> Record:
         self._check(record, line)
@@ -460,15 +463,12 @@ def first_line(path: Path) -> tuple[int, bytes]:
     raise DataError(f"{path} is empty; a manifest has at least one cut")
 
 
-def is_array(path: Path) -> bool:
-    """Whether a manifest is one JSON array."""
-    return first_line(path)[1].startswith(b"[")
-
-
 def records(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """Yield (line number, byte offset, object) of JSON lines, or of one array, whose offsets are -1."""
-    if is_array(path):
-        return ((line, -1, record) for line, record in json_array(path))
+    """Yield (line number, byte offset, object) of JSON lines; of an array or YAML, the offsets are -1."""
+    start = first_line(path)[1]
+    if start.startswith((b"[", b"-")):
+        listed = json_array(path) if start.startswith(b"[") else yaml_list(path)
+        return ((line, -1, record) for line, record in listed)
     return json_lines(path)
 
 
@@ -530,6 +530,35 @@ def json_array(path: Path) -> Iterator[tuple[int, Record]]:
             raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
         yield line, record
     raise DataError(f"{path}:{text.count(chr(10)) + 1}: the file ends before the array's closing bracket")
+
+
+def yaml_list(path: Path) -> Iterator[tuple[int, Record]]:
+    """Yield (line number, mapping) of each item of a YAML list in lhotse's layout: it starts with ``- ``.
+
+    An item is small, as ``small_yaml`` says, and has JSON's types. Raises DataError that names file and line.
+    """
+    item: list[bytes] = []
+    size, start = 0, 1
+    for line, raw in numbered_lines(path):
+        if raw.startswith(b"- ") and item:
+            yield from _item(b"".join(item), path, start)
+            item, size = [], 0
+        start = start if item else line
+        item.append(raw)
+        size += len(raw)
+        if size > _LONGEST_ITEM:
+            raise DataError(f"{path}:{start}: the item is too long to be read")
+    yield from _item(b"".join(item), path, start)
+
+
+def _item(raw: bytes, path: Path, line: int) -> Iterator[tuple[int, Record]]:
+    """Yield the item of a list, or nothing of the lines before the first."""
+    try:
+        found = yaml.load(small_yaml(decoded(raw, path, line)), YAML_LOADER)
+        if raw.startswith(b"- "):
+            yield line, parse(json.dumps(found[0]).encode(), path, line)
+    except (yaml.YAMLError, TypeError, *MALFORMED) as error:
+        raise DataError(f"{path}:{line}: bad YAML ({one_line(str(error), 200)})") from None
 
 
 def measure(path: str) -> tuple[float, int]:

@@ -10,6 +10,7 @@ import yaml
 
 from speechtrain.data.fairseq import Fairseq, looks_like_fairseq
 from speechtrain.data.folder import Folder
+from speechtrain.data.kaldi import LIST, Kaldi
 from speechtrain.data.manifests import (
     LhotseCuts,
     LhotsePair,
@@ -20,9 +21,8 @@ from speechtrain.data.manifests import (
     Record,
     digest,
     first_line,
-    json_array,
     open_bytes,
-    parse,
+    records,
 )
 from speechtrain.data.source import Source
 from speechtrain.data.tables import COLUMNS, Table
@@ -122,7 +122,7 @@ def _paths_in(spec: Spec) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 _FORMATS: dict[str, type[Manifest]] = {
-    f.kind: f for f in (Folder, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
+    f.kind: f for f in (Folder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
 }
 
 
@@ -167,19 +167,17 @@ def _sniff(path: Path, columns: Mapping[str, str]) -> str:
                 f"{path} is a lhotse Shar folder; write its audio as files: CutSet.from_shar(in_dir=DIR)"
                 ".save_audios(NEW).map(lambda c: c.drop_custom('shard_origin')).to_file('cuts.jsonl.gz')"
             )
-        return "folder"
+        return Kaldi.kind if (path / LIST).is_file() else Folder.kind
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")
     line, start = first_line(path)
     if columns:
         return Table.kind
-    if start.startswith(b"["):
-        record = next((record for _, record in json_array(path)), None)
+    if start.startswith((b"[", b"{", b"-")):
+        record = next((record for _, _, record in records(path)), None)
         if record is None:
             raise DataError(f"{path}:{line}: the array is empty")
         found = _format_of(record)
-    elif start.startswith(b"{"):
-        found = _format_of(parse(start, path, line))
     elif len(names := Table(path).form.columns) > 1 and any(n.lower() in COLUMNS["audio"] for n in names):
         found = Table.kind
     elif looks_like_fairseq(_head(path), path.parent):
@@ -189,7 +187,7 @@ def _sniff(path: Path, columns: Mapping[str, str]) -> str:
     else:
         raise DataError(
             f"{path}:{line}: not a manifest (it starts with {start[:20].decode(errors='replace')!r}); "
-            "use lhotse cuts (from YAML: lhotse copy FILE cuts.jsonl.gz), NeMo JSON lines, MLPerf JSON, "
+            "use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
             "fairseq TSV, or a CSV or TSV with a header"
         )
     if not found:

@@ -75,7 +75,7 @@ class Table(Manifest):
     @cached_property
     def form(self) -> Form:
         """How this table is written."""
-        if first_line(self.path)[1].startswith((b"{", b"[")):
+        if first_line(self.path)[1].startswith((b"{", b"[", b"-")):
             return Form("", list(next(records(self.path))[2]))
         # not first_line's, which has no tab before its first word
         raw = next(raw for _, raw in numbered_lines(self.path, in_array=True) if raw.strip())

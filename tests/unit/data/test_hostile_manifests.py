@@ -107,6 +107,34 @@ def test_a_gzipped_line_without_end_is_refused_in_little_memory(
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a: " + "[" * 100_000,
+        "- a: &a [x]\n"
+        + "".join(
+            f"  {c}: &{c} [{', '.join(['*' + b] * 20)}]\n" for b, c in zip("abcdef", "bcdefg", strict=True)
+        ),
+        "- a:\n" + "  x\n" * 400_000,
+        "- {? a : b, <<: [&m {a: b}, " + "*m, " * 100_000 + "]}\n",
+        "- a: 0b" + "1" * 100_000 + "\n- a: " + "9" * 5_000,
+    ],
+    ids=["depth", "aliases", "length", "merges", "numbers"],
+)
+def test_yaml_without_bound_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"m\.yaml:\d: ") as caught:
+            entries(path)
+        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
 def test_a_sparse_file_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "sparse.jsonl"
     with path.open("wb") as file:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,6 +172,28 @@ def test_lhotses_own_arrays_are_read_like_its_lines(tmp_path: Path, lhotse_line:
     assert (pair.id, pair.supervisions[0].text) == ("s", "t")
 
 
+def test_lhotses_yaml_is_read_like_its_lines(tmp_path: Path, lhotse_line: Any, cache: Path) -> None:
+    from lhotse import CutSet, MonoCut
+
+    texts = ["no", "2020-01-01", "a: 'b' \"c\"\n- d #e", "é", ""]
+    cuts = [lhotse_line(f"c{number}", text=text) for number, text in enumerate(texts)]
+    path = str(tmp_path / "cuts.yaml")
+    CutSet.from_cuts(MonoCut.from_dict(dict(cut)) for cut in cuts).to_file(path)
+    source = open_source(path)
+    assert [cut.to_dict() for cut in source.cuts()] == [
+        lhotse_line(cut["id"], text=text) for cut, text in zip(cuts, texts, strict=True)
+    ]
+    index = open_index(source)
+    assert [text_of(index.cut(row)) for row in range(len(index))] == texts
+    (tmp_path / "recordings.yaml").write_text(
+        yaml.safe_dump([lhotse_line("c0")["recording"]], sort_keys=False)
+    )
+    supervisions = "- {id: s, recording_id: c0, start: 0.5, duration: 0.25, channel: 0, text: part}\n"
+    (tmp_path / "supervisions.yaml").write_text(supervisions)
+    (pair,) = open_source([str(tmp_path / f"{name}.yaml") for name in ("recordings", "supervisions")]).cuts()
+    assert (pair.id, pair.start, pair.supervisions[0].text) == ("s", 0.5, "part")
+
+
 def test_audio_without_transcripts_needs_no_key_for_them(tmp_path: Path) -> None:
     nemo = {"audio_filepath": "a.wav", "duration": 2.5}
     mlperf = {"original_duration": 2.0, "files": [{"fname": "b.wav"}]}
@@ -230,7 +253,14 @@ def test_one_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         (b'{"audio_filepath": "a.wav", "duration": 1, "text": "\xff"}\n', 1, "not UTF-8"),
         (b'{"type": "MonoCut", "id": "a"}\n', 1, "has no 'duration'"),
         (b'[{"type": "MonoCut", "id": "a"}]', 1, "has no 'duration'"),
-        (b"- id: a\n  type: MonoCut\n", 1, "lhotse copy"),
+        (b"- id: a\n  type: MonoCut\n", 1, "has no 'duration'"),
+        (b"- id: a\n  x: [\n- id: b\n", 1, "bad YAML"),
+        (b"# cuts\n- id: a\n", 1, "not a manifest"),
+        (b"---\n- id: !!python/object/apply:os.system ['exit']\n", 2, "bad YAML"),
+        (b"---\n- 5\n", 2, "is a JSON int, not an object"),
+        (b"- audio_filepath: a.wav\n- audio_filepath: 2020-01-01\n", 2, "bad YAML"),
+        (b"---\n", 1, "the array is empty"),
+        (b"-5\n", 1, "the array is empty"),
         (b'{"type": "fbank", "recording_id": "a", "start": 0, "storage_path": "f"}', 1, "format is unknown"),
         (b'{"type": "OddCut", "id": "a"}\n', 1, "'type' is 'OddCut'"),
         (b'{"type": "MonoCut", "id": "a", "duration": 1, "start": 0}\n', 1, "has no 'recording'"),
