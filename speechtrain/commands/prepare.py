@@ -30,7 +30,7 @@ from speechtrain.data.folder import files_below
 from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut, text_of
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
-from speechtrain.data.sources import names_in, open_source, parts_of
+from speechtrain.data.sources import open_source, parts_of
 from speechtrain.errors import ConfigError, DataError, MachineError, printable
 from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normaliser
@@ -42,7 +42,13 @@ Refusal = tuple[str, str]
 
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
-_MEASURED = ("nemo", "mlperf", "fairseq")  # formats without the recording's own length and rate
+_MEASURED = (
+    "nemo",
+    "mlperf",
+    "fairseq",
+    "table",
+    "kaldi",
+)  # formats without the recording's own length and rate
 _FIX = "use another --out"  # for what cannot be written
 _CHUNK = 64  # recordings per thread that are given to the threads together
 _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
@@ -52,8 +58,9 @@ def parser() -> argparse.ArgumentParser:
     build = Parser(
         prog="speechtrain-prepare",
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
-        "NeMo, MLPerf or fairseq manifest, or a folder of recordings with transcripts. Several SOURCEs are "
-        "read one after the other.",
+        "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
+        "recordings with transcripts. Several SOURCEs are read one after the other; "
+        "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -163,7 +170,7 @@ def named_source(arguments: argparse.Namespace) -> Source:
         return Digits("train", 2000)
     if arguments.corpus == "fsdd":
         return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
-    return open_source([part for name in arguments.sources for part in names_in(name)])
+    return open_source(arguments.sources)
 
 
 def cuts_of(source: Source) -> Iterator[Record]:

@@ -296,7 +296,13 @@ class Nemo(JsonLines):
     def cut_of(self, record: Record, line: int) -> Record:
         audio = next((record[key] for key in self.AUDIO if record.get(key)), None)
         if not isinstance(audio, str):
-            raise self.bad(line, "has no 'audio_filepath'")
+            several = " of one file: write its channels into one" if isinstance(audio, list) else ""
+            raise self.bad(line, f"has no 'audio_filepath'{several}")
+        if line == 1 and "shard_id" in record and not os.path.isfile(self.beside(audio)):
+            told = f"is of a tarred set, and {self._folder} has no {audio!r}"
+            raise self.bad(
+                line, f"{told}; unpack its tars there (tar -xf audio_0.tar), which holds the recordings"
+            )
         whole = record.get("offset") is None
         start = 0.0 if whole else self.number(record, "offset", line)
         duration = self.seconds(record, "duration", line, self.beside(audio), start)

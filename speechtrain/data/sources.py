@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,11 +68,13 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
     given = [part for one in specs for part in _paths_in(one)]
     if not given:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
-    for number, (path, _) in enumerate(given):
+    seen = set[Path]()
+    for path, _ in given:
         if not path.exists():
             raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
-        if path in (earlier for earlier, _ in given[:number]):
+        if path in seen:
             raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
+        seen.add(path)
     parts: list[Manifest] = []
     rest = [(path, _sniff(path, columns), columns) for path, columns in given]
     while rest:
@@ -139,8 +142,19 @@ def names_in(spec: str) -> list[Spec]:
             pass
         raise DataError(f"{spec[:200]} is no mapping; write it as {{path: FILE, text: COLUMN}}")
     if "," in spec and not Path(spec).expanduser().exists():
-        return [part.strip() for part in spec.split(",") if part.strip()]
-    return [spec] if spec.strip() else []
+        return [name for part in spec.split(",") for name in _shards(part.strip())]
+    return _shards(spec)
+
+
+def _shards(name: str) -> list[Spec]:
+    """The files of NeMo's ``train_OP_0..7_CL_.json``; else the name itself, or nothing of an empty one."""
+    if (found := _SHARDS.search(name)) is None:
+        return [name] if name.strip() else []
+    numbers, width = range(int(found[1]), int(found[2]) + 1), len(found[1])
+    return [f"{name[: found.start()]}{n:0{width}}{name[found.end() :]}" for n in numbers]
+
+
+_SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
 
 
 def _table_in(folder: Path) -> Path | None:

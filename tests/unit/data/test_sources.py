@@ -98,6 +98,31 @@ def test_nemo_lines_with_aliases_offsets_and_paths_beside_the_manifest(tmp_path:
     assert cuts[0].supervisions[0].speaker == "s1"
 
 
+def test_a_tarred_set_of_nemo_is_refused_until_it_is_unpacked(tmp_path: Path, recordings: Any) -> None:
+    path = write(tmp_path / "tarred_audio_manifest.json", [nemo_line("a.wav", shard_id=0)])
+    assert "is of a tarred set" in refusal(path)
+    assert "tar -xf" in refusal(path)
+    recordings.tone("a.wav", 2.5)
+    assert len(list(open_source(path).cuts())) == 1
+    assert "has no 'audio_filepath' of one file" in refusal(
+        write(tmp_path / "m", [{"audio_filepath": ["a.wav", "b.wav"], "duration": 1}])
+    )
+
+
+def test_nemos_name_of_several_manifests_is_their_union(tmp_path: Path) -> None:
+    for number in range(12):
+        write(tmp_path / f"m_{number}.json", [nemo_line()])
+        write(tmp_path / f"p_{number:03d}.json", [nemo_line()])
+    names = [cut.id for cut in open_source(f"{tmp_path}/m__OP_0..11_CL_.json").cuts()]
+    assert names == [f"m_{number}:1:a" for number in range(12)]
+    padded = f"{tmp_path}/p__OP_009..011_CL_.json"
+    assert [cut.id for cut in open_source([padded, f"{tmp_path}/m_1.json"]).cuts()] == [
+        *("p_009:1:a", "p_010:1:a", "p_011:1:a", "m_1:1:a")
+    ]
+    assert "m_12.json does not exist" in refusal(f"{tmp_path}/m__OP_0..12_CL_.json")
+    assert "no manifest is given" in refusal(f"{tmp_path}/m_OP_2..1_CL_.json")
+
+
 def test_the_same_recording_on_several_lines_has_several_ids(tmp_path: Path) -> None:
     cuts = list(open_source(write(tmp_path / "m.jsonl", [nemo_line()] * 3)).cuts())
     assert len({cut.id for cut in cuts}) == 3
@@ -315,6 +340,7 @@ def test_a_folder_as_librispeech_has_it(tmp_path: Path, recordings: Any) -> None
     (tmp_path / "dev/19/198/19-198.trans.txt").write_text(listed)
     cuts = list(open_source(str(tmp_path / "dev")).cuts())
     assert [cut.supervisions[0].text for cut in cuts] == ["CHAPTER ONE", "TWO", "NOT THERE"]
+    assert [cut.supervisions[0].speaker for cut in cuts] == ["19"] * 3
     assert cuts[2].recording.sources[0].source.endswith("19-198-0002.flac")  # met as a missing recording
 
 
