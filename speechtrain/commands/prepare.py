@@ -31,7 +31,7 @@ from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut,
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source, parts_of
-from speechtrain.data.statistics import Statistics, hear, held_out, recording_of, speaker_of, table
+from speechtrain.data.statistics import Heard, Statistics, hear, held_out, recording_of, speaker_of, table
 from speechtrain.errors import ConfigError, DataError, MachineError, printable
 from speechtrain.files import atomic, writing
 from speechtrain.text.normalise import normaliser
@@ -321,7 +321,7 @@ def write_stats(arguments: argparse.Namespace) -> int:
     statistics, bad = Statistics(), 0
     for cut, heard in found:
         statistics.add(cut, heard)
-        bad += isinstance(heard, tuple)
+        bad += heard is not None and not isinstance(heard, Heard)
     result = statistics.result()
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(map(printable, table(result))))
     return DataError.exit_code if bad else 0

@@ -52,9 +52,10 @@ class Kaldi(Manifest):
             recording, start, end = rest.split() if rest.count(" ") == 2 else (name, "0", "-1")
             if is_part and (rest.count(" ") != 2 or recording not in recordings):
                 raise self.bad(line, f"is no 'UTTERANCE RECORDING START END' of a recording in {LIST}")
-            begin, path = self._time(start, line), recordings[recording]
-            length = None if end in ("-1", "-1.0") else self._time(end, line) - begin
-            seconds = self.seconds({"duration": length}, "duration", line, path, begin)
+            times, path = {"start": start, "end": end}, recordings[recording]
+            begin, last = (self.time(times, key, line) or 0.0 for key in ("start", "end"))
+            length = {"duration": None if last == -1 else last - begin}
+            seconds = self.seconds(length, "duration", line, path, begin)
             speaker = speakers.get(name, name)
             more: Record = {"speaker": None if speaker == name else speaker, "segment": is_part}
             more |= {"duration": seconds, "text": texts.get(name, "")}
@@ -65,12 +66,6 @@ class Kaldi(Manifest):
     @property
     def _utterances(self) -> str:
         return "segments" if (self.path / "segments").is_file() else LIST
-
-    def _time(self, text: str, line: int) -> float:
-        try:
-            return self.number({"duration": float(text)}, "duration", line)
-        except ValueError:
-            raise self.bad(line, f"{text[:40]!r} is no time in seconds") from None
 
     def _lines(self, name: str) -> Iterator[tuple[int, str, str]]:
         """Yield line, first word and the others, with single spaces, of each line; none of a missing file."""

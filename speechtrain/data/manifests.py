@@ -123,6 +123,16 @@ class Manifest(Source):
             raise self.bad(line, f"{name!r} is {value!r}, below 0; without it the audio is measured")
         return float(value)
 
+    def time(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
+        """Return a number of seconds, which may be in a string; None where there is none."""
+        value: Any = record.get(name)
+        if isinstance(value, str):
+            try:
+                value = float(value) if value.strip() else None
+            except ValueError:
+                raise self.bad(line, f"{name!r} is {value[:40]!r}, not a number") from None
+        return None if value is None else self.number({name: value}, name, line)
+
     def seconds(
         self, record: Mapping[str, Any], name: str, line: int, path: str, start: float = 0.0
     ) -> float:

@@ -47,7 +47,8 @@ _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for exi
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
 _WHERE_TRANSCRIPTS_ARE = (
-    "a folder has it in a.txt beside a.wav or in *.trans.txt, a manifest in the recording's text"
+    "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
+    "text, a table in a column ({path: FILE, text: COLUMN} names it)"
 )
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,13 +19,11 @@ _CLIPPED = 5e-4  # share of samples at full scale
 _OVER = 1.5  # times the share that whole speakers may have
 
 
-@dataclass(frozen=True)
-class Heard:
-    """What a recording's samples show."""
+class Heard(NamedTuple):
+    """A hash of a recording's samples, and what is likely wrong with them, if anything."""
 
     content: bytes
-    is_silent: bool
-    is_clipped: bool
+    fault: str
 
 
 def hear(cut: Record) -> Heard:
@@ -35,8 +32,8 @@ def hear(cut: Record) -> Heard:
 
     samples = np.abs(read_cut(cut, int((cut.get("recording") or {}).get("sampling_rate", 16_000))))
     is_clipped = float((samples >= 0.999).mean()) > _CLIPPED
-    content = hashlib.blake2b(samples.tobytes(), digest_size=16).digest()
-    return Heard(content, is_silent=float(samples.max()) < _SILENT, is_clipped=is_clipped)
+    fault = "silent" if float(samples.max()) < _SILENT else "clipped" if is_clipped else ""
+    return Heard(hashlib.blake2b(samples.tobytes(), digest_size=16).digest(), fault)
 
 
 class Statistics:
@@ -59,18 +56,14 @@ class Statistics:
         self.spoken.append(len("".join(text.split())))
         self.characters.update(text)
         self.speakers[speaker_of(cut)] += 1
-        if not text.strip():
-            self.errors["no_transcript"].append(name)
-        if isinstance(heard, tuple):
-            self.errors[heard[0]].append(name)
-        elif heard is None:
+        fault = heard.fault if isinstance(heard, Heard) else heard[0] if heard else ""
+        for found in (fault, "" if text.strip() else "no_transcript"):
+            if found:
+                self.errors[found].append(name)
+        if heard is None:
             self._copies[(*files_of(cut), cut.get("start"), cut.get("duration"))].append(name)
-        elif heard.is_silent:
-            self.errors["silent"].append(name)
-        else:
+        elif isinstance(heard, Heard) and fault != "silent":
             self._copies[heard.content].append(name)
-            if heard.is_clipped:
-                self.errors["clipped"].append(name)
 
     def result(self) -> dict[str, Any]:
         """Return the figures as JSON has them; each likely error with the ids that show it."""

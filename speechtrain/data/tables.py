@@ -5,24 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from speechtrain.data.folder import AUDIO_SUFFIXES
-from speechtrain.data.manifests import (
-    Entry,
-    Manifest,
-    Record,
-    decoded,
-    digest,
-    first_line,
-    numbered_lines,
-    records,
-    simple_cut,
-    stamp,
-)
+from speechtrain.data.manifests import Entry, Nemo, Record, decoded, digest, numbered_lines, records, stamp
 from speechtrain.errors import DataError
 
 COLUMNS = {
@@ -52,7 +41,7 @@ class Form(NamedTuple):
     has_header: bool = False
 
 
-class Table(Manifest):
+class Table(Nemo):
     """A table with a header, or LJSpeech's: lines ``id|text`` or ``id|text|normalised`` of wavs/id.wav.
 
     ``columns`` names the column for a key of COLUMNS; others are found by name, and a recording without
@@ -70,16 +59,15 @@ class Table(Manifest):
             self.name = self.path.parent.name
 
     def fingerprint(self) -> str:
-        return digest(self.kind, self.name, self.columns, self._root, *stamp(self.path))
+        return digest(self.kind, self.name, self.columns, self.beside(""), *stamp(self.path))
 
     @cached_property
     def form(self) -> Form:
         """How this table is written."""
-        if first_line(self.path)[1].startswith((b"{", b"[", b"-")):
-            return Form("", list(next(records(self.path))[2]))
-        # not first_line's, which has no tab before its first word
         raw = next(raw for _, raw in numbered_lines(self.path, in_array=True) if raw.strip())
         head = raw[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
+        if head.lstrip().startswith(("{", "[", "-")):
+            return Form("", list(next(records(self.path))[2]))
         rows = {mark: _cells(head, mark) for mark in _DELIMITERS}
         named = self.columns.values() or {name for names in COLUMNS.values() for name in names}
         for mark, cells in rows.items():
@@ -91,45 +79,58 @@ class Table(Manifest):
         is_table = len(rows[mark]) > 1 and len(raw) <= _LONGEST_HEADER and "\0" not in head
         return Form(mark, rows[mark] if is_table else [], has_header=True)
 
-    @property
-    def _is_ljspeech(self) -> bool:
-        return bool(self.form.mark) and not self.form.has_header
-
     @cached_property
     def _chosen(self) -> dict[str, str]:
         """The column of each key that has one. Raises DataError that says how to choose it."""
         columns, chosen = self.form.columns, dict[str, str]()
-        if self._is_ljspeech:
+        if self.form.mark and not self.form.has_header:
             return {"audio": columns[0], "text": columns[-1]}
         for key, names in COLUMNS.items():
             wanted = self.columns.get(key)
             found = [c for c in columns if (c == wanted if wanted else c.lower() in names)]
-            if (wanted and not found) or (key == "audio" and not found):
-                told = f"no column {wanted!r}" if wanted else "no column that is known as its recordings"
-                raise self._unclear(f"has {told}", key)
-            if len(found) > 1 and (wanted or key in ("audio", "text")):
-                raise self._unclear(f"has {len(found)} columns that may be its {key}", key)
+            problem = f"{len(found)} columns that may be its {key}" if len(found) > 1 else ""
+            if not found:
+                problem = f"no column {wanted!r}" if wanted else "no column that is known as its recordings"
+            if problem and (wanted or key == "audio" or (found and key == "text")):
+                more = " …" if len(columns) > 20 else ""
+                shown = ", ".join(repr(column[:40]) for column in columns[:20]) + more
+                how = f"choose with {{path: {self.path.name}, {key}: COLUMN}}"
+                raise self.bad(1, f"has {problem}: {shown}; {how}")
             chosen |= {key: found[0]} if found else {}
         return chosen
 
-    def _unclear(self, problem: str, key: str) -> DataError:
-        columns = self.form.columns
-        shown = ", ".join(repr(column[:40]) for column in columns[:20]) + (" …" if len(columns) > 20 else "")
-        return self.bad(1, f"{problem}: {shown}; choose with {{path: {self.path.name}, {key}: COLUMN}}")
-
     @cached_property
-    def _root(self) -> str:
-        """The folder of relative paths."""
-        clips = self.path.parent / "clips"
-        return str(clips if "client_id" in self.form.columns and clips.is_dir() else self.path.parent)
+    def _clips(self) -> str:
+        is_there = "client_id" in self.form.columns and os.path.isdir(f"{self._folder}/clips")
+        return "clips" if is_there else ""
+
+    def beside(self, name: str) -> str:
+        """Resolve a path of the table."""
+        return super().beside(os.path.join(self._clips, os.path.expanduser(name)))
 
     def entries(self) -> Iterator[Entry]:
         chosen, line = self._chosen, 0
         for line, row in self._rows():
-            given = {key: row.get(chosen[key]) if key in chosen else None for key in COLUMNS}
-            yield Entry(self._cut(given, line), line, -1)
+            yield Entry(self.cut_of({key: row.get(chosen[key]) for key in chosen}, line), line, -1)
         if not line:
             raise DataError(f"{self.path} has a header only; add a row for each recording")
+
+    def cut_of(self, record: Record, line: int) -> Record:
+        name = _ROOT.sub("", self.text(record, "audio", line), count=1)
+        if not name:
+            raise self.bad(line, f"has no recording in column {self._chosen['audio']!r}")
+        if self.form.mark and not self.form.has_header:
+            name = name if name.lower().endswith(AUDIO_SUFFIXES) else f"{name}.wav"
+            name = name if "/" in name else f"wavs/{name}"
+        start, end, duration = (self.time(record, key, line) for key in ("start", "end", "duration"))
+        begin = start or 0.0
+        if begin < 0 or (end is not None and end < begin):
+            raise self.bad(line, f"starts at {begin:g} s and ends at {end or 0:g} s")
+        known: Record = {"audio_filepath": name, "speaker": record.get("speaker") or None}
+        known["text"] = " ".join(self.text({"text": None, **record}, "text", line).split())
+        known["offset"] = start if end is None else begin
+        known["duration"] = duration if end is None else end - begin
+        return super().cut_of(known, line)
 
     def _rows(self) -> Iterator[tuple[int, Record]]:
         """Yield (line, value by column) of each recording."""
@@ -153,48 +154,18 @@ class Table(Manifest):
                 left = _LONGEST_ROW
                 if not "".join(cells).strip():
                     continue
-                if has_header:
-                    has_header = False
-                    continue
                 if len(cells) != len(columns):
                     told = f"has {len(cells)} cells, the table has {len(columns)} columns"
                     raise self.bad(reader.line_num, f"{told}; put a cell with {mark!r} in quotation marks")
-                cells = map(_unquoted, cells) if mark == "\t" else cells
-                yield reader.line_num, dict(zip(columns, cells, strict=True))
+                if not has_header:
+                    cells = map(_unquoted, cells) if mark == "\t" else cells
+                    yield reader.line_num, dict(zip(columns, cells, strict=True))
+                has_header = False
         except csv.Error as error:
             raise self.bad(reader.line_num, f"is no row of a table ({error})") from None
 
-    def _cut(self, given: Record, line: int) -> Record:
-        name = _ROOT.sub("", self.text(given, "audio", line), count=1)
-        if not name:
-            raise self.bad(line, f"has no recording in column {self._chosen['audio']!r}")
-        if self._is_ljspeech:
-            name = name if name.lower().endswith(AUDIO_SUFFIXES) else f"{name}.wav"
-            name = name if "/" in name else f"wavs/{name}"
-        path = os.path.join(self._root, os.path.expanduser(name))
-        start, end = self._time(given, "start", line), self._time(given, "end", line)
-        begin, is_part = start or 0.0, start is not None or end is not None
-        if end is None:
-            given["duration"] = self._time(given, "duration", line)
-            end = begin + self.seconds(given, "duration", line, path, begin)
-        if not 0 <= begin <= end:
-            raise self.bad(line, f"starts at {begin:g} s and ends at {end:g} s")
-        cut_id = f"{self.name}:{line}:{os.path.splitext(os.path.basename(name))[0]}"
-        said: dict[str, Any] = {"text": " ".join(self.text(given, "text", line).split())}
-        said |= {"speaker": given["speaker"] or None, "segment": is_part}
-        return simple_cut(cut_id, path, begin, duration=end - begin, **said)
 
-    def _time(self, given: Record, key: str, line: int) -> float | None:
-        value = given[key]
-        if isinstance(value, str):
-            try:
-                value = float(value) if value.strip() else None
-            except ValueError:
-                raise self.bad(line, f"{key!r} is {value[:40]!r}, not a number") from None
-        return None if value is None else self.number({key: value}, key, line)
-
-
-def _reader(lines: Any, mark: str) -> Any:
+def _reader(lines: Iterable[str], mark: str) -> Any:
     quoting: Any = csv.QUOTE_NONE if mark in "\t|" else csv.QUOTE_MINIMAL
     return csv.reader(lines, delimiter=mark, quoting=quoting, skipinitialspace=True, strict=True)
 

@@ -91,9 +91,9 @@ PIPE = "flac -c -d -s /corpora/LibriSpeech/84/121123/84-121123-0000.flac |"
         ({"wav_scp": "a x\n", "segments": ""}, "segments is empty"),
         ({"wav_scp": "a x\n", "segments": "u b 0 1\n"}, "segments:1: is no 'UTTERANCE RECORDING START END'"),
         ({"wav_scp": "a x\n", "segments": "u a 0\n"}, "segments:1: is no 'UTTERANCE RECORDING START END'"),
-        ({"wav_scp": "a x\n", "segments": "u a zero 1\n"}, "segments:1: 'zero' is no time in seconds"),
+        ({"wav_scp": "a x\n", "segments": "u a zero 1\n"}, "segments:1: 'start' is 'zero', not a number"),
         ({"wav_scp": "a x\n", "segments": "u a 2 1\n"}, "segments:1: 'duration' is -1.0, below 0"),
-        ({"wav_scp": "a x\n", "segments": "u a nan 1\n"}, "segments:1: 'duration' is nan, not a finite"),
+        ({"wav_scp": "a x\n", "segments": "u a nan 1\n"}, "segments:1: 'start' is nan, not a finite"),
         ({"wav_scp": "a x\n", "text": "a \udcff\n"}, "text:1: not UTF-8"),
     ],
 )
