@@ -158,8 +158,11 @@ _SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
 
 
 def _table_in(folder: Path) -> Path | None:
-    """The table of a folder: LJSpeech's or Hugging Face's."""
-    return next((file for name in _TABLES if (file := folder / name).is_file()), None)
+    """The table of a folder: LJSpeech's or Hugging Face's. Raises DataError if it lies elsewhere."""
+    found = next((file for name in _TABLES if (file := folder / name).is_file()), None)
+    if found:
+        Folder(folder).check_place(found)
+    return found
 
 
 _TABLES = ("metadata.csv", "metadata.jsonl")
