@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
     seen = set[Path]()
     for path, _ in given:
-        if not path.exists():
+        if not os.path.exists(path):  # Path's own raises for a name that is too long
             raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
         if path in seen:
             raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
@@ -134,14 +135,15 @@ def names_in(spec: str) -> list[Spec]:
 
     A mapping is read as YAML, as on the command line of training.
     """
-    if spec.lstrip().startswith("{") and not Path(spec).exists():
+    is_file = os.path.exists(os.path.expanduser(spec))
+    if spec.lstrip().startswith("{") and not is_file:
         try:
             if isinstance(found := yaml.safe_load(small_yaml(spec)), dict):
                 return [found]
         except (ValueError, yaml.YAMLError):
             pass
         raise DataError(f"{spec[:200]} is no mapping; write it as {{path: FILE, text: COLUMN}}")
-    if "," in spec and not Path(spec).expanduser().exists():
+    if "," in spec and not is_file:
         return [name for part in spec.split(",") for name in _shards(part.strip())]
     return _shards(spec)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from speechtrain.counter_rng import key_of
 from speechtrain.data.manifests import Record, seconds_of, text_of
+from speechtrain.data.recordings import Unusable
 from speechtrain.errors import DataError
 
 _FAST, _SLOW = 2.0, 0.2  # times the median of characters per second; who reads aloud varies by a quarter
@@ -47,7 +48,7 @@ class Statistics:
         self.errors: dict[str, list[str]] = defaultdict(list)
         self._copies: dict[object, list[str]] = defaultdict(list)
 
-    def add(self, cut: Record, heard: Heard | tuple[str, str] | None) -> None:
+    def add(self, cut: Record, heard: Heard | Unusable | None) -> None:
         from speechtrain.data.audio import files_of
 
         name, text = str(cut["id"]), text_of(cut)
@@ -56,7 +57,7 @@ class Statistics:
         self.spoken.append(len("".join(text.split())))
         self.characters.update(text)
         self.speakers[speaker_of(cut)] += 1
-        fault = heard.fault if isinstance(heard, Heard) else heard[0] if heard else ""
+        fault = heard.fault if isinstance(heard, Heard) else heard.reason if heard else ""
         for found in (fault, "" if text.strip() else "no_transcript"):
             if found:
                 self.errors[found].append(name)
