@@ -124,7 +124,8 @@ def _conclude(config: DictConfig, command: Command) -> None:
             print(errors.printable(f"report: {path}"))
         except Exception as error:  # the run itself has ended well
             print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
-    if OmegaConf.select(config, "data.train._target_") == _EXAMPLE and not command.is_sweep:
+    train = config.data.get("train")
+    if OmegaConf.is_dict(train) and train.get("_target_") == _EXAMPLE and not command.is_sweep:
         kept = [o for o in command.overrides if key_of(o).partition(".")[0] not in ("data", "run_dir")]
         own = ["data=manifest", "data.train=train.jsonl", "data.valid.dev=dev.jsonl"]
         line = f"your own recordings: {shlex.join(['speechtrain-train', *kept, *own])}"

@@ -32,7 +32,7 @@ from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import atomic, flush, read_text, whole_path, writing
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 3  # of the folder: an older format is built again
+FORMAT = 4  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _CHUNK = 65_536  # rows held in memory while building
 

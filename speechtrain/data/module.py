@@ -34,7 +34,7 @@ from speechtrain.data.sampler import (
 )
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
-from speechtrain.data.sources import open_source
+from speechtrain.data.sources import open_source, problem_of
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
 from speechtrain.files import FilePath, atomic
@@ -47,7 +47,8 @@ _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for exi
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
 _WHERE_TRANSCRIPTS_ARE = (
-    "a folder has it in a.txt beside a.wav or in *.trans.txt, a manifest in the recording's text"
+    "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
+    "text, a table in a column ({path: FILE, text: COLUMN} names it)"
 )
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 
@@ -55,7 +56,8 @@ _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here fast
 class SpeechData(DataModule):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
-    ``train`` and each of ``valid`` are a ``Source``, a path or a list of paths (see ``open_source``).
+    ``train`` and each of ``valid`` are a ``Source``, a path, a mapping of a path and columns, or a list of
+    them (see ``open_source``).
     They are opened at first use, so evaluation needs no training data. ``batch`` limits the batches of
     training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
     none. ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change;
@@ -74,8 +76,8 @@ class SpeechData(DataModule):
 
     def __init__(
         self,
-        train: Source | FilePath | list[FilePath],
-        valid: dict[str, Source | FilePath | list[FilePath]],
+        train: Source | FilePath | dict[str, str] | list[FilePath | dict[str, str]],
+        valid: dict[str, Source | FilePath | dict[str, str] | list[FilePath | dict[str, str]]],
         tokenizer: Tokenizer,
         seed: int = 1,
         batch: BatchLimits | None = None,
@@ -108,6 +110,11 @@ class SpeechData(DataModule):
                 f"workers={workers}, shapes={shapes}: need workers >= -1 (-1: automatic), shapes >= 0"
             )
         _check_crop(crop_seconds, tokenizer)
+        if "path" in valid:
+            raise ValueError("valid: a set needs a name other than path, as in data.valid.dev={path: FILE}")
+        for name, spec in (("train", train), *((f"valid: {name}", valid[name]) for name in valid)):
+            if problem := problem_of(spec):
+                raise ValueError(f"{name}: {problem}")
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer = tokenizer
         self.seed = seed
