@@ -63,7 +63,7 @@ from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
-from speechtrain.trainer_config import TrainerConfig, planned_steps
+from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
 from speechtrain.training.autotune import resolve_policy
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
@@ -320,8 +320,9 @@ def train(
     policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
     schedule, planned = _plan(config, settings, data)
-    if schedule.warmup and not checkpointer.folders():
-        begun["warm-up steps"] = schedule.warmup
+    if not checkpointer.folders():
+        begun |= {"warm-up steps": schedule.warmup} if schedule.warmup else {}
+        begun |= {"from data": config.from_data} if config.from_data else {}
     optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
@@ -369,7 +370,8 @@ def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tupl
     """The schedule and the number of planned updates; warns where they or the data cannot do their work."""
     per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
     planned = planned_steps(settings, per_epoch)
-    schedule = build_schedule(config, max(1, round(per_epoch)), planned)
+    is_open = is_planned_by_time(settings)  # the trainer plans, and fits the schedule
+    schedule = build_schedule(config, max(1, round(per_epoch)), 1 if is_open else planned)
     if not data.valid():
         _LOG.warning("data.valid is empty: nothing chooses the best checkpoint; add data.valid.NAME=FILE")
     if planned and planned <= schedule.warmup:

@@ -24,6 +24,9 @@ class Schedule(ABC):
     def rate(self, step: int) -> float:
         """The rate of update number ``step``, 1 or above."""
 
+    def plan(self, total: int) -> None:  # noqa: B027 - nothing is a sensible default
+        """Fit a decay to ``total`` updates, where the plan was made or corrected after the start."""
+
     def state_dict(self) -> dict[str, Any]:
         """The plan of the first start, which a resumed run must keep."""
         return {}
@@ -66,6 +69,10 @@ class _Planned(Schedule):
         self.total = total
         derived = min(_MOST_WARMUP, round(_WARMUP_SHARE * total))
         self.warmup = derived if self.warmup_steps is None else self.warmup_steps
+
+    def plan(self, total: int) -> None:
+        if self.steps is None:
+            self._plan(total)
 
     def progress(self, done: int, begin: int) -> float:
         """The fraction of the way from ``begin`` updates to the plan's end, from 0 to 1."""
