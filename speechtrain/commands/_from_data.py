@@ -6,6 +6,7 @@ commands derive nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,18 +144,23 @@ def _choose_tokenizer(config: DictConfig, found: _Texts) -> str:
         say(f"tokenizer: {len(rare)} rare characters have no label: {shown}; {lost} recordings are skipped")
     if size := pieces(found.hours, len(alphabet)):
         spelt = [text for text in found.texts if set(rare).isdisjoint(text)]
-        learnt = spelt[:: len(spelt) // _PIECE_TEXTS + 1]
-        normaliser = config.tokenizer.normaliser
-        path = cache_folder() / "tokenizers" / f"{digest(size, normaliser, *learnt)}.model"
-        if not path.exists():
-            with writing(path, "set SPEECHTRAIN_CACHE to another folder"):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                train_sentencepiece(learnt, path, size=size)
-        node = {"_target_": _SENTENCEPIECE, "model": str(path), "normaliser": normaliser}
-        config.tokenizer = OmegaConf.create(node)
-        return f"sentencepiece({size})"
+        with contextlib.suppress(DataError):  # too few different words for so many pieces
+            path = _train_pieces(spelt[:: len(spelt) // _PIECE_TEXTS + 1], size, config.tokenizer.normaliser)
+            node = {"_target_": _SENTENCEPIECE, "model": path, "normaliser": config.tokenizer.normaliser}
+            config.tokenizer = OmegaConf.create(node)
+            return f"sentencepiece({size})"
     config.tokenizer.alphabet = alphabet
     return f"characters({len(alphabet)})"
+
+
+def _train_pieces(texts: Sequence[str], size: int, normaliser: str) -> str:
+    """The path of a model of ``size`` pieces in the cache, from which the run takes its copy."""
+    path = cache_folder() / "tokenizers" / f"{digest(size, normaliser, *texts)}.model"
+    if not path.exists():
+        with writing(path, "set SPEECHTRAIN_CACHE to another folder"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            train_sentencepiece(texts, path, size=size)
+    return str(path)
 
 
 def rare_characters(counts: Counter[str], utterances: Counter[str], budget: float) -> list[str]:
