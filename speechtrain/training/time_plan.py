@@ -25,6 +25,7 @@ _SETTLE = (0.01, 5.0)  # share of the budget, and the most seconds, of updates t
 _MEASURE = (0.02, 10.0)  # the same of those that are, and of a validation
 _VALIDATIONS, _VALIDATION_SHARE = 20, 0.1  # the most of a run, and of its time
 _FIRST_LOOK, _LAST_LOOK = 0.25, 0.95  # of the updates: where the plan is first and last corrected
+_FEWEST = 5  # updates whose speed is believed
 
 
 @dataclass
@@ -50,7 +51,7 @@ class TimePlan:
         """True where the plan is compared with the clock: a quarter into it, then half way to its end."""
         last, _, updates = self.after(step - 1)
         share = 0.5 if last else _FIRST_LOOK
-        return step == last + max(1, int((updates - last) * share)) and step < _LAST_LOOK * updates
+        return step == last + max(_FEWEST, int((updates - last) * share)) and step < _LAST_LOOK * updates
 
     def extend(self, hours: float, step: int, wall_s: float) -> None:
         """Plan for other ``hours``, by the speed of the updates so far."""
