@@ -56,7 +56,7 @@ from speechtrain.launcher import PARENT, World, is_number
 from speechtrain.optim.ema import EMA, Average, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder
+from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder, run_of
 from speechtrain.supervision.process_tree import ancestors_of, children_of, is_running, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
@@ -147,10 +147,8 @@ def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[st
     from speechtrain.interop.weights import initialise, read_weights
 
     weights, fresh = read_weights(path), set[str]()
-    place = Path(path).expanduser().resolve()  # a run, a checkpoint of one, or a file in it
-    step = place if place.is_dir() else place.parent
-    run = step.parents[1] if (step / "checkpoint.json").is_file() else place
-    labels = build_tokenizer(read_config(run)).labels if (run / CONFIG).is_file() else []
+    run = run_of(Path(path).expanduser().resolve())
+    labels = build_tokenizer(read_config(run)).labels if run else []
     if labels and labels != tokenizer.labels:
         longer = copy.copy(tokenizer)
         longer.labels = tokenizer.labels * 2

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,13 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
         return
     if config.from_data is not None and config.from_data not in TABLES:
         raise ConfigError(f"from_data={config.from_data}: choose {' or '.join(TABLES)}, or null")
+    if config.from_data == "finetune":
+        if not config.init_from:
+            raise ConfigError("recipe=finetune begins with what another run has learnt; add init_from=RUN")
+        if not Path(config.init_from).exists():
+            raise DataError(
+                f"init_from={config.init_from} does not exist; give a run, or a folder of weights"
+            )
     texts = _read(config)
     set_keys: dict[str, Any] = {}
     if _has_open_alphabet(config):
@@ -69,12 +77,13 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
             hours=texts.hours,
             labels_per_second=_fast_labels(texts, build_tokenizer(config)),
             core_hours=_core_hours(config),
+            width=int(config.encoder.get("width") or 0),
         )
         for key, value in TABLES[config.from_data](speech).items():
-            is_typed = any(key == one or key.startswith(f"{one}.") for one in typed)
+            is_typed = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in typed)
             if not is_typed and OmegaConf.select(config, key, default="") != "":
-                OmegaConf.update(config, key, value)
-                set_keys[key] = value
+                OmegaConf.update(config, key, value, merge=False)
+                set_keys[key] = value["probability"] if isinstance(value, dict) else value
     chosen = " ".join(f"{key}={value}" for key, value in set_keys.items())
     config.from_data = f"{len(texts.seconds):,} recordings, {texts.hours:.2f} h: {chosen}"
 

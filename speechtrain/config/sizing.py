@@ -18,6 +18,7 @@ class Speech:
     hours: float
     labels_per_second: float  # of the fast speakers (95 %); a doubled label counts twice, as CTC needs frames
     core_hours: float  # of the plan, over all ranks; another device than a CPU counts as so many cores
+    width: int = 0  # of a pretrained Transformer; 0 for another encoder
 
     @property
     def passes(self) -> float:
@@ -36,15 +37,15 @@ _NETWORKS: tuple[tuple[float, float, dict[str, Any]], ...] = (
     (0.0, 0.0, {"hidden": 256, "pre_layers": 1, "post_layers": 2, "joint": 256, "lr": 2e-3}),
 )
 _BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings, and those of a batch
+_SPAN_MASK = "speechtrain.nn.masking.SpanMask"
 _PIECES = ((500.0, 1000), (50.0, 300))  # hours, and pieces of SentencePiece; below: characters
 _MOST_CHARACTERS = 100  # of an alphabet that pieces may replace
 _MASKED_PASSES = 8.0  # SpecAugment costs more than it gives in fewer
 _HELD_OUT = (0.05, 0.5, 0.1)  # a share, at most so many hours; the share of fewer than 200 recordings
-_FROZEN = (
-    (10.0, 0.1),
-    (1.0, 0.3),
-    (0.0, 0.5),
-)  # hours, and the share of the updates before the encoder learns
+# of a pretrained Transformer: hours, the share of the updates before it learns, and that of masked frames
+_FREEZING = ((10.0, 0.1, 0.65), (1.0, 0.2, 0.5), (0.2, 0.3, 0.25), (0.0, 0.3, 0.0))
+_MASKED_CHANNELS = 0.25  # share of the units of a frame, in spans of a twelfth of them
+_RATES = ((1024, 3e-5), (512, 1e-4), (1, 1e-3), (0, 5e-4))  # width: a higher rate undoes what was learnt
 
 
 def pieces(hours: float, characters: int) -> int:
@@ -88,12 +89,22 @@ def scratch(speech: Speech) -> dict[str, Any]:
 
 
 def finetune(speech: Speech) -> dict[str, Any]:
-    """Keys and values of ``recipe=finetune``."""
-    return {
-        "model.freeze_encoder_steps": 0,
+    """Keys and values of ``recipe=finetune``; the masks are those of a pretrained Transformer's encoder."""
+    found: dict[str, Any] = {
+        "optimizer.lr": next(rate for least, rate in _RATES if speech.width >= least),
         "data.batch.count": next(count for least, count in _BATCHES if speech.recordings >= least),
         "data.hold_out": hold_out(speech),
     }
+    if speech.width:
+        frozen, masked = next(row[1:] for row in _FREEZING if speech.hours >= row[0])
+        found["model.freeze_encoder_steps"] = frozen
+        found["encoder.mask"] = _mask(masked, 10)
+        found["encoder.channel_mask"] = _mask(_MASKED_CHANNELS if masked else 0.0, max(1, speech.width // 12))
+    return found
+
+
+def _mask(share: float, length: int) -> dict[str, Any] | None:
+    return {"_target_": _SPAN_MASK, "probability": share, "length": length} if share else None
 
 
 TABLES = {"scratch": scratch, "finetune": finetune}

@@ -190,6 +190,41 @@ class Cosine(_Planned):
 
 
 @dataclass
+class TriStage(_Planned):
+    """Linear warm-up, a plateau, then an exponential decay (Baevski et al., 2020, for fine-tuning).
+
+    ``phases`` are the shares of warm-up and plateau in the updates. The first update has ``first · peak``,
+    the last one and those after it ``last · peak``.
+    """
+
+    peak: float
+    phases: list[float] = field(default_factory=lambda: [0.1, 0.4])
+    first: float = 0.01
+    last: float = 0.05
+    steps: int | None = None
+    warmup_steps: int | None = field(default=None, init=False)
+    planned_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if len(self.phases) != 2 or min(self.phases) < 0 or sum(self.phases) > 1:
+            raise ValueError(
+                f"phases is {self.phases}; give the shares of warm-up and plateau, together at most 1"
+            )
+        if not (0 <= self.first <= 1 and 0 < self.last <= 1):
+            raise ValueError(f"first is {self.first}, last is {self.last}; both are shares of the peak")
+        super().__post_init__()
+
+    def _plan(self, total: int) -> None:
+        self.total, self.warmup = total, round(self.phases[0] * total)
+
+    def rate(self, step: int) -> float:
+        if step <= self.warmup:
+            return self.peak * (self.first + (1.0 - self.first) * (step - 1) / self.warmup)
+        decay = self.progress(step - 1, round(sum(self.phases) * self.total))
+        return float(self.peak * self.last**decay)
+
+
+@dataclass
 class IntelQuadratic(_Planned):
     """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
 

@@ -129,6 +129,7 @@ class Trainer:
         self.group.rank_status.at(0, "warm-up")
         self._warm_up(parts)
         planned, validate_every = self._plan(parts, per_epoch)
+        parts.task.planned_updates = (self.time_plan.updates if self.time_plan else planned) or 0
         save_every = config.save_every or validate_every
         batches = parts.data.train(world.rank, world.size, config.accumulate)
         status = self._catch_up(parts, planned, validate_every)

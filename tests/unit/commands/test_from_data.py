@@ -18,6 +18,8 @@ from speechtrain.config.check import check
 from speechtrain.config.sizing import Speech, frame, hold_out, scratch
 from speechtrain.errors import ConfigError, DataError
 
+from .conftest import untrained
+
 
 def speech(**values: Any) -> Speech:
     return Speech(
@@ -53,6 +55,52 @@ def test_every_key_of_a_table_is_one_of_its_recipe(table: str) -> None:
         for part in key.split("."):
             assert part in node, key
             node = node[part]
+
+
+def test_finetuning_masks_and_freezes_what_was_pretrained() -> None:
+    found = sizing.finetune(speech(hours=10.0, width=768))
+    assert (found["model.freeze_encoder_steps"], found["optimizer.lr"]) == (0.1, 1e-4)
+    assert (found["encoder.mask"]["probability"], found["encoder.channel_mask"]["length"]) == (0.65, 64)
+    few = sizing.finetune(speech(hours=0.01, width=192))
+    assert (few["encoder.mask"], few["encoder.channel_mask"], few["optimizer.lr"]) == (None, None, 1e-3)
+    assert not {"encoder.mask", "model.freeze_encoder_steps"} & sizing.finetune(speech()).keys()
+
+
+def test_finetuning_needs_a_beginning(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add init_from=RUN"):
+        followed("recipe=finetune", "data.train=x")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        followed("recipe=finetune", "data.train=x", f"init_from={tmp_path}/nowhere")
+
+
+RECOGNISER = ["recipe=demo", "encoder.hidden=24", "model.joint.hidden=20", "tokenizer.alphabet=' abcdef'"]
+PRETRAINING = ["model=wav2vec2_small", "data=digits", "encoder.width=96"]
+
+
+def test_model_encoder_and_tokenizer_are_those_of_the_beginning(tmp_path: Path) -> None:
+    recogniser = untrained(tmp_path / "recogniser", *RECOGNISER)
+    begun = compose(["recipe=finetune", f"init_from={recogniser}", "encoder.dropout=0.3"])
+    assert (begun.encoder.hidden, begun.encoder.dropout, begun.model.joint.hidden) == (24, 0.3, 20)
+    assert begun.tokenizer.alphabet == " abcdef"
+    checkpoint = next((recogniser / "checkpoints").glob("step-*"))
+    assert compose(["recipe=finetune", f"init_from={checkpoint}"]).encoder.hidden == 24
+    other = compose(["recipe=finetune", f"init_from={recogniser}", "model=ctc", "tokenizer=auto"])
+    assert (other.encoder.hidden, other.model._target_[-4:]) == (24, ".CTC")
+    pretrained = untrained(tmp_path / "pretrained", *PRETRAINING)
+    begun = compose(["recipe=finetune", f"init_from='{pretrained}'"])
+    assert (begun.encoder.width, begun.model._target_[-4:], begun.tokenizer.alphabet) == (96, ".CTC", None)
+    assert compose(["recipe=finetune"]).encoder.width == 768  # what was offered before is forgotten
+
+
+def test_an_imported_model_brings_its_encoder(tmp_path: Path) -> None:
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder/imported.yaml").write_text(
+        "_target_: speechtrain.encoders.lstm.LSTMEncoder\nhidden: 7\n"
+    )
+    assert compose(["recipe=finetune", f"init_from={tmp_path}"]).encoder.hidden == 7
+    (tmp_path / "encoder/imported.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="imported.yaml cannot be read"):
+        compose(["recipe=finetune", f"init_from={tmp_path}"])
 
 
 def test_rare_characters_are_few_enough_to_lose() -> None:
