@@ -99,7 +99,7 @@ def test_an_imported_model_brings_its_encoder(tmp_path: Path) -> None:
     )
     assert compose(["recipe=finetune", f"init_from={tmp_path}"]).encoder.hidden == 7
     (tmp_path / "encoder/imported.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="imported.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"imported\.yaml cannot be read"):
         compose(["recipe=finetune", f"init_from={tmp_path}"])
 
 
