@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from speechtrain.errors import ConfigError
 from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment
-from speechtrain.supervision.rendezvous import rendezvous_port
+from speechtrain.supervision.rendezvous import rendezvous_port, why_taken
 from speechtrain.supervision.supervise import supervise
 
 # in the output of `mpirun --version`; that of Intel MPI, which is built on Hydra, has HYDRA as well
@@ -124,14 +123,6 @@ class Mpi(Launcher):
         if self.port is not None:
             return self.port
         port = rendezvous_port(job.run_dir)
-        while self.hostfile is None and _is_taken(port):
+        while self.hostfile is None and why_taken("127.0.0.1", port):
             port += 1
         return port
-
-
-def _is_taken(port: int) -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", port)):
-            return False
-    except OSError:
-        return True

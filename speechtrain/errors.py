@@ -63,15 +63,22 @@ class Preempted(SpeechtrainError):
     exit_code = EXIT_PREEMPTED
 
 
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_PLACE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EACCES, errno.EPERM}
+_PLACE |= {errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG}
 
 
 def disk_explained(error: Exception) -> Exception:
-    """``error``, as a MachineError if the cause is a disk that is full, read-only or broken."""
-    if not isinstance(error, OSError) or error.errno not in _DISK:
-        return error
-    cause = f"{error.filename or 'a file'}: {error.strerror}"
-    return MachineError(f"{cause}; with room on the disk, the same command continues")
+    """``error``, as a MachineError if the cause is a disk that is full, read-only or broken, or a path in
+    whose place something else is."""
+    if isinstance(error, OSError):
+        place = error.filename2 or error.filename
+        if error.errno in DISK:
+            cause = f"{place or 'a file'}: {error.strerror}"
+            return MachineError(f"{cause}; with room on the disk, the same command continues")
+        if error.errno in _PLACE and place:
+            return MachineError(f"{place}: {error.strerror}; move it away, or make it readable and writable")
+    return error
 
 
 # what other toolkits call it
@@ -98,9 +105,15 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def one_line(message: str, limit: int | None = None) -> str:
-    """A message with line breaks and runs of spaces as one space, cut to ``limit`` characters."""
-    return printable(" ".join(message.split()))[:limit]
+def one_line(message: str, limit: int = 8_000) -> str:
+    """A message with line breaks and runs of spaces as one space, ``shortened`` to ``limit`` characters."""
+    return printable(shortened(" ".join(message.split()), limit))
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text``, or its two ends: a stranger's file may put megabytes between an error's cause and its fix."""
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def printable(text: str, keep: str = "") -> str:

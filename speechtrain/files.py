@@ -10,10 +10,14 @@ import errno
 import hashlib
 import json
 import os
+import pickletools
+import re
 import secrets
 import shutil
 import stat
 import sys
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -31,9 +35,10 @@ FilePath = Annotated[str, "path"]
 
 def whole_path(name: str | Path) -> Path:
     """``name`` absolute and without ``~`` and ``..``, which stays where a link before it leads elsewhere."""
-    path = Path(name).expanduser().absolute()
+    path = Path(os.path.expanduser(name)).absolute()  # Path's own raises for an unknown user
     short = Path(os.path.abspath(path))
-    return short if not path.exists() or (short.exists() and short.samefile(path)) else path
+    is_same = not os.path.exists(path) or (os.path.exists(short) and short.samefile(path))
+    return short if is_same else path
 
 
 def lost_output(text: str = "") -> str:
@@ -135,6 +140,8 @@ def small_yaml(text: str) -> str:
             nodes, depth = anchors.get(str(anchor), (0, _YAML_DEPTH))
         elif isinstance(event, yaml.ScalarEvent):
             nodes += len(event.value) * ("${" in event.value)
+            if not event.implicit[1] and re.match(r"[-+]?\d[\dA-Fa-fxo_:]{999,}\Z", event.value):
+                raise ValueError("it has a number of more than 1000 digits")  # Python prints 4300
         outer, total, below = nested.pop()
         nested.append((outer, total + nodes, max(below, depth + 1)))
         if total + nodes > _YAML_NODES or len(nested) + depth > _YAML_DEPTH:
@@ -144,6 +151,54 @@ def small_yaml(text: str) -> str:
         elif anchor and not isinstance(event, yaml.AliasEvent):
             anchors[anchor] = nodes, depth
     return text
+
+
+_MOST_OBJECTS = 2**24  # of a pickle, each reference to one counted
+
+
+def names_in_pickle(file: IO[bytes]) -> set[str]:
+    """The full names of classes and functions in one pickle, in Python 3's spelling.
+
+    Raises ValueError for a bomb: objects that are small in the file, and large where each reference to
+    another is followed, as hashing a tuple does. ``stack`` holds their sizes instead of them, None a mark.
+    """
+    names, stack, memo = set(), list[int | None](), dict[int, int]()
+    for operation, argument, _ in pickletools.genops(file):
+        number = int(argument) if operation.name.endswith(("GET", "PUT")) else 0  # type: ignore[arg-type]
+        size = 1 + (memo.get(number, 0) if "GET" in operation.name else 0)
+        if "PUT" in operation.name:
+            memo[number] = (stack and stack[-1]) or 1
+            size = number
+        elif operation.name == "MARK":
+            stack.append(None)
+        else:
+            taken = operation.stack_before
+            if pickletools.markobject in taken:
+                while stack and (part := stack.pop()) is not None:
+                    size += part
+                taken = taken[: taken.index(pickletools.markobject)]
+            size += sum((stack and stack.pop()) or 0 for _ in taken)
+            stack += [size] * len(operation.stack_after)
+        if size > _MOST_OBJECTS or len(stack) > _MOST_OBJECTS:
+            raise ValueError("its objects refer to each other too often")
+        if operation.name == "PROTO" and argument != 2:
+            raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
+        if operation.name == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            in_python_3 = (IMPORT_MAPPING.get(module, module), name)
+            names.add(".".join(NAME_MAPPING.get((module, name), in_python_3)))
+    return names
+
+
+def names_in_archive(path: Path) -> set[str]:
+    """As ``names_in_pickle``, for what torch.save writes. Raises BadZipFile for compressed entries, too."""
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
+        found = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
+        if not found:
+            raise zipfile.BadZipFile("it has no data.pkl")
+        return set().union(*(names_in_pickle(archive.open(entry)) for entry in found))
 
 
 @contextlib.contextmanager
@@ -194,6 +249,16 @@ def write_text(path: Path, text: str, durable: bool = True, private: bool = Fals
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > 300:  # a float holds 308, and Python refuses to print 4300
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+json_of = json.JSONDecoder(parse_int=_integer).decode
+"""A stranger's JSON. Raises ValueError, RecursionError."""
+
+
 def log_lines(path: str | Path) -> Iterator[bytes]:
     """The lines of a file, above MOST_BYTES in parts; a missing file has none. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), open_regular(path, MOST_LOG_BYTES, follow=False) as file:
@@ -204,7 +269,8 @@ def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
     """The JSON objects in ``lines``; a line that is none, as an incomplete one after a kill, is left out."""
     for line in lines:
         with contextlib.suppress(*MALFORMED):
-            if isinstance(record := json.loads(line), dict):
+            text = line.decode() if isinstance(line, bytes) else line
+            if isinstance(record := json_of(text), dict):
                 yield record
 
 
@@ -221,7 +287,7 @@ def write_json(path: Path, content: Mapping[str, Any], durable: bool = True, pri
 def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
     """The mapping in ``path``; empty if the file is missing, unreadable, a link or not a mapping."""
     try:
-        content = json.loads(read_bytes(path, follow=follow))
+        content = json_of(read_bytes(path, follow=follow).decode())
     except (OSError, *MALFORMED):
         return {}
     return content if isinstance(content, dict) else {}

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from speechtrain.errors import RunError, disk_explained, one_line
+from speechtrain.errors import DISK, RunError, one_line
 from speechtrain.files import open_append, read_json
 
 CONFIG = "config.yaml"
@@ -62,8 +62,9 @@ class RunLock:
         try:
             file = open_append(self.path)
         except OSError as error:
-            problem = RunError(f"{self.path}: {error.strerror}; remove it or set another run_dir")
-            raise (problem if disk_explained(error) is error else error) from None
+            if error.errno in DISK:
+                raise
+            raise RunError(f"{self.path}: {error.strerror}; remove it or set another run_dir") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -118,8 +119,8 @@ def outcome(result: Mapping[str, Any]) -> str:
     return f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
 
 
-def _figures(metrics: Mapping[str, Any] | None) -> str:
-    found = metrics or {}
+def _figures(metrics: Any) -> str:
+    found = metrics if isinstance(metrics, Mapping) else {}
     # the first set's metrics are listed twice, once without its name
     of_sets = {name: value for name, value in found.items() if "/" in name}
     return ", ".join(metric(name, value) for name, value in (of_sets or found).items())

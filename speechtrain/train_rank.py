@@ -33,6 +33,7 @@ from speechtrain.batch import Footprint
 from speechtrain.checkpoint.whole import Checkpointer, validated
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import (
+    build,
     build_data,
     build_device,
     build_encoder,
@@ -41,7 +42,6 @@ from speechtrain.config.build import (
     build_precision,
     build_schedule,
     build_tokenizer,
-    build_tracker,
 )
 from speechtrain.config.check import part_class
 from speechtrain.config.resolved import load
@@ -51,13 +51,13 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
 from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError, disk_explained, one_line
-from speechtrain.files import finite, lost_output, open_append, write_json, write_text
+from speechtrain.files import finite, lost_output, open_append, whole_path, write_json, write_text
 from speechtrain.launcher import PARENT, World, is_number
-from speechtrain.optim.ema import EMA, Average, NoEMA
+from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
 from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder, run_of
-from speechtrain.supervision.process_tree import ancestors_of, children_of, is_running, siblings_of
+from speechtrain.supervision.process_tree import ancestors_of, is_running, kill, kill_descendants, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
@@ -147,7 +147,7 @@ def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[st
     from speechtrain.interop.weights import initialise, read_weights
 
     weights, fresh = read_weights(path), set[str]()
-    run = run_of(Path(path).expanduser().resolve())
+    run = run_of(whole_path(path).resolve())
     labels = build_tokenizer(read_config(run)).labels if run else []
     if labels and labels != tokenizer.labels:
         longer = copy.copy(tokenizer)
@@ -164,11 +164,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def average_of(task: Task, decay: float) -> Average:
-    """The weight average for a decay of ``trainer.ema``; 0 means none."""
-    return EMA(task, decay) if decay > 0 else NoEMA()
 
 
 @dataclass
@@ -264,11 +259,11 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
         print(stack, file=sys.stderr, flush=True)
     if report.rank:
         time.sleep(_RANK0_HEAD_START_SECONDS)
-    _kill_descendants()
+    kill_descendants(os.getpid())
     for pid, environment in siblings_of(os.getpid()).items():
-        with contextlib.suppress(MachineError, ProcessLookupError, PermissionError):
+        with contextlib.suppress(MachineError):
             if World.from_environment(environment).rank in diagnosis.silent:
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
     os._exit(Stuck.exit_code)
 
 
@@ -350,7 +345,7 @@ def train(
     )
     attempt.progress = trainer.progress
     with contextlib.closing(data), _explained(device, trainer, tokenizer.size):
-        average = average_of(task, settings.ema)
+        average = EMA(task, settings.ema) if settings.ema > 0 else NoEMA()
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
         )
@@ -381,7 +376,7 @@ def _open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Tra
     """The trackers, which get the warnings so far and all later ones; other ranks have logs of their own."""
     tracker = Trackers()
     if not world.rank:
-        own = build_tracker(config)
+        own: Tracker = build(config, "tracking")
         tracker = Trackers({"output.log": TextLog(config.run_dir), "tracking": own})
         tracker.visible |= isinstance(own, Trackers)  # which reports warnings itself
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
@@ -503,17 +498,10 @@ def _exit(code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        _kill_descendants()
+        kill_descendants(os.getpid())
         os._exit(code)
     lost_output()  # a full disk below stdout must not change the code
     sys.exit(code)
-
-
-def _kill_descendants() -> None:
-    """End data workers and their fork server; one that is stopped would outlive this process."""
-    for pid in children_of(os.getpid(), all_generations=True):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

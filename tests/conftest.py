@@ -99,7 +99,14 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     subprocess.run(["umount", "--lazy", str(found.path)], check=True)
 
 
-KEPT_PROCESSES = ("starting.py", "pretraining.py", "multiprocessing", "torch/_inductor", "/usr/sbin/sshd")
+KEPT_PROCESSES = (
+    "starting.py",
+    "forks.py",
+    "pretraining.py",
+    "multiprocessing",
+    "torch/_inductor",
+    "/usr/sbin/sshd",
+)
 """In the command lines of processes that serve all tests: what runs are forked from, Python's own helpers."""
 KEPT_FILES = ("cache", "pytest-of-", "started-", "pymp-", "torchinductor_", "ompi.")
 """The last are those of Open MPI, which leaves them there."""

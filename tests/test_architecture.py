@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "checkpoint": {"distributed"},
     # it knows interfaces only
     "training": {"checkpoint.whole", "data.base", "devices.base", "distributed.group", "tracking.base"}
-    | {"optim.common", "optim.ema", "optim.schedules"},
+    | {"checkpoint.fit", "optim.common", "optim.ema", "optim.schedules"},
     "interop": {"checkpoint", "encoders", "models", "nn"},
     "report": {"config.resume_fields", "tracking"},
     # return types of its builders, for type checkers only

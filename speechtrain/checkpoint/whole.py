@@ -26,10 +26,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speechtrain.checkpoint.fit import fit, load_optimizer
 from speechtrain.checkpoint.migrations import migrate_2_to_3, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
-from speechtrain.errors import MALFORMED, RunError, one_line
-from speechtrain.files import flush, follow_umask, read_json, read_text, sha256, write_json
+from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
+from speechtrain.files import (
+    flush,
+    follow_umask,
+    json_of,
+    names_in_archive,
+    read_json,
+    read_text,
+    sha256,
+    write_json,
+)
+from speechtrain.run_directory import number
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,9 +113,12 @@ def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor
 def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
     """``saved`` with each tensor sharded as in the run; ``shards`` has the content that ``saved`` has not."""
     model_of, missing = _models_of(states), {}
+    stored = sum(file.stat().st_size for file in shards.glob("*"))
 
     def place(path: str, value: Tensor) -> Tensor:
         model = model_of(path, value)
+        if value.nbytes > (stored if value.is_meta else value.untyped_storage().nbytes()):
+            raise ValueError(f"{path} is larger than its file")
         if not value.is_meta:
             return value if model is None else like(value, model)
         missing[path] = empty(value, model)
@@ -124,8 +138,7 @@ def validated(folder: Path) -> dict[str, Any]:
 
 def _score(value: Any) -> float:
     """A stored metric; infinite where it is not known, or was not finite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and not math.isnan(value) else math.inf
+    return math.inf if (known := number(value)) is None else known
 
 
 def _own_sha256(manifest: Mapping[str, Any]) -> str:
@@ -222,7 +235,7 @@ class Checkpointer:
         if self._identity() != self._opened:
             raise OSError(f"{self.root.parent} was moved or removed while the run went on; move it back")
         self.root.mkdir(exist_ok=True)
-        for left_over in self.root.glob(".writing-*"):
+        for left_over in (*self.root.glob(".writing-*"), *self.root.glob(".removing-*")):
             shutil.rmtree(left_over, ignore_errors=True)
         temporary.mkdir()
 
@@ -259,7 +272,8 @@ class Checkpointer:
         best, _ = self.best()
         for other in self.folders()[: -self.keep]:
             if other != best and _manifest(other):
-                shutil.rmtree(other, ignore_errors=True)
+                # renamed first: half of it, after a kill, would pass for one with a damaged manifest
+                shutil.rmtree(other.rename(self.root / f".removing-{other.name}"), ignore_errors=True)
 
     def best(self) -> tuple[Path | None, float]:
         """The best checkpoint's folder and metric, (None, inf) while there is none.
@@ -290,7 +304,7 @@ class Checkpointer:
         Raises RunError that names the fault: a missing or changed file, or another format.
         """
         try:
-            manifest: dict[str, Any] = json.loads(read_text(folder / "checkpoint.json"))
+            manifest: dict[str, Any] = json_of(read_text(folder / "checkpoint.json"))
             if not _manifest(folder):
                 raise ValueError("it does not match its own sha256")
             files: dict[str, str] = dict(manifest["files"])
@@ -337,17 +351,33 @@ class Checkpointer:
                 _LOG.warning(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
                 continue
             try:
+                names_in_archive(folder / "state.pt")  # refuses a bomb
                 saved = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
             except Exception as error:  # whatever a damaged file makes the readers raise
                 cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
                 raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
             if set(saved) != set(states):
-                raise RunError(f"{folder} holds {sorted(saved)}, but this run needs {sorted(states)}")
-            saved = _migrated(_placed(saved, states, folder / SHARDS), states)
-            for name, part in states.items():
-                part.load_state_dict(saved[name])
+                found = one_line(str([*saved]), 200)
+                raise RunError(f"{folder} holds {found}, but this run needs {sorted(states)}")
+            self._load(folder, saved, states)
             return int(manifest["step"])
         return None
+
+    @staticmethod
+    def _load(folder: Path, saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> None:
+        try:
+            saved = _migrated(_placed(saved, states, folder / SHARDS), states)
+            for name, part in states.items():
+                if isinstance(part, torch.optim.Optimizer):
+                    load_optimizer(part, saved[name])
+                else:
+                    fit(saved[name], part.state_dict(), name)
+                    part.load_state_dict(saved[name])
+        except (SpeechtrainError, OSError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a stranger's state makes the parts raise
+            cause = f"{type(error).__name__}: {one_line(str(error), 200)}"
+            raise RunError(f"{folder} does not fit this run ({cause}); set another run_dir") from error
 
     def weights(self, which: str = "best") -> tuple[Path, dict[str, Tensor]]:
         """The evaluated weights of a checkpoint: ``best``, ``last`` or a folder's name.

@@ -51,18 +51,6 @@ class OpenedRun:
     tokenizer: Tokenizer
 
 
-def open_config(run_dir: Path, overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
-    """Load a run's config, with KEY=VALUE pairs set and with the paths of its present folder.
-
-    Raises RunError if there is no run, ConfigError for a key that its config does not have.
-    """
-    if not (run_dir / CONFIG).is_file():
-        raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain-train printed")
-    config = own_config(run_dir)
-    apply_overrides(config, overrides, config_dir)
-    return config
-
-
 def own_config(run_dir: Path) -> DictConfig:
     """Load a run's stored config, with the paths of its present folder and of its tokenizer's copy there."""
     config = read_config(run_dir)
@@ -89,14 +77,15 @@ def open_run(
     device, the precision and the decoder may change as well, also to one in ``config_dir``. Raises
     RunError if there is no run or no usable checkpoint, ConfigError for a key that the config lacks.
     """
-    config = open_config(run_dir, overrides, config_dir)
+    if not (run_dir / CONFIG).is_file():
+        raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain-train printed")
+    config = own_config(run_dir)
+    apply_overrides(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
     device, precision = open_device(config, 0)
     policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
-    values, stored = (
-        size_of_network(config, build_tokenizer(config))[1],
-        sum(map(Tensor.numel, weights.values())),
-    )
+    _, values = size_of_network(config, build_tokenizer(config))
+    stored = sum(map(Tensor.numel, weights.values()))
     if values > 2 * stored:  # before it takes memory
         raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {stored:,} of {values:,} weights")
     task, tokenizer = build_task(config)

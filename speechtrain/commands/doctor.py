@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line, printable
+from speechtrain.files import whole_path
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -143,7 +144,7 @@ def _threads() -> Finding:
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
     """The finding on whether a folder is writable and has free space."""
-    whole = wanted.expanduser().absolute()
+    whole = whole_path(wanted)
     folder = next(path for path in (whole, *whole.parents) if path.is_dir())
     if not os.access(folder, os.W_OK):
         return Finding(RED, what, f"{folder} is not writable; set {variable} to a folder that is")
@@ -328,6 +329,7 @@ def transcripts(
     """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
     import numpy as np
 
+    from speechtrain.data.index import label_count
     from speechtrain.data.manifests import text_of
 
     rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
@@ -336,9 +338,7 @@ def transcripts(
     for row in rows.tolist():
         cut = index.cut(row)
         text = tokenizer.normalise(text_of(cut))
-        try:
-            labels = len(tokenizer.encode(text))
-        except (KeyError, ValueError):
+        if (labels := label_count(text, tokenizer)) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from speechtrain.run_directory import is_error_rate, metric
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from speechtrain.training.evaluation import Outcome
+_FIX = "name a file in a writable folder"  # for --out
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,7 +67,10 @@ def run(argv: list[str]) -> int:
     finally:
         data.close()
     if arguments.out:
-        _write_examples(arguments.out, outcomes)
+        named_rows = ((name, row) for name, outcome in outcomes.items() for row in outcome.examples)
+        text = "".join(json_text({"set": name, **vars(row)}) + "\n" for name, row in named_rows)
+        with writing(f"--out {arguments.out}", _FIX), atomic(arguments.out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     if arguments.json:
         found = {"checkpoint": str(opened.checkpoint), "metrics": finite(metrics)}
@@ -112,14 +114,7 @@ def _check_writable(path: Path) -> None:
     """Raise MachineError, before minutes of evaluation, if ``path`` cannot be written."""
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise MachineError(f"--out {path} cannot be written; name a file in a writable folder")
-
-
-def _write_examples(path: Path, outcomes: Mapping[str, Outcome]) -> None:
-    rows = ({"set": name, **vars(row)} for name, outcome in outcomes.items() for row in outcome.examples)
-    text = "".join(json_text(row) + "\n" for row in rows)
-    with writing(f"--out {path}", "name a file in a writable folder"), atomic(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        raise MachineError(f"--out {path} cannot be written; {_FIX}")
 
 
 main = console(run)

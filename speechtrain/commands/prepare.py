@@ -31,14 +31,12 @@ from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut,
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import names_in, open_source, parts_of
-from speechtrain.errors import ConfigError, DataError, MachineError, printable
-from speechtrain.files import atomic, writing
+from speechtrain.errors import ConfigError, DataError, MachineError, printable, shortened
+from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-Refusal = tuple[str, str]
-"""Why a recording cannot be used: a reason (see docs/data.md) and a detail."""
 
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
@@ -79,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sources(convert)
     convert.add_argument("--out", type=Path, required=True, metavar="DIR")
     _add_format(convert)
-    convert.set_defaults(act=convert_source)
+    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
 
     tsv = commands.add_parser("tsv", help="write fairseq's train.tsv and valid.tsv of a folder's recordings")
     tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
@@ -227,9 +225,10 @@ class Totals:
         self.characters += len(text)
         self.empty += not text.strip()
 
-    def refuse(self, cut: Record, reason: str, detail: str) -> None:
-        self.bad[reason] += 1
-        print("bad: " + "\t".join(map(printable, (str(cut["id"]), reason, detail))), flush=True)
+    def refuse(self, name: object, problem: Unusable) -> None:
+        self.bad[problem.reason] += 1
+        told = (shortened(part, 8_000) for part in (str(name), problem.reason, problem.detail))
+        print("bad: " + "\t".join(map(printable, told)), flush=True)
 
     def describe(self) -> str:
         empty = f", {self.empty} empty transcripts" if self.empty else ""
@@ -249,7 +248,9 @@ def write_manifest(arguments: argparse.Namespace) -> int:
     return DataError.exit_code if bad and not arguments.drop_bad else 0
 
 
-def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], keeps_bad: bool = False) -> int:
+def write_cuts(
+    out: Path, checked: Iterable[tuple[Record, Record | Unusable]], keeps_bad: bool = False
+) -> int:
     """Write the result of each (cut, result) pair, print refusals and totals; return the count of bad ones.
 
     ``keeps_bad`` writes the original cut of a bad recording. Raises DataError if no recording is left,
@@ -258,8 +259,8 @@ def write_cuts(out: Path, checked: Iterable[tuple[Record, Record | Refusal]], ke
     totals = Totals()
     with opened(out) as file:
         for cut, made in checked:
-            if isinstance(made, tuple):
-                totals.refuse(cut, *made)
+            if isinstance(made, Unusable):
+                totals.refuse(cut["id"], made)
                 if not keeps_bad:
                     continue
                 made = cut
@@ -293,7 +294,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     share = arguments.valid_percent
     if not 0 <= share <= 1:
         raise ConfigError(f"--valid-percent {share}: it must be a share from 0 to 1")
-    folder = arguments.folder.expanduser().resolve()
+    folder = whole_path(arguments.folder).resolve()
     if not _fits_tsv(str(folder)):
         raise DataError(f"{str(folder)!a}: a TSV cannot contain this path; rename the folder")
     suffix = f".{arguments.ext.lstrip('.')}"
@@ -305,8 +306,8 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     totals = Totals()
     for name, found in parallel(lambda name: _header_of(folder, name), names, arguments.jobs):
         split = "train" if draw() > share else "valid"
-        if isinstance(found, tuple):
-            totals.refuse({"id": name if _fits_tsv(name) else ascii(name)}, *found)
+        if isinstance(found, Unusable):
+            totals.refuse(name if _fits_tsv(name) else ascii(name), found)
         else:
             splits[split].append((name, found))
     totals.utterances = sum(map(len, splits.values()))
@@ -398,20 +399,18 @@ class Converter:
         return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
 
 
-def convert_source(arguments: argparse.Namespace) -> int:
-    """Convert the sources to files and ``cuts.jsonl``; return 3 if a recording is bad, else 0."""
-    return convert(named_source(arguments), arguments, "cuts.jsonl")
-
-
 def write_digits(arguments: argparse.Namespace) -> int:
     """Write the embedded corpus as files, ``train.jsonl`` and ``valid.jsonl``."""
     for split, utterances in (("train", arguments.train), ("valid", arguments.valid)):
-        convert(Digits(split, utterances), arguments, f"{split}.jsonl")
+        convert_to_files(Digits(split, utterances), arguments, f"{split}.jsonl")
     return 0
 
 
-def convert(source: Source, arguments: argparse.Namespace, name: str) -> int:
-    """Convert a source (read twice: first for its size) and write the manifest ``name``."""
+def convert_to_files(source: Source, arguments: argparse.Namespace, name: str) -> int:
+    """Convert a source (read twice: first for its size) and write the manifest ``name``.
+
+    Returns 3 if a recording is bad, else 0.
+    """
     if not 1_000 <= arguments.rate <= 768_000:
         raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
     converter = Converter(arguments.out, arguments.format, arguments.rate)
@@ -466,14 +465,14 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def parallel(
     function: Callable[[Item], Made], items: Iterable[Item], jobs: int
-) -> Iterator[tuple[Item, Made | Refusal]]:
+) -> Iterator[tuple[Item, Made | Unusable]]:
     """Yield (item, result or refusal) in order from ``jobs`` threads; decoding releases Python's lock."""
 
-    def made(item: Item) -> Made | Refusal:
+    def made(item: Item) -> Made | Unusable:
         try:
             return function(item)
         except Unusable as problem:
-            return problem.reason, problem.detail
+            return problem
 
     remaining = iter(items)
     with ThreadPoolExecutor(jobs) as pool:

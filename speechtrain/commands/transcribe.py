@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console, json_text
 from speechtrain.errors import SPELLING, ConfigError, DataError, one_line, printable
-
-if TYPE_CHECKING:
-    from speechtrain.batch import Batch
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
 
@@ -52,7 +47,7 @@ def run(argv: list[str]) -> int:
     from omegaconf import OmegaConf
 
     from speechtrain.commands._load_run import open_run
-    from speechtrain.data.batches import audio_batch
+    from speechtrain.data.batches import audio_row, collate
     from speechtrain.task import Task
 
     opened = open_run(arguments.run, arguments.checkpoint, overrides, arguments.config_dir)
@@ -60,37 +55,27 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{arguments.run}: {type(opened.task).__name__} does not transcribe speech")
     rate = int(OmegaConf.select(opened.config, "data.sample_rate") or 16_000)
     longest = OmegaConf.select(opened.config, "data.max_decoded_seconds")
-    read = partial(audio_batch, sample_rate=rate, normalise=opened.task.normalise_audio)
+    read = partial(audio_row, sample_rate=rate, normalise=opened.task.normalise_audio)
     if longest is not None:  # newer than the run
         read = partial(read, most_seconds=float(longest))
     failed = False
     for begin in range(0, len(files), arguments.batch):
-        chosen = files[begin : begin + arguments.batch]
-        batch = _readable(chosen, read)
-        failed |= batch is None or len(batch.ids) < len(chosen)
-        if batch is None:
+        rows = []
+        for name in files[begin : begin + arguments.batch]:
+            try:
+                rows.append(read(name))
+            except DataError as error:
+                failed = True
+                print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr, flush=True)
+        if not rows:
             continue
+        batch = collate(rows, rate)
         with torch.no_grad(), opened.policy.autocast(opened.device.name):
             texts = opened.task.transcribe(opened.device.move(batch))
         for name, text in zip(batch.ids, texts, strict=True):
             plain = f"{printable(name)}\t{printable(text, SPELLING)}"
             print(json_text({"audio": name, "text": text}) if arguments.json else plain, flush=True)
     return DataError.exit_code if failed else 0
-
-
-def _readable(files: list[str], read: Callable[[list[str]], Batch]) -> Batch | None:
-    """A batch of the ``files`` that can be read, or None; each other file is reported on stderr."""
-    try:
-        return read(files)
-    except DataError:
-        good = []
-    for name in files:
-        try:
-            read([name])
-            good.append(name)
-        except DataError as error:
-            print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr, flush=True)
-    return read(good) if good else None
 
 
 main = console(run)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # a command that builds nothing must not import torch
     from torch.optim import Optimizer
 
     from speechtrain.data.base import DataModule
-    from speechtrain.decoding.base import Decoder
     from speechtrain.devices.base import Device
     from speechtrain.encoders.base import Encoder
     from speechtrain.launcher import Launcher
@@ -26,7 +25,6 @@ if TYPE_CHECKING:  # a command that builds nothing must not import torch
     from speechtrain.precision import Precision
     from speechtrain.task import Task
     from speechtrain.text.vocabulary import Tokenizer
-    from speechtrain.tracking.base import Tracker
 
 
 def build_device(config: DictConfig) -> Device:
@@ -41,10 +39,6 @@ def build_launcher(config: DictConfig) -> Launcher:
     return cast("Launcher", build(config, "launcher"))
 
 
-def build_tracker(config: DictConfig) -> Tracker:
-    return cast("Tracker", build(config, "tracking"))
-
-
 def build_tokenizer(config: DictConfig) -> Tokenizer:
     return cast("Tokenizer", build(config, "tokenizer"))
 
@@ -56,14 +50,10 @@ def build_encoder(config: DictConfig) -> Encoder:
 def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> Task:
     """The model with its decoders. Raises ConfigError for a model that writes text but has no decoder."""
     task = cast("Task", build(config, "model", tokenizer=tokenizer, encoder=encoder))
-    task.decoder, task.final_decoder = build_decoder(config), build_decoder(config, "final_decoder")
+    task.decoder, task.final_decoder = build(config, "decoder"), build(config, "final_decoder")
     if task.writes_text and not task.decoder.searches:
         raise ConfigError("decoder=none: this model writes text; set decoder=greedy")
     return task
-
-
-def build_decoder(config: DictConfig, part: str = "decoder") -> Decoder:
-    return cast("Decoder", build(config, part))
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer, task: Task | None = None) -> DataModule:

@@ -12,7 +12,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -166,16 +166,9 @@ def mismatch(value: Any, annotation: Any) -> str:
         problems = [mismatch(value, option) for option in typing.get_args(annotation)]
         return "" if "" in problems else f"{repr(value)[:100]} is not {_describe(annotation)}"
     fits = True
-    if annotation is bool:
-        fits = isinstance(value, bool)
-    elif annotation is int:
-        fits = isinstance(value, int) and not isinstance(value, bool)
-    elif annotation is float:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    elif annotation is str:
-        fits = isinstance(value, str)
-    elif annotation in (None, types.NoneType):
-        fits = value is None
+    if annotation in _SIMPLE:
+        _, is_one = _SIMPLE[annotation]
+        fits = is_one(value)
     elif origin in (list, tuple) or annotation in (list, tuple):
         fits = isinstance(value, list)
         items = [a for a in typing.get_args(annotation) if a is not Ellipsis]
@@ -195,6 +188,16 @@ def mismatch(value: Any, annotation: Any) -> str:
     return "" if fits else f"{repr(value)[:100]} is not {_describe(annotation)}"
 
 
+# a type in words, and whether a value is of it: true and false are no numbers
+_SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer", lambda value: type(value) is int),
+    float: ("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+    str: ("a string", lambda value: isinstance(value, str)),
+    types.NoneType: ("null", lambda value: value is None),
+}
+
+
 def _plain(annotation: Any) -> Any:
     """The annotation of an item: values of any kind in a list or a mapping have no class."""
     return object if annotation is Any else annotation
@@ -203,15 +206,8 @@ def _plain(annotation: Any) -> Any:
 def _describe(annotation: Any) -> str:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in typing.get_args(annotation))
-    names = {
-        bool: "true or false",
-        int: "an integer",
-        float: "a finite number",
-        str: "a string",
-        types.NoneType: "null",
-    }
-    if annotation in names:
-        return names[annotation]
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation][0]
     if (typing.get_origin(annotation) or annotation) in (list, tuple):
         return "a list"
     if (typing.get_origin(annotation) or annotation) is dict:

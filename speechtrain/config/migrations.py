@@ -25,7 +25,7 @@ def migrate_1_to_2(plain: dict[str, Any]) -> None:
     trainer = plain.get("trainer")
     if isinstance(trainer, dict) and trainer.get("on_collapse") == "rollback":
         trainer["on_collapse"] = "stop"
-    _rename(plain.get("device"), {"bind": "pin", "reserve": "comm_cores"})
+    _move_keys(plain, {"device.bind": "device.pin", "device.reserve": "device.comm_cores"})
 
 
 _KEYS_2_TO_3 = {
@@ -117,11 +117,3 @@ def _node_of(plain: dict[str, Any], key: str) -> tuple[Any, str]:
     for name in path:
         node = node.get(name) if isinstance(node, dict) else None
     return node, leaf
-
-
-def _rename(node: Any, names: Mapping[str, str]) -> None:
-    """Give keys of one node their new names, in place and in order."""
-    if isinstance(node, dict):
-        items = [(names.get(key, key), value) for key, value in node.items()]
-        node.clear()
-        node.update(items)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import typing
 from collections.abc import Iterator
@@ -157,5 +158,5 @@ def _whole(value: Any) -> Any:
         return f"{found[1]}'{whole_path(found[2])}'}}"
     if not isinstance(value, str) or not value or "${" in value or "://" in value:
         return value
-    parts = value.split(",") if not Path(value).expanduser().exists() else [value]
+    parts = value.split(",") if not os.path.exists(os.path.expanduser(value)) else [value]
     return ",".join(str(whole_path(part.strip())) for part in parts)

@@ -46,7 +46,7 @@ def import_class(target: str, path: str) -> type:
     parts = target.split(".")
     if not all(part.isidentifier() for part in parts) or len(parts) < 2:
         raise ConfigError(f"{path}._target_: {target!r} is not the dotted path of a class")
-    allowed = ("speechtrain", "torch", *filter(None, os.environ.get(ALLOW_TARGETS, "").split(",")))
+    allowed = ("speechtrain", "torch.optim", *filter(None, os.environ.get(ALLOW_TARGETS, "").split(",")))
     if not any(target.startswith(prefix + ".") for prefix in allowed):
         # refused before anything is imported: importing a module runs it
         raise ConfigError(
@@ -64,10 +64,11 @@ def import_class(target: str, path: str) -> type:
                 f"{path}._target_: {target} needs the package {error.name!r}; install it"
             ) from None
         for part in parts[cut:]:
-            if not hasattr(found, part):
-                where = getattr(found, "__name__", name)
-                raise ConfigError(f"{path}._target_: {where} has no {part!r}{nearest(part, vars(found))}")
-            found = getattr(found, part)
+            try:
+                found = getattr(found, part)
+            except Exception:  # some objects raise what they like
+                told = f"{getattr(found, '__name__', name)} has no {part!r}{nearest(part, dir(found))}"
+                raise ConfigError(f"{path}._target_: {told}") from None
         if not inspect.isclass(found):
             raise ConfigError(f"{path}._target_: {target} is not a class")
         return found

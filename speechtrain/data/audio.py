@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -62,9 +63,7 @@ def change_rate(samples: Samples, rate: int, wanted: int) -> Samples:
         from scipy.signal import resample_poly
 
         return cast("Samples", resample_poly(samples, given, taken).astype(np.float32))
-    from lhotse.augmentation.torchaudio import get_or_create_resampler
-
-    bank = get_or_create_resampler(taken, given)
+    bank = _bank(taken, given)
     padded = torch.nn.functional.pad(torch.from_numpy(samples), (bank.width, bank.width + taken))
     # lhotse's filters, with its convolution as one matrix product: 0.26 ms instead of 0.7 to 1.2 for 2.4 s,
     # because oneDNN prepares a convolution again for each new length
@@ -75,6 +74,13 @@ def change_rate(samples: Samples, rate: int, wanted: int) -> Samples:
     for first in range(0, len(frames), rows):  # the product copies its frames: 13 times the audio, or more
         torch.matmul(frames[first : first + rows], kernel, out=changed[first : first + rows])
     return cast("Samples", changed.reshape(-1)[: -(-given * len(samples) // taken)].numpy())
+
+
+@lru_cache(maxsize=64)  # of up to 4 MiB each: a stranger's corpus may have a rate for each recording
+def _bank(taken: int, given: int) -> Any:
+    from lhotse.augmentation.resample import Resample
+
+    return Resample(taken, given)
 
 
 def _check_seconds(found: float, most: float, path: str) -> None:
@@ -153,7 +159,7 @@ def _mono(samples: Samples, known: Any, wanted: Any) -> Samples:
 def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     """Read a cut of several files, tracks or transforms with lhotse."""
     _check_lengths(cut)
-    samples, rate = load_audio(cut, _decode)
+    samples, rate = load_audio(cut, _decode, change_rate)
     where = files_of(cut)[0] if files_of(cut) else str(cut["id"])
     if samples.shape[1] == 0:
         raise Unusable("no_samples", where)
@@ -177,6 +183,8 @@ def _check_lengths(cut: Mapping[str, Any]) -> None:
 
 def _finish(mono: Samples, rate: int, sample_rate: int, path: str) -> Samples:
     """Check the values and convert the rate."""
+    if len(mono) * sample_rate > MOST_SAMPLES * rate:
+        raise Unusable("wrong_length", f"{path}: {len(mono) / rate:.0f} s are too much to convert; cut it")
     peak = max(float(mono.max()), -float(mono.min()))
     if not peak <= _LOUDEST:  # a comparison with NaN is false
         raise Unusable("not_finite", f"{path}: its peak is {peak:.3g}")

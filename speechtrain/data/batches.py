@@ -192,24 +192,21 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
     )
 
 
-def audio_batch(
-    files: Sequence[str], sample_rate: int, normalise: bool = False, most_seconds: float = DECODED_SECONDS
-) -> Batch:
-    """Return whole audio files as a batch without transcripts; ids are the paths.
+def audio_row(
+    path: str, sample_rate: int, normalise: bool = False, most_seconds: float = DECODED_SECONDS
+) -> _Row:
+    """Return a whole audio file as a row without a transcript, for ``collate``; its id is the path.
 
-    ``normalise`` gives each file zero mean and unit variance, as in the task's training.
-    Raises DataError that names the first file that cannot be read.
+    ``normalise`` gives it zero mean and unit variance, as in the task's training.
+    Raises DataError that names a file that cannot be read.
     """
-    rows = []
-    for path in files:
-        try:
-            samples = read_file(path, sample_rate, most_seconds)
-        except Unusable as problem:
-            raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
-        if normalise:
-            samples = standardise(samples)
-        rows.append(_Row(path, samples, weight=1.0, seconds=len(samples) / sample_rate))
-    return collate(rows, sample_rate)
+    try:
+        samples = read_file(path, sample_rate, most_seconds)
+    except Unusable as problem:
+        raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
+    if normalise:
+        samples = standardise(samples)
+    return _Row(path, samples, weight=1.0, seconds=len(samples) / sample_rate)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from speechtrain.files import whole_path
+
 
 def cache_folder() -> Path:
     """Return ``$SPEECHTRAIN_CACHE``, else ``$XDG_CACHE_HOME/speechtrain``, else ``~/.cache/speechtrain``.
@@ -13,4 +15,4 @@ def cache_folder() -> Path:
     """
     own = os.environ.get("SPEECHTRAIN_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(own or f"{base}/speechtrain").expanduser().absolute()
+    return whole_path(own or f"{base}/speechtrain")

@@ -128,8 +128,8 @@ def looks_like_fairseq(head: Sequence[bytes], folder: Path) -> bool:
         return True
     try:
         root = head[0].decode("utf-8-sig").strip()
-        return bool(root) and (folder / Path(root).expanduser()).is_dir()
-    except (UnicodeDecodeError, ValueError, OSError, RuntimeError):  # invalid path names
+        return bool(root) and os.path.isdir(folder / os.path.expanduser(root))
+    except ValueError:  # no UTF-8
         return False
 
 

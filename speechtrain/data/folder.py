@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from speechtrain.errors import DataError
 from speechtrain.files import MOST_LOG_BYTES
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
+_MOST_WAYS = 100  # by which a folder is reached, over links
 
 
 class Folder(Manifest):
@@ -90,9 +92,16 @@ def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) ->
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
     found = []
+    ways: dict[str, tuple[tuple[int, int], ...]] = {}  # the folders on the way to each: links may lead back
+    visits: Counter[tuple[int, int]] = Counter()  # or double the ways at each level
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        if not hidden:
-            folders[:] = [name for name in folders if not name.startswith(".")]
+        status, above = os.stat(place), ways.get(os.path.dirname(place), ())
+        own = (status.st_dev, status.st_ino)
+        ways[place], visits[own] = (*above, own), visits[own] + 1
+        if own in above or visits[own] > _MOST_WAYS:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if hidden or not name.startswith(".")]
         chosen = (n for n in names if n.lower().endswith(suffixes) and (hidden or not n.startswith(".")))
         found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
     return sorted(found)

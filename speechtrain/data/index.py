@@ -38,14 +38,13 @@ from speechtrain.data.manifests import (
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import atomic, flush, writing
+from speechtrain.files import atomic, flush, read_text, whole_path, writing
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 4  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _ARRAYS |= {"speaker": "<i8", "characters": "<i4"}
 _CHUNK = 65_536  # rows held in memory while building
-_UNSPELLABLE = -1
 
 
 class Index:
@@ -53,7 +52,7 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads(read_text(folder / "meta.json"))
         self.content: str = meta["content"]
         self.texts: str = meta["texts"]  # a digest of the transcripts, as content is one of ids and durations
         """A hash of ids and durations: equal for equal cuts in any place."""
@@ -108,16 +107,18 @@ class Index:
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
                 for begin in range(0, self._size, _CHUNK):
                     rows = range(begin, min(begin + _CHUNK, self._size))
-                    counts = [_count(text_of(self.cut(row)), tokenizer) for row in rows]
+                    texts = (tokenizer.normalise(text_of(self.cut(row))) for row in rows)
+                    counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
         return self._map(name)
 
 
-def _count(text: str, tokenizer: Tokenizer) -> int:
+def label_count(text: str, tokenizer: Tokenizer) -> int:
+    """Return the number of labels of a normalised text, -1 if it cannot be encoded."""
     try:
-        return len(tokenizer.encode(tokenizer.normalise(text)))
+        return len(tokenizer.encode(text))
     except (KeyError, ValueError):
-        return _UNSPELLABLE
+        return -1
 
 
 def open_index(source: Source, cache: str = "") -> Index:
@@ -128,7 +129,7 @@ def open_index(source: Source, cache: str = "") -> Index:
     wait; on a file system without locks each builds one, and one is kept. Raises DataError for
     malformed or repeated cuts, MachineError if the cache cannot be written.
     """
-    root = (Path(cache).expanduser().absolute() if cache else cache_folder()) / "index"
+    root = (whole_path(cache) if cache else cache_folder()) / "index"
     folder = root / digest(FORMAT, source.fingerprint())
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -167,7 +168,7 @@ def _load(folder: Path, source: Source) -> Index | None:
         sizes = {name: np.dtype(dtype).itemsize * len(index) for name, dtype in _ARRAYS.items()}
         if any((folder / f"{name}.bin").stat().st_size != size for name, size in sizes.items()):
             return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, TypeError, KeyError, *MALFORMED):
         return None
     return index if _is_current(index, source) else None
 

@@ -6,17 +6,25 @@ shell commands, URLs, impulse responses from any source. So nothing reaches them
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.data.recordings import MOST_CHANNELS, RATES
 
+if TYPE_CHECKING:
+    import torch
+
 Samples = NDArray[np.float32]
 Decode = Callable[[str, float, float | None], tuple[Samples, int]]
 """From a path, a start and a length in seconds (None: to the end) to samples (C, S) and their rate."""
+
+Resample = Callable[..., Samples]
+"""From samples (S,), their ``rate`` and the ``wanted`` one to samples of that rate."""
 
 MOST_SAMPLES = 2**28
 """Most decoded samples of a cut, over all channels: 1 GiB, 4.6 hours of one channel at 16 kHz."""
@@ -30,6 +38,9 @@ _TRANSFORMS: dict[str, dict[str, tuple[float, float]]] = {
     "Volume": {"factor": (-1e3, 1e3)},
     "Resample": {"source_sampling_rate": RATES, "target_sampling_rate": RATES},
 }
+
+
+_thread = threading.local()  # ``read`` of the cut that a thread loads: ``prepare`` has several threads
 
 
 class UnknownPart(ValueError):
@@ -51,18 +62,25 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
         return _part(cut, cut.get("type"))
     tracks = [_track(track) for track in _listed(cut, "tracks", _MOST_TRACKS)]
     hidden = [_track(cut["snr_reference"])] if cut.get("snr_reference") is not None else []
+    known = {"id": str(cut.get("id")), "type": "MixedCut", "tracks": tracks, **_transforms(cut)}
     parts = [track["cut"] for track in (*tracks, *hidden)]
-    samples = sum(part["duration"] * part.get("recording", part)["sampling_rate"] for part in parts)
+    rates = [part.get("recording", part)["sampling_rate"] for part in parts]
+    ends = max(track["offset"] + track["cut"]["duration"] for track in tracks)
+    channels = max(len(part["channel"]) if isinstance(part.get("channel"), list) else 1 for part in parts)
+    mixture = ends * max(rates) * channels * _growth(known)
+    samples = max(mixture, sum(part["duration"] * rate for part, rate in zip(parts, rates, strict=True)))
     if samples > MOST_SAMPLES:
         raise UnknownPart(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
-    known = {"id": str(cut.get("id")), "type": "MixedCut", "tracks": tracks, **_transforms(cut)}
     return {**known, "snr_reference": hidden[0]} if hidden else known
 
 
 def _track(track: object) -> dict[str, Any]:
     if not isinstance(track, Mapping) or not isinstance(track.get("cut"), Mapping):
         raise UnknownPart("a track has no 'cut'")
-    part = _part(track["cut"], track.get("type", track["cut"].get("type")))
+    kind = track.get("type", track["cut"].get("type"))
+    if track["cut"].get("type", kind) != kind:
+        raise UnknownPart(f"a track of the two types {str(kind)[:40]!r}, {str(track['cut']['type'])[:40]!r}")
+    part = _part(track["cut"], kind)
     known = {"type": part.pop("type"), "cut": part, "offset": _number(track, "offset", _SECONDS, 0.0)}
     if track.get("snr") is not None:
         known["snr"] = _number(track, "snr", (-300.0, 300.0))
@@ -112,6 +130,19 @@ def _transforms(holder: Mapping[str, Any]) -> dict[str, Any]:
     return {"transforms": known} if known else {}
 
 
+def _growth(holder: Mapping[str, Any]) -> float:
+    """By how much a chain of known transforms lengthens audio, where it is longest."""
+    growth = longest = 1.0
+    for transform in holder.get("transforms", ()):
+        given = transform["kwargs"]
+        if transform["name"] == "Resample":
+            growth *= given["target_sampling_rate"] / given["source_sampling_rate"]
+        elif transform["name"] != "Volume":
+            growth /= given["factor"]
+        longest = max(longest, growth)
+    return longest
+
+
 def _listed(holder: Mapping[str, Any], key: str, most: int) -> list[Any]:
     found = holder.get(key)
     if not isinstance(found, list) or not 0 < len(found) <= most:
@@ -135,19 +166,45 @@ def _channels(value: object) -> list[int]:
     return cast("list[int]", found)
 
 
-def load_audio(cut: Mapping[str, Any], decode: Decode) -> tuple[Samples, int]:
-    """Audio (C, S) and rate of a cut that lhotse reads, each of its files through ``decode``.
+def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tuple[Samples, int]:
+    """Audio (C, S) and rate of a cut that lhotse reads; its files through ``decode``, speeds by ``resample``.
 
     Raises UnknownPart, and whatever ``decode`` or lhotse raise.
     """
+    import torch
     from lhotse.audio import backend, source
+    from lhotse.augmentation import torchaudio
     from lhotse.cut.set import deserialize_cut
 
-    loaded: Any = deserialize_cut(known_cut(cut))
-    # its fallbacks run a shell on file names: lhotse opens no recording and starts no program itself
-    source.read_audio = lambda path, offset=0.0, duration=None, **_: decode(path, offset, duration)
+    known = known_cut(cut)
+    tracks = [*known.get("tracks", [{"cut": known}]), known.get("snr_reference", {"cut": {}})]
+    growth, held = max(_growth(track["cut"].get("recording", {})) for track in tracks), 0.0
+
+    def read(path: str, offset: float, duration: float | None) -> tuple[Samples, int]:
+        nonlocal held
+        samples, rate = decode(path, offset, duration)
+        held += samples.size * growth
+        if held > MOST_SAMPLES:
+            raise UnknownPart(f"its audio has {held:.0f} samples, the most are {MOST_SAMPLES}")
+        return samples, rate
+
+    def resampler(rate: int, wanted: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        convert = partial(resample, rate=rate, wanted=wanted)
+        return lambda audio: torch.from_numpy(np.stack([*map(convert, audio.numpy())]))
+
+    loaded: Any = deserialize_cut(known)
+    # its fallbacks run a shell on file names: lhotse opens no recording and starts no program itself;
+    # its filters for rates without a common divisor have gigabytes, and it keeps them all
+    source.read_audio = lambda path, offset=0.0, duration=None, **_: getattr(_thread, "read", decode)(
+        path, offset, duration
+    )
+    torchaudio.get_or_create_resampler = resampler
     backend.run = source.run = _refuse
-    return np.atleast_2d(loaded.load_audio()), int(loaded.sampling_rate)
+    _thread.read = read
+    try:
+        return np.atleast_2d(loaded.load_audio()), int(loaded.sampling_rate)
+    finally:
+        del _thread.read
 
 
 def _refuse(*arguments: object, **options: object) -> None:

@@ -22,7 +22,7 @@ from speechtrain.data.audio import DECODED_SECONDS, files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import REASONS, BatchLoader, collate
 from speechtrain.data.hold_out import held_out
-from speechtrain.data.index import Index, open_index
+from speechtrain.data.index import Index, label_count, open_index
 from speechtrain.data.manifests import text_of
 from speechtrain.data.sampler import (
     BatchLimits,
@@ -360,9 +360,7 @@ class SpeechData(DataModule):
             text = self.tokenizer.normalise(text_of(cut))
             if not text.strip() and not self.allow_empty:
                 unsaid.append(cut["id"])
-            try:
-                self.tokenizer.encode(text)
-            except (KeyError, ValueError):
+            if label_count(text, self.tokenizer) < 0:
                 bad += 1
                 symbols |= self.tokenizer.unknown(text)
                 first = first or cut["id"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
     paths = [whole_path(name) for name in names]
     for number, path in enumerate(paths):
-        if not path.exists():
+        if not os.path.exists(path):  # Path's own raises for a name that is too long
             raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
         if path in paths[:number]:
             raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
@@ -92,7 +93,7 @@ _FORMATS: dict[str, type[Manifest]] = {
 
 def names_in(spec: str) -> list[str]:
     """Split a string into its names: one, or several separated by commas if it is not itself a file."""
-    if "," in spec and not Path(spec).expanduser().exists():
+    if "," in spec and not os.path.exists(os.path.expanduser(spec)):
         return [part.strip() for part in spec.split(",") if part.strip()]
     return [spec] if spec.strip() else []
 

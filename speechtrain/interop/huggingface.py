@@ -25,14 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
-from speechtrain.files import follow_umask, open_regular, read_json, write_json
+from speechtrain.files import follow_umask, read_bytes, read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensor_of
 from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
 from speechtrain.nn.masking import SpanMask
 
 LIMIT = 1e-4
 """Largest difference allowed between the two models' outputs, which are of order 1."""
-_LARGEST_CONFIG = 2**24  # bytes of a JSON file
 
 _RULES: list[Rule] = [
     (r"encoder\.mask_embedding", r"wav2vec2.masked_spec_embed"),
@@ -240,8 +239,7 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        with open_regular(path, _LARGEST_CONFIG) as file:
-            config: dict[str, Any] = json.loads(file.read())
+        config: dict[str, Any] = json.loads(read_bytes(path, follow=True))
     except (OSError, *MALFORMED) as error:
         told = f"{path} cannot be read ({one_line(str(error), 120)}); give a Hugging Face directory"
         raise DataError(told) from None
@@ -281,8 +279,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def _shards(index: Path) -> list[Path]:
     """The files that an index lists, looked for in its folder only."""
     try:
-        with open_regular(index, _LARGEST_CONFIG) as file:
-            names = {Path(name).name for name in json.loads(file.read())["weight_map"].values()}
+        listed = json.loads(read_bytes(index, follow=True))["weight_map"]
+        names = {Path(name).name for name in listed.values()}
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         raise DataError(f"{index} lists no files ({type(error).__name__}); download it again") from None
     return [index.with_name(name) for name in sorted(names)]

@@ -6,20 +6,18 @@ imported. torch itself admits its tensors.
 
 from __future__ import annotations
 
-import pickletools
 import re
 import sys
 import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speechtrain.errors import DataError, one_line
-from speechtrain.files import open_regular
+from speechtrain.files import names_in_archive, names_in_pickle, open_regular
 
 # Of the standard library: the types of settings and meters. Of torch: dense tensors and their types.
 # All other names of the two are refused, even those that torch admits (sparse, quantised).
@@ -35,7 +33,6 @@ _ADMITTED = re.compile(
 )
 
 
-_MOST_OBJECTS = 2**24  # each reference to one counted
 _MOST_SETTINGS = 2**17
 
 
@@ -88,52 +85,14 @@ def read_pickle(path: Path) -> Any:
 
 def _names_in_zip(path: Path) -> set[str]:
     with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
         if (damaged := archive.testzip()) is not None:  # torch.load verifies no checksums
             raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
-        main = next((name for name in archive.namelist() if name.endswith("data.pkl")), "data.pkl")
-        with archive.open(main) as file:
-            return _names(file)
+    return names_in_archive(path)
 
 
 def _names_in_legacy(path: Path) -> set[str]:
     with path.open("rb") as file:  # a magic number, a version, the system, the content, its storages' keys
-        return set().union(*(_names(file) for _ in range(5)))
-
-
-def _names(file: IO[bytes]) -> set[str]:
-    """The full names of classes and functions in one pickle, in Python 3's spelling.
-
-    Raises ValueError for a bomb: objects that are small in the file, and large where each reference to
-    another is followed, as hashing a tuple does. ``stack`` holds their sizes instead of them, None a mark.
-    """
-    names, stack, memo = set(), list[int | None](), dict[int, int]()
-    for operation, argument, _ in pickletools.genops(file):
-        number = int(argument) if operation.name.endswith(("GET", "PUT")) else 0  # type: ignore[arg-type]
-        size = 1 + (memo.get(number, 0) if "GET" in operation.name else 0)
-        if "PUT" in operation.name:
-            memo[number] = (stack and stack[-1]) or 1
-            size = number
-        elif operation.name == "MARK":
-            stack.append(None)
-        else:
-            taken = operation.stack_before
-            if pickletools.markobject in taken:
-                while stack and (part := stack.pop()) is not None:
-                    size += part
-                taken = taken[: taken.index(pickletools.markobject)]
-            size += sum((stack and stack.pop()) or 0 for _ in taken)
-            stack += [size] * len(operation.stack_after)
-        if size > _MOST_OBJECTS or len(stack) > _MOST_OBJECTS:
-            raise ValueError("its objects refer to each other too often")
-        if operation.name == "PROTO" and argument != 2:
-            raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")
-        if operation.name == "GLOBAL":
-            module, _, name = str(argument).partition(" ")
-            in_python_3 = (IMPORT_MAPPING.get(module, module), name)
-            names.add(".".join(NAME_MAPPING.get((module, name), in_python_3)))
-    return names
+        return set().union(*(names_in_pickle(file) for _ in range(5)))
 
 
 def _is_admitted(name: str) -> bool:

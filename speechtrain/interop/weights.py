@@ -18,6 +18,7 @@ from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
+from speechtrain.files import whole_path
 from speechtrain.interop import fairseq, huggingface
 from speechtrain.interop.wav2vec2 import Pretrained
 
@@ -39,7 +40,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
     Raises RunError, DataError or MachineError, each naming the path and what to do.
     """
-    found = Path(path).expanduser()
+    found = whole_path(path)
     if found.is_dir():
         return _of_folder(found)
     if not found.is_file():
@@ -177,22 +178,17 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
     with huggingface.writing(folder) as temporary:
         (temporary / "encoder").mkdir()
         save_file(pretrained.weights, temporary / "model.safetensors")
-        (temporary / "encoder" / f"{NAME}.yaml").write_text(encoder_yaml(pretrained))
+        node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
+        for name in ("mask", "channel_mask"):
+            if node[name]:
+                node[name] = {"_target_": _SPAN_MASK, **node[name]}
+        (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(node))
         if not pretrained.is_encoder:
             (temporary / "model").mkdir()
-            (temporary / "model" / f"{NAME}.yaml").write_text(model_yaml(pretrained))
+            (temporary / "model" / f"{NAME}.yaml").write_text(_model_yaml(pretrained))
 
 
-def encoder_yaml(pretrained: Pretrained) -> str:
-    """A choice of the group ``encoder`` that builds the model's encoder."""
-    node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
-    for name in ("mask", "channel_mask"):
-        if node[name]:
-            node[name] = {"_target_": _SPAN_MASK, **node[name]}
-    return _dumped(node)
-
-
-def model_yaml(pretrained: Pretrained) -> str:
+def _model_yaml(pretrained: Pretrained) -> str:
     """A choice of the group ``model`` that pretrains the model further."""
     groups = {"encoder": NAME, "tokenizer": "none", "optimizer": "wav2vec2", "schedule": "wav2vec2"}
     node = {

@@ -26,14 +26,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"betas are {list(betas)}; they must be two numbers from 0 to below 1")
 
 
-def dense_gradients(group: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """The (parameter, gradient) pairs of a group. Raises ValueError for a sparse gradient."""
-    pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
-    if any(gradient.is_sparse for _, gradient in pairs):
-        raise ValueError("sparse gradients are not supported; use embeddings with sparse=False")
-    return pairs
-
-
 def squared_norm(tensor: Tensor) -> Tensor:
     """The squared Euclidean norm, a scalar tensor in fp32 or wider."""
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
@@ -49,13 +41,18 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; the host reads nothing."""
+        """Update every parameter that has a gradient; the host reads nothing.
+
+        Raises ValueError for a sparse gradient.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            pairs = dense_gradients(group)
+            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            if any(gradient.is_sparse for _, gradient in pairs):
+                raise ValueError("sparse gradients are not supported; use embeddings with sparse=False")
             shared = [pair for pair in pairs if is_sharded(pair[0])]
             together = [shared, *([pair] for pair in pairs if not is_sharded(pair[0]))]
             for part in filter(None, together):

@@ -139,7 +139,7 @@ class WarmupHoldExponential(Schedule):
         return {"steps_per_epoch": self.steps_per_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps_per_epoch = int(state["steps_per_epoch"])
+        self.steps_per_epoch = max(1, int(state["steps_per_epoch"]))
         self.warmup = self.warmup_epochs * self.steps_per_epoch
 
 

@@ -27,7 +27,8 @@ from speechtrain.errors import EXIT_KILLED, EXIT_PREEMPTED
 from speechtrain.files import read_text
 from speechtrain.launcher import NETWORK_VARIABLES
 from speechtrain.run_directory import read_failure, read_result, versions_of
-from speechtrain.supervision.process_tree import ancestors_of, children_of, processes_with
+from speechtrain.supervision.process_tree import ancestors_of, kill, kill_descendants, processes_with
+from speechtrain.supervision.rendezvous import why_taken
 from speechtrain.supervision.supervise import supervise
 
 STOP, KILL, ALIVE = b"s", b"k", b"."
@@ -56,12 +57,7 @@ def look(file: Path, port: int, address: str) -> dict[str, Any]:
             break
         except OSError:
             time.sleep(_LOOK_TWICE_SECONDS)
-    try:
-        with socket.create_server((address, port)):
-            taken = ""
-    except OSError as error:
-        taken = error.strerror or str(error)
-    return {"token": content, "versions": versions(), "taken": taken}
+    return {"token": content, "versions": versions(), "taken": why_taken(address, port)}
 
 
 def interface_of(address: str) -> str:
@@ -96,9 +92,8 @@ def _end_leftovers(log: Path) -> None:
     """Kill this node's processes of an earlier connection, which would train next to the new ones."""
     mine = {os.getpid(), *ancestors_of(os.getpid())}
     for old in processes_with(MODULE, "run", str(log)) - mine:
-        for pid in (*children_of(old, all_generations=True), old):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_descendants(old)
+        kill(old)
 
 
 def _obey(grace: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -56,6 +58,18 @@ def _arguments_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:  # it has ended, or is another user's
         return []
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process; nothing if it has ended, or is another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill all descendants of ``pid``: of a rank, its data workers, which would outlive it if stopped."""
+    for descendant in children_of(pid, all_generations=True):
+        kill(descendant)
 
 
 def is_running(pid: int) -> bool:

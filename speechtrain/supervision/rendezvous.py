@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import zlib
 from pathlib import Path
 
@@ -15,6 +16,15 @@ _FIRST_PORT, _PORTS = 20000, 12000
 def rendezvous_port(run_dir: Path) -> int:
     """A port derived from ``run_dir``, the same each time, below the ports that systems assign."""
     return _FIRST_PORT + zlib.crc32(str(run_dir).encode()) % _PORTS
+
+
+def why_taken(address: str, port: int) -> str:
+    """Why this host cannot listen on ``port`` of ``address``; empty if it can."""
+    try:
+        with socket.create_server((address, port)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def agent_command(python: str, ranks: int, nodes: int, *meeting: str, restarts: int = 0) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from speechtrain.errors import EXIT_PREEMPTED, one_line
 from speechtrain.files import open_append
 from speechtrain.launcher import PARENT, WORKER
-from speechtrain.supervision.process_tree import acts_on, children_of, descendants_running
+from speechtrain.supervision.process_tree import acts_on, children_of, descendants_running, kill
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
@@ -138,7 +138,7 @@ class _Supervised:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for pid in descendants:
-            _kill(pid, signal.SIGKILL)
+            kill(pid)
 
     def pass_on(self) -> None:
         """Send SIGTERM once to each process that needs it; some ranks may only start after the signal."""
@@ -152,12 +152,7 @@ class _Supervised:
             self.has_ranks = self.has_ranks or bool(addressees)
         for pid in addressees - self.told:
             self.told.add(pid)
-            _kill(pid, signal.SIGTERM)
-
-
-def _kill(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+            kill(pid, signal.SIGTERM)
 
 
 def _dying_with_parent() -> Callable[[], None] | None:
@@ -178,7 +173,7 @@ def _wait(process: subprocess.Popen[str], seconds: float | None) -> int | None:
 
 def _kill_child(agent: int, pid: int) -> None:
     if pid in children_of(agent):
-        _kill(pid, signal.SIGKILL)
+        kill(pid)
 
 
 @contextmanager

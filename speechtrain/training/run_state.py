@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from speechtrain.batch import Batch
+from speechtrain.checkpoint.fit import fit
 from speechtrain.checkpoint.whole import Stateful
 from speechtrain.data.base import DataModule
 from speechtrain.metrics import MetricSums
@@ -41,8 +42,11 @@ class Progress:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        names = {name: _RENAMED.get(name, name) for name in state}
-        vars(self).update({now: state[name] for name, now in names.items() if hasattr(self, now)})
+        found = {_RENAMED.get(name, name): value for name, value in state.items()}
+        metrics = found.pop("metrics", self.metrics)
+        fit(found, vars(self), "progress")
+        self.metrics = {str(name): value for name, value in metrics.items() if type(value) in (int, float)}
+        vars(self).update({name: value for name, value in found.items() if name in vars(self)})
 
 
 @dataclass(kw_only=True)

@@ -95,8 +95,8 @@ class Connected(Source):
             problem = f"split={self.split!r} is unknown; choose one of {', '.join(self.splits)}"
         elif not 1 <= least <= most:
             problem = f"min_words={least}, max_words={most}; need 1 <= min_words <= max_words"
-        elif len(gaps) != 2 or not 0 <= gaps[0] <= gaps[1]:
-            problem = f"gap_seconds={list(gaps)}; give shortest and longest, such as [0.02, 0.12]"
+        elif len(gaps) != 2 or not 0 <= gaps[0] <= gaps[1] <= 1000:
+            problem = f"gap_seconds={list(gaps)}; give shortest and longest, at most 1000, as [0.02, 0.12]"
         elif self.utterances < self.fewest:
             problem = f"utterances={self.utterances}; need {self.fewest} or more"
         if problem:

@@ -29,7 +29,7 @@ from speechtrain.data.corpora.connected import (
 )
 from speechtrain.data.manifests import digest
 from speechtrain.errors import DataError
-from speechtrain.files import FilePath
+from speechtrain.files import FilePath, whole_path
 
 EMBEDDED = Path(__file__).parent / "digits_audio"
 
@@ -59,12 +59,7 @@ class Digits(Connected):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.clips = WordClips(Path(self.root).expanduser() if self.root else EMBEDDED, self.split)
-
-    @property
-    def speakers(self) -> list[str]:
-        """The ids of this split's voices."""
-        return list(self.clips.voices)
+        self.clips = WordClips(whole_path(self.root) if self.root else EMBEDDED, self.split)
 
     def plan(self) -> list[Joined]:
         clips, key = self.clips, key_of(self.split)

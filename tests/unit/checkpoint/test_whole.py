@@ -332,6 +332,22 @@ def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:
     assert checkpointer.restore({"value": Value(torch.zeros(100))}) == 2
 
 
+def test_a_kill_while_an_old_one_is_removed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        (folder / "checkpoint.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            saved(tmp_path, (1, 2), keep=1)
+    checkpointer = saved(tmp_path, (3, 4), keep=1)
+    assert [folder.name for folder in checkpointer.folders()] == ["step-00000004"]
+    assert sorted(path.name for path in checkpointer.root.iterdir()) == ["step-00000004"]
+
+
 def test_a_run_directory_that_moves_away_is_noticed_and_not_made_again(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path / "run", (10,))
     (tmp_path / "run").rename(tmp_path / "moved")

@@ -13,7 +13,7 @@ import torch
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import Unusable, change_rate, change_speed, read_cut, read_file
-from speechtrain.data.batches import BatchLoader, audio_batch, collate
+from speechtrain.data.batches import BatchLoader, audio_row, collate
 from speechtrain.data.index import open_index
 from speechtrain.data.sampler import MicroBatch, Shape
 from speechtrain.data.source import Source
@@ -192,12 +192,12 @@ def test_a_batch_goes_through_pickle_and_move(cache: Path, recordings: Any) -> N
 def test_whole_files_as_a_batch(recordings: Any) -> None:
     files = [str(recordings.tone("a.wav", 1.0)), str(recordings.tone("b.flac", 0.5, rate=8000, channels=2))]
     files.append(str(recordings.tone("short.wav", 0.01)))
-    batch = audio_batch(files, RATE)
+    batch = collate([audio_row(file, RATE) for file in files], RATE)
     assert batch.ids == tuple(files)
     assert batch.audio_lengths.tolist() == [16_000, 8_000, 1_600]  # a front end needs a frame
     assert batch.weight.tolist() == [1.0] * 3
     with pytest.raises(DataError, match=r"nowhere\.wav: the file does not exist"):
-        audio_batch([str(recordings.folder / "nowhere.wav")], RATE)
+        audio_row(str(recordings.folder / "nowhere.wav"), RATE)
 
 
 def test_mixtures_of_cuts_are_batches_too(cache: Path, recordings: Any) -> None:

@@ -115,7 +115,7 @@ def test_plans_keep_their_bounds(
         assert len(row.gaps) == len(row.clips) - 1
         assert all(round(shortest * 16000) <= gap <= round(longest * 16000) for gap in row.gaps)
         assert [WORDS[clip % 10] for clip in row.clips] == row.text.split()
-        assert {source.speakers[clip // 10] for clip in row.clips} == {row.speaker}
+        assert {source.clips.voices[clip // 10] for clip in row.clips} == {row.speaker}
     assert source.plan() == Digits(split, utterances, low, high, [shortest, longest], seed).plan()
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import read_file, standardise
-from speechtrain.data.batches import BatchLoader, audio_batch
+from speechtrain.data.batches import BatchLoader, audio_row
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits, Sampler, planned_samples
@@ -355,7 +355,8 @@ def test_silence_and_filler_stay_silent(manifest: str, recordings: Any) -> None:
 
 def test_files_are_normalised_as_in_training(recordings: Any) -> None:
     path = str(recordings.tone("a.wav"))
-    plain, normal = (audio_batch([path], RATE, normalise=flag).audio[0] for flag in (False, True))
+    rows = [audio_row(path, RATE, normalise=flag) for flag in (False, True)]
+    plain, normal = (torch.from_numpy(row.samples) for row in rows)
     torch.testing.assert_close(
         normal, torch.nn.functional.layer_norm(plain, plain.shape), atol=1e-6, rtol=1e-5
     )

@@ -92,17 +92,14 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_gzipped_line_without_end_is_refused_in_little_memory(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manifests, "_LARGEST_ARRAY", 20 * MIB)
+def test_a_gzipped_line_without_end_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
     file, start, fill = BOMBS[name]
     path = packed(tmp_path / file, start, fill, 200)
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match=r"a\..*:\d+: "):
             entries(path)
-        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+        assert tracemalloc.get_traced_memory()[1] < 150 * MIB
     finally:
         tracemalloc.stop()
 

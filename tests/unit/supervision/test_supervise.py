@@ -157,7 +157,7 @@ def test_a_signal_for_what_could_not_be_started_harms_nobody(monkeypatch: pytest
     sent: list[int] = []
     monkeypatch.setattr("speechtrain.supervision.supervise.subprocess.Popen", unable)
     monkeypatch.setattr("speechtrain.supervision.supervise.os.killpg", lambda pid, number: sent.append(pid))
-    monkeypatch.setattr("speechtrain.supervision.supervise._kill", lambda pid, number: sent.append(pid))
+    monkeypatch.setattr("speechtrain.supervision.supervise.kill", lambda pid, number=9: sent.append(pid))
     with pytest.raises(FileNotFoundError):
         supervise(["nothing"], os.environ)
     assert sent == []
