@@ -67,7 +67,7 @@ def _update_fails(optimizer: torch.optim.Optimizer) -> Exception | None:
         for parameter, twin in twins.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 is_large = isinstance(value, Tensor) and value.ndim
-                trial.state[twin][key] = _without_values(value) if is_large else copy.copy(value)
+                trial.state[twin][key] = _without_values(value) if is_large else copy.deepcopy(value)
         trial.step()
     except Exception as error:
         return error
