@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import one_line
 
-_MOST = 2**62  # of a number; torch's integers have 63 bits
+_MOST = 2**62  # of a count; torch's integers have 63 bits
 
 
 def fit(saved: Any, own: Any, path: str) -> None:
@@ -27,7 +28,7 @@ def fit(saved: Any, own: Any, path: str) -> None:
             fit(saved[key], own[key], f"{path}/{key}")
     elif isinstance(own, int | float) and not isinstance(own, bool):
         kinds = (int,) if isinstance(own, int) else (int, float)
-        fits = type(saved) in kinds and 0 <= saved < _MOST
+        fits = type(saved) in kinds and 0 <= saved < (_MOST if isinstance(own, int) else math.inf)
     else:
         fits = isinstance(saved, Tensor if isinstance(own, Tensor) else type(own))
     if not fits:

@@ -196,7 +196,7 @@ def _fast_labels(found: _Texts, tokenizer: Tokenizer) -> float:
 
 def _core_hours(config: DictConfig) -> float:
     """Cores times hours of the plan; of a run that is not limited by time, many."""
-    is_cpu = config.device._target_.rpartition(".")[2] in ("CPU", "IPEX", "Lazy")
-    cores = len(usable_cpus()) if is_cpu else CORES_OF_A_CARD * int(config.world_size)
+    is_host = config.device._target_.rpartition(".")[2] in ("CPU", "IPEX", "Lazy")
+    cores = len(usable_cpus()) if is_host else CORES_OF_A_CARD * int(config.world_size)
     hours = config.trainer.max_hours
     return cores * (24.0 if hours is None else float(hours))
