@@ -6,6 +6,7 @@ Hydra composes every config in one method and reads every file in another, here 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,12 +23,12 @@ from speechtrain.commands._init_from import offer_finetuned
 from speechtrain.config.resolved import bounded
 from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.errors import ConfigError, one_line
-from speechtrain.files import yaml_text
+from speechtrain.files import whole_path, yaml_text
 
 _SETTABLE = ("sweep.", "run.", "sweeper.params")
 _COMPUTED = ("overrides.", "runtime.", "searchpath", "job.override_dirname")  # by Hydra, in composing
-COMMANDS = {"program", "python", "options", "pod"}
-"""Keys of launchers that name or change what is run."""
+COMMANDS = {"program", "python", "options", "pod", "image", "hostfile", "env_from_secrets", "service_account"}
+"""Keys of launchers that name or change what is run, where, and with which rights."""
 
 _compose, _read = ConfigLoaderImpl.load_configuration, ConfigRepository.load_config
 
@@ -75,11 +76,15 @@ def refuse_commands(config: DictConfig, typed: Iterable[str], source: object) ->
             launcher = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else {}
     except OmegaConfBaseException:  # nor can it be used
         return
+    hosts = whole_path(os.environ.get("HOSTFILE", "hostfile"))  # the default of launcher=ssh
     for key, value in flat({"launcher": cast("dict[str, Any]", launcher)}).items():
         names = key.split(".")
         node = next((".".join(names[: i + 1]) for i, name in enumerate(names) if name in COMMANDS), key)
         is_typed = any(f"{key_of(one)}.".startswith(f"{node}.") for one in typed)
-        if COMMANDS & {*names} and value not in (None, [], {}, "python") and not is_typed:
+        is_usual = value in (None, [], {}, "python") or (
+            node[-9:] == ".hostfile" and whole_path(str(value)) == hosts
+        )
+        if COMMANDS & {*names} and not is_usual and not is_typed:
             raise ConfigError(f"{node}: {source} sets it, but it can run code; type {node}=…")
 
 

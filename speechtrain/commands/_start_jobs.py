@@ -62,7 +62,9 @@ def start_jobs(command: Command) -> None:
     previous = sys.argv
     logging.raiseExceptions = False  # of a closed pipe, as in --info | head
     sys.argv = [previous[0], *command.flags, *command.overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing several lines
+    before, os.environ["HYDRA_FULL_ERROR"] = {**os.environ}, "1"  # it then raises, instead of printing lines
+    if command.is_sweep:
+        os.environ["PYTHONSAFEPATH"] = "1"  # of joblib's workers and submitit's jobs
     try:
         refuse_bases(command.overrides, command.config_dir)
         start = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
@@ -79,7 +81,8 @@ def start_jobs(command: Command) -> None:
         raise MachineError(f"{where}; set run_dir or OUTPUT_DIR to a writable folder") from error
     finally:
         sys.argv = previous
-        os.environ.pop("HYDRA_FULL_ERROR", None)
+        for name in {"HYDRA_FULL_ERROR", "PYTHONSAFEPATH"} - before.keys():
+            os.environ.pop(name, None)
         folders.remove_empty()
     jobs.conclude()
 

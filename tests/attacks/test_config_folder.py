@@ -100,6 +100,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "a python that is SCRIPT": launcher("ssh", "hostfile: HERE/hosts\n  python: SCRIPT"),
     "options of kubectl": launcher("kubernetes", "image: x\n  options: ['--kubeconfig=HERE/kube']"),
     "options of sbatch": launcher("slurm", "options: ['--wrap=touch CANARY']"),
+    "hosts": launcher("ssh", "hostfile: HERE/hosts"),
+    "hosts of mpi": launcher("mpi", "hostfile: HERE/hosts"),
+    "an image": launcher("kubernetes", "image: evil/image\n  volumes: {a: HERE}"),
+    "rights": launcher("kubernetes", "service_account: admin"),
+    "secrets": launcher("kubernetes", "env_from_secrets: [keys]"),
     "a pod": launcher("kubernetes", "image: x\n  pod: {spec: {hostPID: true}}"),
     "a launcher of his own": {
         "launcher/mine.yaml": "_target_: speechtrain.launchers.mpi.Mpi\nprogram: SCRIPT\n",
@@ -251,6 +256,15 @@ PROGRAMS: dict[str, Callable[[Place], dict[str, Any]]] = {
         "_target_": "speechtrain.launchers.ssh.SSH",
         "hostfile": str(place.folder / "hosts"),
         "python": f"$(touch {place.canary})",
+    },
+    "hosts": lambda place: {
+        "_target_": "speechtrain.launchers.ssh.SSH",
+        "hostfile": str(place.folder / "run" / "hosts"),
+    },
+    "an image": lambda place: {
+        "_target_": "speechtrain.launchers.kubernetes.Kubernetes",
+        "image": "evil/image",
+        "volumes": {"a": str(place.folder)},
     },
     "kubernetes": lambda place: {
         "_target_": "speechtrain.launchers.kubernetes.Kubernetes",

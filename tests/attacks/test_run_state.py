@@ -64,7 +64,7 @@ def sign(folder: Path, **more: Any) -> None:
 
 
 def digest_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() and os.path.getsize(path) else ""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 # --- state.pt -----------------------------------------------------------------------------------

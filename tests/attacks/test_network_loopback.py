@@ -1,0 +1,75 @@
+"""A neighbour of a run with two ranks, on the network or this machine: what listens, and what it reads."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ..integration.conftest import STARTER, TINY, finish, wait_for
+from ..integration.starting import Started
+from .test_run_state import Calls
+
+ENDLESS = ["world_size=2", "trainer.max_steps=5000", "trainer.validate_every=5000", "trainer.save_every=5000"]
+
+
+@contextlib.contextmanager
+def training(run_dir: Path, *more: str) -> Iterator[Started]:
+    """A run of two ranks, after its first update."""
+    process = STARTER.start([*TINY, *ENDLESS, *more, f"run_dir={run_dir}"], dict(os.environ))
+    try:
+        log = run_dir / "metrics.jsonl"
+        wait_for(lambda: log.exists() and '"event": "train"' in log.read_text(), process)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(15)
+            finish(process)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Address and port of what a process and its descendants listen on."""
+    process, found = psutil.Process(pid), set()
+    for one in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            sockets = [s for s in one.net_connections("inet") if s.status == psutil.CONN_LISTEN]
+            found |= {(s.laddr.ip, s.laddr.port) for s in sockets}
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_nothing_of_a_neighbour_is_unpickled(restarts: int, tmp_path: Path) -> None:
+    """He adds torchrun's keys and replaces all others. The run may end, and runs nothing."""
+    canary = tmp_path / "canary"
+    call = base64.b64encode(pickle.dumps(Calls(os.system, f"touch {canary}")))
+    with training(tmp_path / "run", "launcher=torchrun", f"launcher.max_restarts={restarts}") as process:
+        ports = listening(process.pid)
+        assert ports
+        assert all(ip_address(address.removeprefix("::ffff:")).is_loopback for address, _ in ports), ports
+        reached = 0
+        for _, port in ports:
+            with contextlib.suppress(RuntimeError):
+                store = TCPStore(
+                    "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3)
+                )
+                keys = store.list_keys()
+                reached += 1
+                for key in [*keys, "torch.rendezvous.none", "torch.rendezvous.", "torchelastic/x"]:
+                    store.set(key, call)
+        assert reached
+        begun = time.monotonic()
+        while process.poll() is None and time.monotonic() - begun < 10:
+            assert not canary.exists()
+            time.sleep(0.1)
+    assert not canary.exists()
