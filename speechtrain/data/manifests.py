@@ -432,6 +432,14 @@ def text_of(cut: Mapping[str, Any]) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
+def speaker_of(cut: Mapping[str, Any]) -> str:
+    """Return the speaker of a cut in lhotse's JSON format; empty if none or several are named."""
+    tracks = [track["cut"] for track in cut["tracks"]] if cut.get("type") == "MixedCut" else [cut]
+    spoken = (one for track in tracks for one in track.get("supervisions") or ())
+    speakers = {str(one.get("speaker") or "") for one in spoken}
+    return speakers.pop() if len(speakers) == 1 else ""
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 

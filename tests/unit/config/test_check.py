@@ -402,7 +402,7 @@ def test_the_plan_of_the_digits_is_not_that_of_other_data() -> None:
             "recipe=fsdd",
             "recipe=mlperf",
             "recipe=finetune",
-            "recipe=finetune_small",
+            "recipe=scratch",
             "recipe=wav2vec2",
             "recipe=wav2vec2_fsdd",
         ),
