@@ -30,10 +30,10 @@ from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
 from speechtrain.task import Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
-from speechtrain.training import time_plan
+from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
 from speechtrain.training.graph_warmup import Graphs, WarmedUpGraphs
 from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, Update
+from speechtrain.training.planning import Planning, TimedPlanning
 from speechtrain.training.profiling import StepProfiler
 from speechtrain.training.recovery import Recovery
 from speechtrain.training.run_state import Interval, Parts, Progress
@@ -69,8 +69,8 @@ class Trainer:
             device, self.policy, self.group, tracker=tracker, target=config.target, stop_requested=stop
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
-        self.time_plan: time_plan.TimePlan | None = None
-        self._validation_s = 0.0  # of the latest validation
+        planning = TimedPlanning if is_planned_by_time(config) else Planning
+        self.planning = planning(config, device, self.group, tracker, self.run_dir, stop)
         self._started = 0.0  # when the run would have started, had it never been interrupted
 
     @property
@@ -128,11 +128,12 @@ class Trainer:
 
         self.group.rank_status.at(0, "warm-up")
         self._warm_up(parts)
-        planned, validate_every = self._plan(parts, per_epoch)
-        parts.task.planned_updates = (self.time_plan.updates if self.time_plan else planned) or 0
+        self._plan(parts, per_epoch)
+        parts.task.planned_updates = self.planning.first_plan
+        validate_every = self.planning.validate_every
         save_every = config.save_every or validate_every
         batches = parts.data.train(world.rank, world.size, config.accumulate)
-        status = self._catch_up(parts, planned, validate_every)
+        status = self._catch_up(parts, validate_every)
         interval = Interval()
         while not status:
             step = progress.step + 1
@@ -146,8 +147,8 @@ class Trainer:
                 progress.step = step
                 progress.wall_s = time.perf_counter() - self._started
             interval.steps += 1
-            planned = self._corrected(parts, planned)
-            status = self._status(planned, stop, late)
+            self.planning.correct(parts)
+            status = self._status(stop, late)
             profiler.end(step, final=bool(status))
 
             validate_due = self.validation.is_due(parts, status, validate_every)
@@ -155,7 +156,7 @@ class Trainer:
             log_due = step % config.log_every == 0 or validate_due or save_due
             self.recovery.count(self.update.outcomes(log_due), parts)
             if log_due:
-                self._log(interval, step / per_epoch, rate, norm=norm, planned=planned)
+                self._log(interval, step / per_epoch, rate, norm=norm)
                 self.graphs.check(step)
                 self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
                 interval = Interval()
@@ -240,86 +241,25 @@ class Trainer:
         self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
         self.update.outcomes(True)
 
-    def _plan(self, parts: Parts, per_epoch: float) -> tuple[int | None, int]:
-        """The number of updates, if it is known, and how many there are between validations.
+    def _plan(self, parts: Parts, per_epoch: float) -> None:
+        """Plan the number of updates; those that are tried for it are undone."""
+        tried = itertools.count(1)
 
-        Where only time ends the run, rank 0's plan holds for all ranks and starts; it is made before the
-        first update, of which nothing remains.
-        """
-        config, group, step = self.config, self.group, self.progress.step
-        usual = config.validate_every or max(1, round(per_epoch))
-        if not is_planned_by_time(config):
-            return planned_steps(config, per_epoch), usual
-        plan = None if group.world.rank else time_plan.read(self.run_dir)
-        if (plan := time_plan.shared(plan, group)) is None and not step:
-            plan = self._timed(parts, per_epoch)
-        if plan is None or group.any(self.stop_requested()):  # an earlier release planned nothing
-            return None, usual
-        if plan.hours != config.max_hours and config.max_hours is not None:
-            plan.extend(config.max_hours, step, self.progress.wall_s)
-            parts.schedule.plan(plan.updates_at(step))
-        elif not step:
-            parts.schedule.plan(plan.updates)
-        self.time_plan = plan
-        self._keep_plan(step)
-        return plan.updates_at(step), plan.validate_every
-
-    def _timed(self, parts: Parts, per_epoch: float) -> time_plan.TimePlan | None:
-        """Rank 0's plan, by updates of learning rate 0 and a validation that are timed and undone."""
-        config, world, number = self.config, self.group.world, itertools.count(1)
-        size = parts.data.padded_samples() * config.accumulate
-
-        def update() -> float:
-            step = next(number)
+        def update(batches: Iterator[Batch]) -> None:
+            step = next(tried)
             parts.task.advance(0, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
             weight, healthy, _, _ = self._accumulate(parts, batches, step, interval=Interval())
             self._step(parts, weight, healthy, rate=0.0)
-            return float(sum(batch.audio.numel() for batch in parts.micro_batches)) if size else 1.0
 
-        def clock() -> float:
-            self.device.synchronize()
-            return time.perf_counter()
-
-        assert config.max_hours is not None
-        watch = time_plan.Stopwatch(self.group, config.max_hours * 3600, clock, self.stop_requested)
-        with time_plan.rewound(parts):
-            batches = parts.data.train(world.rank, world.size, config.accumulate)
-            per_update = watch.updates(update) * (size or 1.0)
-            sets = parts.data.valid(world.rank, world.size)
-            validation_s = watch.validation(sets, lambda one: self.validation.evaluate(parts, one))
+        self.planning.start(
+            parts, per_epoch, self._started, update, lambda sets: self.validation.evaluate(parts, sets)
+        )
         self.update.outcomes(True)
-        parts.wrapped = self.group.wrap(parts.task)  # DDP's buckets as if there had been no update
-        spent = time.perf_counter() - self._started
-        every = config.validate_every
-        plan = time_plan.time_plan(config.max_hours, spent, per_update, validation_s, per_epoch, every)
-        return time_plan.shared(None if world.rank else plan, self.group)
 
-    def _corrected(self, parts: Parts, planned: int | None) -> int | None:
-        """The number of updates, corrected by the clock where that is due."""
-        plan, progress = self.time_plan, self.progress
-        if plan is None or not plan.is_due(progress.step):
-            return planned
-        plan.revise(progress.step, progress.wall_s, self._validation_s or plan.seconds_per_validation)
-        self.time_plan = plan = time_plan.shared(None if self.group.world.rank else plan, self.group)
-        assert plan is not None
-        parts.schedule.plan(plan.updates_at(progress.step))
-        self._keep_plan(progress.step)
-        return plan.updates_at(progress.step)
-
-    def _keep_plan(self, step: int) -> None:
-        """Report the plan, and write it where the next start finds it."""
-        plan = self.time_plan
-        assert plan is not None
-        if not self.group.world.rank:
-            time_plan.write(plan, self.run_dir)
-        values = {"step": step, "steps": plan.updates_at(step), "validate_every": plan.validate_every}
-        speed = {"s_per_update": plan.seconds_per_update, "s_per_validation": plan.seconds_per_validation}
-        self.tracker.log("plan", {**values, "hours": plan.hours, **speed})
-
-    def _catch_up(self, parts: Parts, planned: int | None, validate_every: int) -> str:
+    def _catch_up(self, parts: Parts, validate_every: int) -> str:
         """Make up for what the previous start missed; return the status before the first update."""
         progress = self.progress
-        status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
+        status = self._status(self.group.any(self.stop_requested()), self.group.any(self._is_late()))
         if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
             status = "target"  # the previous start reached it, and was killed before it wrote its result
         if self.validation.is_due(parts, status, validate_every):
@@ -332,7 +272,7 @@ class Trainer:
         """Validate what has been saved; return the status, which a target or a stop request changes."""
         begun = time.perf_counter()
         found = self.validation.run(parts, status)
-        self._validation_s = time.perf_counter() - begun
+        self.planning.validation_s = time.perf_counter() - begun
         self.progress.wall_s = time.perf_counter() - self._started
         if found:  # this is the end, and the save before may have failed
             self.saving.save(parts, is_last=True)
@@ -341,27 +281,24 @@ class Trainer:
 
     def _is_late(self) -> bool:
         """True where this rank's clock says that the time is over."""
-        if self.config.max_hours is None:
-            return False
-        seconds = self.config.max_hours * 3600
-        if plan := self.time_plan:  # which a slower machine may miss; what is last must still fit
-            seconds = time_plan.LATEST * seconds - (self._validation_s or plan.seconds_per_validation)
-        return time.perf_counter() - self._started >= seconds
+        latest = self.planning.latest_s()
+        return latest is not None and time.perf_counter() - self._started >= latest
 
-    def _status(self, planned: int | None, stop: bool, late: bool) -> str:
+    def _status(self, stop: bool, late: bool) -> str:
         """How the run ends after the steps done; empty while it continues."""
+        planned = self.planning.updates
         if planned is not None and self.progress.step >= planned:
             return "finished"
         if late:
             return "time"
         return "preempted" if stop else ""
 
-    def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
+    def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor) -> None:
         self.group.rank_status.at(self.progress.step, "log")
         self.device.synchronize()  # the clock below measures finished work
         seconds = max(1e-9, time.perf_counter() - interval.started)
         interval.sums.reduce(self.group.sum)
-        size, step = self.group.world.size, self.progress.step
+        size, step, planned = self.group.world.size, self.progress.step, self.planning.updates
         self.tracker.log(
             "train",
             {

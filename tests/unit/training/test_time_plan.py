@@ -137,7 +137,7 @@ def test_a_run_is_as_if_nothing_had_been_timed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(time_plan, "_SETTLE", (0.01, 0.02))
     monkeypatch.setattr(time_plan, "_MEASURE", (0.01, 0.02))
     timed = Rig(tmp_path / "a", max_hours=0.01, validate_every=None)
-    assert len(timed.task.advanced) > 12 + 4
+    assert len(timed.task.advanced) >= 12 + 4  # two updates that settle, two that are timed
     plain = Rig(tmp_path / "b", max_steps=12, validate_every=5)
     assert (timed.status, timed.losses) == ("finished", plain.losses)
     assert all(map(torch.equal, timed.task.parameters(), plain.task.parameters()))
