@@ -36,6 +36,13 @@ _RESULT_TYPES: dict[str, Any] = {
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
 
 
+def run_of(place: Path) -> Path | None:
+    """The run that a folder is, or that a checkpoint or a file in it belongs to; None if there is none."""
+    step = place if place.is_dir() else place.parent
+    run = step.parents[1] if (step / "checkpoint.json").is_file() else step
+    return run if (run / CONFIG).is_file() else None
+
+
 class RunLock:
     """An advisory lock that allows one run at a time in a directory; it ends with its process.
 

@@ -64,6 +64,9 @@ class Task(nn.Module, ABC):
     skips_parameters: bool = False
     """Whether some update's loss does not use a trained parameter; DDP must then search for it."""
 
+    planned_updates: int = 0
+    """The number of updates that were planned when the run began; 0 if that is not known."""
+
     normalise_audio: bool = False
     """Whether each recording is normalised to zero mean and unit variance before cropping and padding."""
 

@@ -56,14 +56,14 @@ from speechtrain.launcher import PARENT, World, is_number
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder
+from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder, run_of
 from speechtrain.supervision.process_tree import ancestors_of, is_running, kill, kill_descendants, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
-from speechtrain.trainer_config import TrainerConfig, planned_steps
+from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
 from speechtrain.training.autotune import resolve_policy
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
@@ -147,10 +147,8 @@ def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[st
     from speechtrain.interop.weights import initialise, read_weights
 
     weights, fresh = read_weights(path), set[str]()
-    place = whole_path(path).resolve()  # a run, a checkpoint of one, or a file in it
-    step = place if place.is_dir() else place.parent
-    run = step.parents[1] if (step / "checkpoint.json").is_file() else place
-    labels = build_tokenizer(read_config(run)).labels if (run / CONFIG).is_file() else []
+    run = run_of(whole_path(path).resolve())
+    labels = build_tokenizer(read_config(run)).labels if run else []
     if labels and labels != tokenizer.labels:
         longer = copy.copy(tokenizer)
         longer.labels = tokenizer.labels * 2
@@ -315,8 +313,9 @@ def train(
     policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
     schedule, planned = _plan(config, settings, data)
-    if schedule.warmup and not checkpointer.folders():
-        begun["warm-up steps"] = schedule.warmup
+    if not checkpointer.folders():
+        begun |= {"warm-up steps": schedule.warmup} if schedule.warmup else {}
+        begun |= {"from data": config.from_data} if config.from_data else {}
     optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
@@ -364,7 +363,8 @@ def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tupl
     """The schedule and the number of planned updates; warns where they or the data cannot do their work."""
     per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
     planned = planned_steps(settings, per_epoch)
-    schedule = build_schedule(config, max(1, round(per_epoch)), planned)
+    is_open = is_planned_by_time(settings)  # the trainer plans, and fits the schedule
+    schedule = build_schedule(config, max(1, round(per_epoch)), 1 if is_open else planned)
     if not data.valid():
         _LOG.warning("data.valid is empty: nothing chooses the best checkpoint; add data.valid.NAME=FILE")
     if planned and planned <= schedule.warmup:

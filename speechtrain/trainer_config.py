@@ -14,7 +14,9 @@ class TrainerConfig:
 
     max_steps: int | None = None  # optimizer updates
     max_epochs: float | None = None
-    max_hours: float | None = None  # wall time, earlier parts of a resumed run included
+    max_hours: float | None = (
+        None  # wall time, of all starts; planned for where max_steps and max_epochs are null
+    )
     target: float | None = None  # stop when the task's metric (WER as a fraction) is this low
     accumulate: int = 1  # micro-batches per rank and step
     simulate_world: int | None = None  # world_size × accumulate; accumulate is then derived
@@ -31,6 +33,11 @@ class TrainerConfig:
     max_bad_updates: int = 10  # number of non-finite updates in a row that ends the run
     timeout_seconds: float = 1800.0  # a rank without progress for this long ends the run
     profile: str = ""  # A:B writes a torch profile of steps A to B
+
+
+def is_planned_by_time(config: TrainerConfig) -> bool:
+    """True where ``max_hours`` is the only length of a run, so that its updates are planned to fill it."""
+    return config.max_hours is not None and config.max_steps is None and config.max_epochs is None
 
 
 def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from speechtrain.commands._init_from import offer_finetuned
 from speechtrain.config.resolved import bounded
 from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.errors import ConfigError, one_line
@@ -35,6 +36,7 @@ _compose, _read = ConfigLoaderImpl.load_configuration, ConfigRepository.load_con
 def _composed(
     self: Any, config_name: str | None, overrides: list[str], *rest: Any, **more: Any
 ) -> DictConfig:
+    offer_finetuned(overrides)
     config = _compose(self, config_name, overrides, *rest, **more)
     folders = [one.path for one in config.hydra.runtime.config_sources if one.schema == "file"]
     if folders and config_name:  # without our primary config, another program composes

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._config_folder import COMMANDS, refuse_commands
+from speechtrain.commands._from_data import keys_from_data
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.config.migrations import migrate_overrides
@@ -187,8 +188,12 @@ def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | No
     own = flat(resolved(with_whole_paths(copy.deepcopy(config))))
     try:
         new = flat(resolved(with_whole_paths(compose(migrate_overrides(typed), folder))))
+        derived = keys_from_data(config.from_data) | {"from_data"}
         kept = [
-            f"{key}={own[key]}" for key in own if key in new and not _is_place(key) and new[key] != own[key]
+            f"{key}={own[key]}"
+            for key in own
+            if key in new and not _is_place(key) and new[key] != own[key]
+            if not any(key == one or key.startswith(f"{one}.") for one in derived)
         ]
     except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have
         kept = ["configuration"]

@@ -23,8 +23,10 @@ from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._continue_run import base_folder, continued, run_name, written_files
 from speechtrain.commands._external_launch import started_together
+from speechtrain.commands._from_data import follow_data, is_open, typed_keys
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._start_run import start_run
+from speechtrain.config.check import check
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
@@ -94,6 +96,7 @@ def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
     """Start the run of a job, which Hydra has composed; its result."""
     # absolute: ranks on other hosts and a resumed command must use the same folder
     run_dir = Path(settings.runtime.output_dir).resolve()
+    written = written_files(settings.runtime.choices, job.config_dir)
     if (run_dir / CONFIG).is_file():
         config = continued(run_dir, job)
     else:
@@ -102,7 +105,9 @@ def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
         with_whole_paths(config)
         if job.together and config.world_size == 1:
             config.world_size = job.together.world.size
-    written = written_files(settings.runtime.choices, job.config_dir)
+        if is_open(config):
+            check(config)  # what is wrong in it is said before the data is read
+            follow_data(config, typed_keys(job.overrides, written))
     return start_run(job, config, written)
 
 

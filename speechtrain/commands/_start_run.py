@@ -19,7 +19,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._on_host import host_environment, refuse
-from speechtrain.config.build import build_device, build_launcher, build_precision, dry_build
+from speechtrain.config.build import build_device, build_launcher, build_precision, build_tokenizer, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
 from speechtrain.config.resolved import dump
@@ -30,12 +30,13 @@ from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, 
 from speechtrain.files import atomic, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
 from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, RunLock
+from speechtrain.text.vocabulary import SAVED_MODEL
 
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
 
 _EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training works, not how well
-_BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS)
+_BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, SAVED_MODEL)
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
@@ -124,7 +125,8 @@ def _conclude(config: DictConfig, command: Command) -> None:
             print(errors.printable(f"report: {path}"))
         except Exception as error:  # the run itself has ended well
             print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
-    if OmegaConf.select(config, "data.train._target_") == _EXAMPLE and not command.is_sweep:
+    train = config.data.get("train")
+    if OmegaConf.is_dict(train) and train.get("_target_") == _EXAMPLE and not command.is_sweep:
         kept = [o for o in command.overrides if key_of(o).partition(".")[0] not in ("data", "run_dir")]
         own = ["data=manifest", "data.train=train.jsonl", "data.valid.dev=dev.jsonl"]
         line = f"your own recordings: {shlex.join(['speechtrain-train', *kept, *own])}"
@@ -144,6 +146,9 @@ def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
     try:
+        tokenizer = build_tokenizer(config)
+        tokenizer.save(str(job.run_dir))  # ranks on other hosts may not see where it was
+        config.tokenizer.update(tokenizer.saved(str(job.run_dir)))
         text = dump(config)
         private = holds_secret(f"{text}\n{story}")
         # first: without its overrides, the same command would be refused as another config

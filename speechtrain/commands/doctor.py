@@ -216,6 +216,7 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     from omegaconf.errors import OmegaConfBaseException
 
     from speechtrain.commands._command_line import rewrite
+    from speechtrain.commands._from_data import follow_data, typed_keys
     from speechtrain.commands._hydra_app import compose, explain
     from speechtrain.config.check import check
 
@@ -225,6 +226,7 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
         raise explain(error, overrides) from None
     found.run_dir = run_dir
     check(found)
+    follow_data(found, typed_keys(overrides, {}))
     config.append(found)
     return f"{' '.join(overrides) or 'the defaults'}: every key is valid"
 

@@ -104,9 +104,9 @@ def _choose_sets(config: DictConfig, named: dict[str, str], run_dir: Path) -> No
         if "valid" not in config.data:
             raise ConfigError(f"--set: {config.data._target_} takes no evaluation set; remove --set")
         config.data.valid = named
-    if "valid" in config.data and not config.data.valid:
+    if "valid" in config.data and not (config.data.valid or config.data.get("hold_out")):
         raise ConfigError(f"{run_dir} has no evaluation set; give one with --set NAME=FILE")
-    if config.data._target_ == "speechtrain.data.module.SpeechData":
+    if config.data._target_ == "speechtrain.data.module.SpeechData" and config.data.valid:
         config.data.train = ""  # opened at first use, and never used here
 
 

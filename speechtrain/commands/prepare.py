@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,7 +30,8 @@ from speechtrain.data.folder import files_below
 from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut, text_of
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
-from speechtrain.data.sources import names_in, open_source, parts_of
+from speechtrain.data.sources import open_source, parts_of
+from speechtrain.data.statistics import Statistics, hear, held_out, recording_of, speaker_of, table
 from speechtrain.errors import ConfigError, DataError, MachineError, printable, shortened
 from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
@@ -40,9 +41,16 @@ Made = TypeVar("Made")
 
 _ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
-_MEASURED = ("nemo", "mlperf", "fairseq")  # formats without the recording's own length and rate
+_MEASURED = (
+    "nemo",
+    "mlperf",
+    "fairseq",
+    "table",
+    "kaldi",
+)  # formats without the recording's own length and rate
 _FIX = "use another --out"  # for what cannot be written
 _CHUNK = 64  # recordings per thread that are given to the threads together
+_SPEAKERS = 10  # of fewer, one who is held out would be missing in training
 _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
 
@@ -50,8 +58,9 @@ def parser() -> argparse.ArgumentParser:
     build = Parser(
         prog="speechtrain-prepare",
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
-        "NeMo, MLPerf or fairseq manifest, or a folder of recordings with transcripts. Several SOURCEs are "
-        "read one after the other.",
+        "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
+        "recordings with transcripts. Several SOURCEs are read one after the other; "
+        "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -78,6 +87,23 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--out", type=Path, required=True, metavar="DIR")
     _add_format(convert)
     convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
+
+    split = commands.add_parser("split", help="write any source as two manifests, one of them held out")
+    _add_sources(split)
+    split.add_argument("--out", type=Path, required=True, metavar="DIR", help="for train.jsonl, valid.jsonl")
+    split.add_argument("--share", type=float, default=0.05, metavar="X", help="held out, 0 to 1 (0.05)")
+    told = "what is held out whole (speaker, if each recording names one of ten or more)"
+    split.add_argument("--by", choices=("speaker", "recording"), help=told)
+    split.set_defaults(act=write_split)
+
+    stats = commands.add_parser("stats", help="tell what any source holds, with its likely errors")
+    _add_sources(stats)
+    stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
+    stats.add_argument(
+        "--no-audio", action="store_true", help="decode nothing: no silent, clipped or bad ones"
+    )
+    _add_jobs(stats)
+    stats.set_defaults(act=write_stats)
 
     tsv = commands.add_parser("tsv", help="write fairseq's train.tsv and valid.tsv of a folder's recordings")
     tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
@@ -161,7 +187,7 @@ def named_source(arguments: argparse.Namespace) -> Source:
         return Digits("train", 2000)
     if arguments.corpus == "fsdd":
         return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
-    return open_source([part for name in arguments.sources for part in names_in(name)])
+    return open_source(arguments.sources)
 
 
 def cuts_of(source: Source) -> Iterator[Record]:
@@ -265,11 +291,15 @@ def write_cuts(
                     continue
                 made = cut
             totals.add(made)
-            # a lone surrogate becomes the escape \udcxx, as JSON writes it
-            file.write(json.dumps(made, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            file.write(_line(made))
         _refuse_empty(totals, out)
     print(printable(f"{out}: {totals.describe()}"))
     return totals.bad.total()
+
+
+def _line(cut: Record) -> bytes:
+    # a lone surrogate becomes the escape \udcxx, as JSON writes it
+    return json.dumps(cut, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _refuse_empty(totals: Totals, out: Path) -> None:
@@ -283,6 +313,48 @@ def _checked(cut: Record) -> Record:
 
     read_cut(cut, 16_000)
     return cut
+
+
+def write_stats(arguments: argparse.Namespace) -> int:
+    """Print what the sources hold; return 3 if a recording is bad, else 0."""
+    cuts = cuts_of(named_source(arguments))
+    found = ((cut, None) for cut in cuts) if arguments.no_audio else parallel(hear, cuts, arguments.jobs)
+    statistics, bad = Statistics(), 0
+    for cut, heard in found:
+        statistics.add(cut, heard)
+        bad += isinstance(heard, Unusable)
+    result = statistics.result()
+    print(json.dumps(result, indent=1) if arguments.json else "\n".join(map(printable, table(result))))
+    return DataError.exit_code if bad else 0
+
+
+def write_split(arguments: argparse.Namespace) -> int:
+    """Write the sources' cuts to ``train.jsonl`` and ``valid.jsonl``, each speaker or recording to one."""
+    if not 0 < arguments.share < 1:
+        raise ConfigError(f"--share {arguments.share}: it must be above 0 and below 1")
+    source = named_source(arguments)
+    groups = {"speaker": speaker_of, "recording": recording_of}
+    seconds: dict[str, dict[str, float]] = {by: defaultdict(float) for by in groups}
+    for cut in cuts_of(source):
+        for by, name_of in groups.items():
+            seconds[by][name_of(cut)] += seconds_of(cut)
+    is_named = seconds["speaker"].pop("", None) is None
+    by = arguments.by or ("speaker" if is_named and len(seconds["speaker"]) >= _SPEAKERS else "recording")
+    if not seconds[by]:
+        raise DataError("--by speaker: no recording names its speaker; use --by recording")
+    held = held_out(seconds[by], arguments.share, whole_share=by == "speaker")
+    with contextlib.ExitStack() as stack:
+        names = ("train", "valid")
+        files = {name: stack.enter_context(opened(arguments.out / f"{name}.jsonl")) for name in names}
+        totals = {name: Totals() for name in names}
+        for cut in cuts_of(source):
+            name = names[groups[by](cut) in held]
+            totals[name].add(cut)
+            files[name].write(_line(cut))
+    for name in names:
+        print(printable(f"{arguments.out / name}.jsonl: {totals[name].describe()}"))
+    print(f"held out: {len(held)} of {len(seconds[by])} {by}s")
+    return 0
 
 
 def write_tsv(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ keys
   trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
   trainer.accumulate=N       micro-batches per rank and update
   trainer.simulate_world=N   micro-batches per update over all ranks: accumulate follows from world_size
-  data.train=FILE[,FILE]     with data=manifest: training manifests, their union in order
+  data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, their union in order
   data.valid.NAME=FILE       with data=manifest: an evaluation set
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
   --cfg job                  print the composed config, with every key that can be set, and exit

@@ -151,7 +151,8 @@ def with_whole_paths(config: DictConfig, path: str = "") -> DictConfig:
 def _whole(value: Any) -> Any:
     """A path, or several, absolute; of one from the environment, the default (no null) is."""
     if isinstance(value, dict):
-        return value if "_target_" in value else {key: _whole(one) for key, one in value.items()}
+        paths = () if "_target_" in value else ("path",) if "path" in value else value
+        return {**value, **{key: _whole(value[key]) for key in paths}}
     if isinstance(value, list):
         return [_whole(one) for one in value]
     if found := re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value)):

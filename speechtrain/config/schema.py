@@ -21,6 +21,7 @@ class Config:
     resume: str = "auto"  # auto | never | must
     dry_run: bool = False
     init_from: str | None = None
+    from_data: str | None = None  # a table of config.sizing; in a run, what its keys are
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: Any = MISSING
     encoder: Any = MISSING

@@ -61,8 +61,16 @@ class DataModule(ABC):
         """
         return None
 
-    def report(self) -> dict[str, float]:
-        """Return the run's skipped recordings by reason, and the shares of padded and cropped audio."""
+    def recordings(self) -> Iterator[tuple[float, str]]:
+        """Yield the seconds and the transcript, as its source has it, of each training recording."""
+        return iter(())
+
+    def padded_samples(self) -> float:
+        """Return the mean size of a training batch's audio, padding included; 0 if that is not known."""
+        return 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return the skipped recordings by reason, shares of padded and cropped audio, what is held out."""
         return {}
 
     def obey(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default

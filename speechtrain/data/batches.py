@@ -59,7 +59,8 @@ class BatchLoader:
     """Converts planned micro-batches of one set to batches; picklable, so that workers can use it.
 
     In training, an unusable cut becomes a padding row and a ``Skip``. In an evaluation set
-    (``is_evaluation``), unreadable audio is a DataError that names the file; every other cut is kept.
+    (``is_evaluation``), unreadable audio is a DataError that names the file, unless ``is_strict`` is false;
+    every other cut is kept.
     If its transcript cannot be encoded, or has more than ``max_labels_per_second`` and 10,000 labels, it has
     no labels and weight 0: it counts in the error rates but not in the loss. With a tokenizer that reads
     no text, transcripts are not checked.
@@ -80,6 +81,7 @@ class BatchLoader:
     crop_seconds: float | None = None
     seed: int = 0
     max_decoded_seconds: float = DECODED_SECONDS
+    is_strict: bool = True
 
     def __call__(self, planned: MicroBatch) -> Batch:
         """Decode one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
@@ -99,7 +101,7 @@ class BatchLoader:
             try:
                 rows.append(self._row(cut, int(percent), planned.shape))
             except Unusable as problem:
-                if self.is_evaluation:
+                if self.is_evaluation and self.is_strict:
                     raise DataError(
                         f"{problem.detail}: {REASONS[problem.reason]} (cut {cut['id']!r} of an evaluation "
                         "set, which is never filtered); repair it or remove it from the manifest"

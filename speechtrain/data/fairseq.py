@@ -36,7 +36,8 @@ class Fairseq(Manifest):
     The root is absolute or, unlike in fairseq, relative to the manifest. ``frames`` are samples at the
     recording's own rate, which the manifest does not contain. All recordings are assumed to have the
     rate of the first one whose header can be read (of ten; else 16 kHz). No other header is read: a
-    recording of another rate is found when it is decoded, because its length is wrong. Transcripts are
+    recording of another rate is found when it is decoded, because its length is wrong. A line without
+    ``frames`` takes length and rate from the header. Transcripts are
     read from ``NAME.wrd`` or ``NAME.ltr`` next to ``NAME.tsv`` if it exists; line i belongs to
     recording i. Ids are the manifest's name and the recording's path.
     """
@@ -72,9 +73,13 @@ class Fairseq(Manifest):
     def entries(self) -> Iterator[Entry]:
         if not os.path.isdir(self.root):
             raise self.bad(1, f"the root folder {self.root} does not exist; correct it or mount it")
-        rate, line = self.sampling_rate, 0
+        line = 0
         for (line, name, frames), text in self._labelled():
-            path = os.path.join(self.root, name)
+            path, rate = os.path.join(self.root, name), self.sampling_rate
+            if not frames:
+                if (info := header(path)) is None:
+                    raise self.bad(line, f"is {name!r}, not a path, a tab and a number of frames")
+                frames, rate = info.frames, info.samplerate
             cut = simple_cut(f"{self.name}/{name}", path, 0.0, duration=frames / rate, text=text, rate=rate)
             yield Entry(cut, line, -1)
         if not line:
@@ -100,13 +105,16 @@ class Fairseq(Manifest):
             )
 
     def _recordings(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (line, path below the root, frames) of each recording."""
+        """Yield (line, path below the root, frames or 0) of each recording."""
         for line, text in islice(self._lines(self.path), 1, None):
             if not text.strip():
                 continue
             name, tab, frames = text.rpartition("\t")
+            if not tab:
+                yield line, text, 0
+                continue
             frames = frames.strip()
-            if not (tab and name) or "\t" in name:
+            if not name or "\t" in name:
                 raise self.bad(line, f"is {text!r}, not a path, a tab and a number of frames")
             # not int(): it accepts signs, spaces, underscores and the digits of all scripts
             if not _FRAMES.fullmatch(frames):

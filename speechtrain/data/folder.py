@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from speechtrain.data.manifests import MOST_TEXT_BYTES, Entry, Manifest, digest, measure, simple_cut
+from speechtrain.data.manifests import MOST_TEXT_BYTES, Entry, Manifest, Record, digest, measure, simple_cut
 from speechtrain.errors import DataError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
@@ -21,9 +21,9 @@ class Folder(Manifest):
 
     One is ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
     The other is LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of
-    ``<id>.flac`` next to it. A recording without either has an empty transcript. Ids are paths that
-    start with the folder's name, without suffix. Each header is read once, for the length; a recording
-    whose header cannot be read is kept and reported like any other bad recording.
+    ``<id>.flac`` next to it, and an id begins with the speaker. A recording without either has an empty
+    transcript. Ids are paths that start with the folder's name, without suffix. Each header is read once,
+    for the length; a recording whose header cannot be read is kept and reported like any other bad one.
     """
 
     kind = "folder"
@@ -55,24 +55,27 @@ class Folder(Manifest):
         texts = {key: name for name in sorted(names - {*audio}) for key in (name.lower(), name)}
         for number, stem in enumerate(sorted({*recordings, *listed}), 1):
             name = recordings.get(stem, stem + ".flac")
-            text = listed.get(stem)
+            text, speaker = listed.get(stem, (None, None))
             if text is None:
                 beside = texts.get(f"{stem}.txt") or texts.get(f"{stem}.txt".lower())
                 text = " ".join(self._read(beside).split()) if beside else ""
             path = str(self.path / name)
             seconds, rate = measure(path)
-            cut = simple_cut(f"{self.name}/{stem}", path, 0.0, duration=seconds, text=text, rate=rate)
+            more: Record = {"rate": rate, "speaker": speaker}
+            cut = simple_cut(f"{self.name}/{stem}", path, 0.0, duration=seconds, text=text, **more)
             yield Entry(cut, number, -1)
 
-    def _listed(self, names: set[str]) -> dict[str, str]:
-        """Return transcripts by stem from LibriSpeech's lists."""
+    def _listed(self, names: set[str]) -> dict[str, tuple[str, str | None]]:
+        """Return transcript and speaker by stem from LibriSpeech's lists, SPEAKER-CHAPTER.trans.txt."""
         transcripts = {}
         for name in sorted(n for n in names if n.endswith(".trans.txt")):
-            folder = os.path.dirname(name)
+            folder, chapter = os.path.split(name.removesuffix(".trans.txt"))
             for line in self._read(name, _MOST_LIST_BYTES).splitlines():
                 identifier, _, text = line.strip().partition(" ")
                 if identifier:
-                    transcripts[os.path.join(folder, identifier)] = " ".join(text.split())
+                    is_named = "-" in chapter and identifier.startswith(chapter + "-")
+                    speaker = chapter.partition("-")[0] if is_named else None
+                    transcripts[os.path.join(folder, identifier)] = " ".join(text.split()), speaker
         return transcripts
 
     def _read(self, name: str, limit: int = MOST_TEXT_BYTES) -> str:

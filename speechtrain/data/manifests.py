@@ -22,11 +22,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+import yaml
+
 from speechtrain.data.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.recordings import header
 from speechtrain.data.source import Source
-from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import open_regular, read_bytes, whole_path
+from speechtrain.errors import MALFORMED, DataError, one_line
+from speechtrain.files import YAML_LOADER, open_regular, read_bytes, small_yaml, whole_path
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -45,6 +47,7 @@ _LARGEST_NUMBER = 1e15  # seconds, hertz: counts of samples stay exact
 MOST_TEXT_BYTES = 2**20  # of one transcript: ten hours of speech have less
 _UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
+_LONGEST_ITEM = 2**20  # bytes of one cut in YAML
 _BLOCK = 2**16  # characters of an array that are read at once
 _ELEMENT = re.compile(r"[^ \t\r\n,]")  # start of the next element or of the closing bracket
 
@@ -124,6 +127,24 @@ class Manifest(Source):
             raise self.bad(line, f"{name!r} is {value!r}, below 0; without it the audio is measured")
         return float(value)
 
+    def time(self, record: Mapping[str, Any], name: str, line: int) -> float | None:
+        """Return a number of seconds, which may be in a string; None where there is none."""
+        value: Any = record.get(name)
+        if isinstance(value, str):
+            try:
+                value = float(value) if value.strip() else None
+            except ValueError:
+                raise self.bad(line, f"{name!r} is {value[:40]!r}, not a number") from None
+        return None if value is None else self.number({name: value}, name, line)
+
+    def seconds(
+        self, record: Mapping[str, Any], name: str, line: int, path: str, start: float = 0.0
+    ) -> float:
+        """Return a duration; where it is missing, what the header of ``path`` has from ``start`` on."""
+        if record.get(name) is None:  # one more file to open, 0.1 ms where it is near
+            return max(0.0, measure(path)[0] - start)
+        return self.number(record, name, line)
+
     def text(self, record: Mapping[str, Any], name: str, line: int) -> str:
         """Return a string field (null is empty). Raises DataError if it is missing or not a string."""
         value = self.field(record, name, line)
@@ -159,7 +180,7 @@ class Manifest(Source):
 
 
 class JsonLines(Manifest):
-    """A manifest with one JSON object per line, or one array of objects, plain or gzipped, by content."""
+    """A manifest with one JSON object per line, or an array or YAML list of them, plain or gzipped."""
 
     @abstractmethod
     def cut_of(self, record: Record, line: int) -> Record:
@@ -177,7 +198,7 @@ class LhotseCuts(JsonLines):
 
     @property
     def in_place(self) -> bool:
-        return not is_gzip(self.path) and not is_array(self.path)
+        return not is_gzip(self.path) and first_line(self.path)[1].startswith(b"{")
 
     def cut_of(self, record: Record, line: int) -> Record:
         self._check(record, line)
@@ -289,12 +310,16 @@ class Nemo(JsonLines):
     def cut_of(self, record: Record, line: int) -> Record:
         audio = next((record[key] for key in self.AUDIO if record.get(key)), None)
         if not isinstance(audio, str):
-            raise self.bad(line, "has no 'audio_filepath'")
+            several = " of one file: write its channels into one" if isinstance(audio, list) else ""
+            raise self.bad(line, f"has no 'audio_filepath'{several}")
+        if line == 1 and "shard_id" in record and not os.path.isfile(self.beside(audio)):
+            told = f"is of a tarred set, and {self._folder} has no {audio!r}"
+            raise self.bad(
+                line, f"{told}; unpack its tars there (tar -xf audio_0.tar), which holds the recordings"
+            )
         whole = record.get("offset") is None
         start = 0.0 if whole else self.number(record, "offset", line)
-        if record.get("duration") is None:  # one more file to open, 0.1 ms where it is near
-            record["duration"] = max(0.0, measure(self.beside(audio))[0] - start)
-        duration = self.number(record, "duration", line)
+        duration = self.seconds(record, "duration", line, self.beside(audio), start)
         more: Record = {"rate": self.rate(record, "orig_sample_rate", line), "segment": not whole}
         more |= {"speaker": record.get("speaker"), "language": record.get("lang")}
         cut_id, text = f"{self.name}:{line}:{_stem(audio)}", self._transcript(record, line)
@@ -316,8 +341,9 @@ class Nemo(JsonLines):
 class Mlperf(JsonLines):
     """The JSON of MLPerf's and Intel's RNN-T: one array per file, or JSON lines of the same objects.
 
-    ``transcript`` ("" without), ``original_duration`` in seconds and ``files``. Only the file of speed 1 is
-    used, because speed is changed in training. File names are relative to the manifest.
+    ``transcript`` ("" without), ``original_duration`` in seconds (else that of the header) and ``files``.
+    Only the file of speed 1 is used, because speed is changed in training. File names are relative to the
+    manifest.
     """
 
     kind = "mlperf"
@@ -329,8 +355,8 @@ class Mlperf(JsonLines):
             raise self.bad(line, "'files' is empty or not a list of objects")
         file = next((f for f in files if f.get("speed", 1) == 1), files[0])
         name = self.text(file, "fname", line)
-        source = file if "duration" in file else record
-        duration = self.number(source, "duration" if "duration" in source else "original_duration", line)
+        known = {"duration": record.get("original_duration"), **file}
+        duration = self.seconds(known, "duration", line, self.beside(name))
         rate = self.rate(file, "sample_rate", line)
         cut_id = f"{self.name}:{line}:{_stem(name)}"
         return simple_cut(cut_id, self.beside(name), 0.0, duration=duration, text=text, rate=rate)
@@ -406,6 +432,14 @@ def text_of(cut: Mapping[str, Any]) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
+def speaker_of(cut: Mapping[str, Any]) -> str:
+    """Return the speaker of a cut in lhotse's JSON format; empty if none or several are named."""
+    tracks = [track["cut"] for track in cut["tracks"]] if cut.get("type") == "MixedCut" else [cut]
+    spoken = (one for track in tracks for one in track.get("supervisions") or ())
+    speakers = {str(one.get("speaker") or "") for one in spoken}
+    return speakers.pop() if len(speakers) == 1 else ""
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -460,15 +494,12 @@ def first_line(path: Path) -> tuple[int, bytes]:
     raise DataError(f"{path} is empty; a manifest has at least one cut")
 
 
-def is_array(path: Path) -> bool:
-    """Whether a manifest is one JSON array."""
-    return first_line(path)[1].startswith(b"[")
-
-
 def records(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """Yield (line number, byte offset, object) of JSON lines, or of one array, whose offsets are -1."""
-    if is_array(path):
-        return ((line, -1, record) for line, record in json_array(path))
+    """Yield (line number, byte offset, object) of JSON lines; of an array or YAML, the offsets are -1."""
+    start = first_line(path)[1]
+    if start.startswith((b"[", b"-")):
+        listed = json_array(path) if start.startswith(b"[") else yaml_list(path)
+        return ((line, -1, record) for line, record in listed)
     return json_lines(path)
 
 
@@ -549,6 +580,35 @@ def json_array(path: Path) -> Iterator[tuple[int, Record]]:
             raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
         yield line, record
         line, at = line + text.count("\n", at, end), end
+
+
+def yaml_list(path: Path) -> Iterator[tuple[int, Record]]:
+    """Yield (line number, mapping) of each item of a YAML list in lhotse's layout: it starts with ``- ``.
+
+    An item is small, as ``small_yaml`` says, and has JSON's types. Raises DataError that names file and line.
+    """
+    item: list[bytes] = []
+    size, start = 0, 1
+    for line, raw in numbered_lines(path):
+        if raw.startswith(b"- ") and item:
+            yield from _item(b"".join(item), path, start)
+            item, size = [], 0
+        start = start if item else line
+        item.append(raw)
+        size += len(raw)
+        if size > _LONGEST_ITEM:
+            raise DataError(f"{path}:{start}: the item is too long to be read")
+    yield from _item(b"".join(item), path, start)
+
+
+def _item(raw: bytes, path: Path, line: int) -> Iterator[tuple[int, Record]]:
+    """Yield the item of a list, or nothing of the lines before the first."""
+    try:
+        found = yaml.load(small_yaml(decoded(raw, path, line)), YAML_LOADER)
+        if raw.startswith(b"- "):
+            yield line, parse(json.dumps(found[0]).encode(), path, line)
+    except (yaml.YAMLError, TypeError, *MALFORMED) as error:
+        raise DataError(f"{path}:{line}: bad YAML ({one_line(str(error), 200)})") from None
 
 
 def measure(path: str) -> tuple[float, int]:

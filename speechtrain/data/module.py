@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import DECODED_SECONDS, files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import REASONS, BatchLoader, collate
+from speechtrain.data.hold_out import held_out
 from speechtrain.data.index import Index, label_count, open_index
 from speechtrain.data.manifests import text_of
 from speechtrain.data.sampler import (
@@ -34,7 +35,7 @@ from speechtrain.data.sampler import (
 )
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
-from speechtrain.data.sources import open_source
+from speechtrain.data.sources import open_source, problem_of
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
 from speechtrain.files import FilePath, atomic
@@ -47,18 +48,23 @@ _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for exi
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
 _WHERE_TRANSCRIPTS_ARE = (
-    "a folder has it in a.txt beside a.wav or in *.trans.txt, a manifest in the recording's text"
+    "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
+    "text, a table in a column ({path: FILE, text: COLUMN} names it)"
 )
+_HELD_OUT = "held_out"  # the evaluation set of what is held out
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 
 
 class SpeechData(DataModule):
     """Endless training batches and named evaluation sets, from manifests, folders or corpora.
 
-    ``train`` and each of ``valid`` are a ``Source``, a path or a list of paths (see ``open_source``).
-    They are opened at first use, so evaluation needs no training data. ``batch`` limits the batches of
-    training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
-    none. ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change;
+    ``train`` and each of ``valid`` are a ``Source``, a path, a mapping of a path and columns, or a list of
+    them (see ``open_source``).
+    They are opened at first use, so evaluation needs no training data. Without ``valid``, the share
+    ``hold_out`` of the training recordings is the evaluation set ``held_out``. ``batch`` limits the batches
+    of training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
+    none. ``min_seconds`` and ``max_seconds`` filter training recordings, before the speed change, and
+    ``skip_empty`` filters those without a transcript;
     evaluation sets are never filtered, and a recording there of more than ``max_decoded_seconds`` is an
     error. A transcript with more than ``max_labels_per_second`` is taken as wrong (people speak 15 to 25
     characters per second; RNN-T itself has no limit). ``shapes`` above 0
@@ -74,8 +80,8 @@ class SpeechData(DataModule):
 
     def __init__(
         self,
-        train: Source | FilePath | list[FilePath],
-        valid: dict[str, Source | FilePath | list[FilePath]],
+        train: Source | FilePath | dict[str, str] | list[FilePath | dict[str, str]],
+        valid: dict[str, Source | FilePath | dict[str, str] | list[FilePath | dict[str, str]]],
         tokenizer: Tokenizer,
         seed: int = 1,
         batch: BatchLimits | None = None,
@@ -87,6 +93,8 @@ class SpeechData(DataModule):
         max_labels_per_second: float = 50.0,
         max_decoded_seconds: float = DECODED_SECONDS,
         allow_empty: bool = False,
+        skip_empty: bool = False,
+        hold_out: float = 0.0,
         shapes: int = 0,
         crop_seconds: float | None = None,
         workers: int = -1,
@@ -100,6 +108,8 @@ class SpeechData(DataModule):
     ) -> None:
         if not 0 <= min_seconds < max_seconds:
             raise ValueError(f"min_seconds={min_seconds}, max_seconds={max_seconds}: need 0 <= min < max")
+        if not 0 <= hold_out < 1:
+            raise ValueError(f"hold_out={hold_out}: it must be a share of at least 0 and below 1")
         for name, value in {"sample_rate": sample_rate, "timeout_seconds": timeout_seconds}.items():
             if value <= 0:
                 raise ValueError(f"{name}={value}: it must be above 0")
@@ -108,6 +118,11 @@ class SpeechData(DataModule):
                 f"workers={workers}, shapes={shapes}: need workers >= -1 (-1: automatic), shapes >= 0"
             )
         _check_crop(crop_seconds, tokenizer)
+        if "path" in valid:
+            raise ValueError("valid: a set needs a name other than path, as in data.valid.dev={path: FILE}")
+        for name, spec in (("train", train), *((f"valid: {name}", valid[name]) for name in valid)):
+            if problem := problem_of(spec):
+                raise ValueError(f"{name}: {problem}")
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer = tokenizer
         self.seed = seed
@@ -119,6 +134,8 @@ class SpeechData(DataModule):
         self.max_labels_per_second = max_labels_per_second
         self.max_decoded_seconds = max_decoded_seconds
         self.allow_empty = allow_empty
+        self.skip_empty = skip_empty
+        self.hold_out = 0.0 if valid else hold_out
         self.static_shapes = shapes
         self.crop_seconds = crop_seconds
         self.normalise = normalise
@@ -141,16 +158,32 @@ class SpeechData(DataModule):
         return open_index(open_source(self._train), self.cache)
 
     @cached_property
-    def _kept(self) -> NDArray[np.int32]:
-        """Rows of the index within the duration limits. Raises DataError if there are none."""
+    def _usable(self) -> NDArray[np.int32]:
+        """Rows of the index that are not filtered. Raises DataError if there are none."""
         low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
-        kept = np.flatnonzero((self.index.seconds >= low) & (self.index.seconds <= high))
+        fits = (self.index.seconds >= low) & (self.index.seconds <= high)
+        if self.skip_empty and fits.any() and not (fits := fits & (self.index.characters > 0)).any():
+            raise DataError(f"data.train: no recording has a transcript; {_WHERE_TRANSCRIPTS_ARE}")
+        kept = np.flatnonzero(fits)
         if not len(kept):
             raise DataError(
                 f"data.train: none of {len(self.index)} recordings is between {low:g} and {high:g} s long; "
                 "change data.min_seconds or data.max_seconds, or check the manifest's durations"
             )
         return kept.astype(np.int32)
+
+    @cached_property
+    def _held(self) -> NDArray[np.int32]:
+        """Rows of the index that are held out, each with a transcript if transcripts are used."""
+        rows = self._usable
+        if self.tokenizer.reads_text and not self.allow_empty:
+            rows = rows[self.index.characters[rows] > 0]
+        return held_out(self.index, rows, self.hold_out) if self.hold_out else rows[:0]
+
+    @cached_property
+    def _kept(self) -> NDArray[np.int32]:
+        """Rows of the index that are trained on; a single recording is, and is held out, too."""
+        return np.setdiff1d(self._usable, self._held) if len(self._usable) > 1 else self._usable
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -217,18 +250,27 @@ class SpeechData(DataModule):
         order = self.sampler.sizes(0).argsort()
         return self.decoder(self.sampler.plan(0)[int(order[len(order) // 2])])
 
+    def recordings(self) -> Iterator[tuple[float, str]]:
+        for row in self._usable.tolist():
+            yield float(self.index.seconds[row]), text_of(self.index.cut(row))
+
+    def padded_samples(self) -> float:
+        return float(self.sampler.sizes(0).mean())
+
     def _list_filtered(self) -> None:
-        """List the recordings outside the duration limits, once per run."""
-        filtered = len(self.index) - len(self._kept)
+        """List the recordings that are filtered, once per run."""
+        filtered = len(self.index) - len(self._usable)
         path = Path(self.run_dir) / "filtered.jsonl"
         if not filtered or not self.run_dir or path.exists():
             return
-        outside = np.setdiff1d(np.arange(len(self.index)), self._kept, assume_unique=True)
+        outside = np.setdiff1d(np.arange(len(self.index)), self._usable, assume_unique=True)
         try:
             with atomic(path) as temporary, temporary.open("wb") as file:
                 for row in outside.tolist():
                     seconds = float(self.index.seconds[row])
-                    reason = "too_short" if seconds < self.limits[0] else "too_long"
+                    reason = "too_short" if seconds < np.float32(self.limits[0]) else "too_long"
+                    if reason == "too_long" and seconds <= np.float32(self.limits[1]):
+                        reason = "untranscribed"
                     entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": f"{seconds:.2f} s"}
                     line = json.dumps(entry, ensure_ascii=False) + "\n"
                     file.write(line.encode("utf-8", "backslashreplace"))
@@ -240,27 +282,36 @@ class SpeechData(DataModule):
     def valid(self, rank: int = 0, world_size: int = 1) -> dict[str, Iterable[Batch]]:
         return {
             name: EvaluationBatches(self._set(name), self.workers, rank, world_size=world_size)
-            for name in self._valid
+            for name in self._names
         }
+
+    @property
+    def _names(self) -> list[str]:
+        return [_HELD_OUT] if self.hold_out else list(self._valid)
 
     def _set(self, name: str) -> EvaluationSet:
         if name not in self._sets:
-            index = open_index(open_source(self._valid[name]), self.cache)
+            own = bool(self.hold_out)
+            index = self.index if own else open_index(open_source(self._valid[name]), self.cache)
+            rows = self._held if own else np.arange(len(index), dtype=np.int32)
+            labels = self._labels(index, self.valid_batch)
             plan = evaluation_plan(
-                index.seconds,
-                self._labels(index, self.valid_batch),
+                index.seconds[rows],
+                None if labels is None else labels[rows],
                 self.valid_batch,
                 footprint=self.footprint,
                 shapes=self.static_shapes,
                 sample_rate=self.sample_rate,
             )
+            plan = replace(plan, rows=rows[plan.rows])
             limits = {"max_decoded_seconds": self.max_decoded_seconds, "is_evaluation": True}
-            self._sets[name] = EvaluationSet(index, plan, self._loader(index, **limits))
+            loader = self._loader(index, **limits, is_strict=not own)
+            self._sets[name] = EvaluationSet(index, plan, loader, self.skips)
         return self._sets[name]
 
     def evaluation_shapes(self) -> list[tuple[int, int, int]]:
         """Return the (batch, samples, labels) shapes of all evaluation sets if fixed, else an empty list."""
-        found = {(s.rows, s.samples, s.labels) for name in self._valid for s in self._set(name).plan.shapes}
+        found = {(s.rows, s.samples, s.labels) for name in self._names for s in self._set(name).plan.shapes}
         return sorted(found)
 
     # --- before training ------------------------------------------------------------------------
@@ -285,10 +336,10 @@ class SpeechData(DataModule):
                     f"{len(bad)} of {total} recordings of data.train are unusable, such as {bad[0].id!r} "
                     f"({bad[0].detail}: {REASONS[bad[0].reason]}); repair or remove them"
                 )
-        for name in self._valid:
-            index = self._set(name).index
-            rows = np.arange(len(index), dtype=np.int32)
-            self._check_files(f"valid.{name}", index, rows, is_evaluation=True)
+        for name in self._names:
+            index, rows = self._set(name).index, np.sort(self._set(name).plan.rows)
+            key = "train" if self.hold_out else f"valid.{name}"
+            self._check_files(key, index, rows, is_evaluation=not self.hold_out)
             texts = (self.tokenizer.normalise(text_of(index.cut(row))) for row in rows.tolist())
             if self.tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
                 raise DataError(
@@ -371,11 +422,14 @@ class SpeechData(DataModule):
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 
-    def report(self) -> dict[str, float]:
-        """Return skipped recordings by reason, the share of padding (fixed shapes) and of cropped audio."""
+    def report(self) -> dict[str, Any]:
+        """Return recordings not used by reason, the shares of padded (fixed shapes) and cropped audio, and
+        what is held out.
+        """
         low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
         seconds = self.index.seconds
         filtered = {"too_long": (seconds > high).sum(), "too_short": (seconds < low).sum()}
+        filtered["untranscribed"] = len(self.index) - len(self._usable) - sum(filtered.values())
         self.skips.refresh()
         counts = {**{reason: int(count) for reason, count in filtered.items() if count}, **self.skips.counts}
         shares: dict[str, float] = {}
@@ -383,7 +437,15 @@ class SpeechData(DataModule):
             padding, cropped = self.sampler.waste(0)
             shares |= {"padding_share": round(padding, 4)} if self.static_shapes else {}
             shares |= {"cropped_share": round(cropped, 4)} if self.crop_seconds is not None else {}
-        return counts | shares
+        return counts | shares | ({"held out": self._held_out()} if self.hold_out else {})
+
+    def _held_out(self) -> str:
+        if len(self._usable) == 1:
+            return "nothing: the only recording is also what validates it"
+        rows, speakers = self._held, self.index.speakers
+        found = f"{len(rows)} recordings, {self.index.seconds[rows].sum(dtype=np.float64) / 3600:.2f} h"
+        whole = set(speakers[rows].tolist()).isdisjoint(speakers[self._kept].tolist())
+        return f"{found}, {len(set(speakers[rows].tolist()))} speakers" if whole else found
 
     def obey(self, stop_requested: Callable[[], bool]) -> None:
         self.workers.stop_requested = stop_requested
@@ -401,6 +463,7 @@ class EvaluationSet:
     index: Index
     plan: Plan
     decoder: BatchLoader
+    skips: SkipLog
 
 
 class EvaluationBatches(Iterable[Batch]):
@@ -414,8 +477,8 @@ class EvaluationBatches(Iterable[Batch]):
         self.chosen = chosen
         self.rank = rank
         self.world_size = world_size
-        seconds = float(chosen.index.seconds.sum(dtype=np.float64)) / world_size
-        self.workers = InProcess() if seconds < _SMALL_SECONDS else workers
+        self.seconds = float(chosen.index.seconds[chosen.plan.rows].sum(dtype=np.float64)) / world_size
+        self.workers = InProcess() if self.seconds < _SMALL_SECONDS else workers
 
     def __len__(self) -> int:
         return math.ceil(len(self.chosen.plan) / self.world_size)
@@ -423,7 +486,10 @@ class EvaluationBatches(Iterable[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         plan, decoder = self.chosen.plan, self.chosen.decoder
         own = range(self.rank, len(plan), self.world_size)
-        yield from self.workers.map(decoder, (plan[i] for i in own))
+        for batch in self.workers.map(decoder, (plan[i] for i in own)):
+            for skip in batch.skipped:  # only of recordings that are held out: others raise
+                self.chosen.skips.add(skip, len(self.chosen.index))
+            yield batch
         if len(own) < len(self):
             width = int(decoder.tokenizer.reads_text)
             last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)

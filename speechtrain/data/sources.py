@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from speechtrain.data.fairseq import Fairseq, looks_like_fairseq
 from speechtrain.data.folder import Folder
+from speechtrain.data.kaldi import LIST, Kaldi
 from speechtrain.data.manifests import (
     LhotseCuts,
     LhotsePair,
@@ -19,13 +23,13 @@ from speechtrain.data.manifests import (
     Record,
     digest,
     first_line,
-    json_array,
     open_bytes,
-    parse,
+    records,
 )
 from speechtrain.data.source import Source
-from speechtrain.errors import DataError
-from speechtrain.files import whole_path
+from speechtrain.data.tables import COLUMNS, Table
+from speechtrain.errors import DataError, nearest
+from speechtrain.files import small_yaml, whole_path
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -50,31 +54,36 @@ def parts_of(source: Source) -> list[Source]:
     return source.parts if isinstance(source, Union) else [source]
 
 
-def open_source(spec: Source | str | Sequence[str]) -> Source:
+def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
     """Open the source called ``spec``; its format is detected by content.
 
     ``spec`` is a path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo,
-    MLPerf or fairseq manifest, plain or gzipped, or of a folder of recordings. A lhotse recording
-    manifest may be followed by its supervision manifest. Several paths are a union in order; a ``Source`` is
+    MLPerf or fairseq manifest or a table, plain or gzipped, or of a folder of recordings; a mapping has the
+    path and names of columns: ``{path: FILE, audio: COLUMN, text: COLUMN}``. A lhotse recording
+    manifest may be followed by its supervision manifest. Several are a union in order; a ``Source`` is
     returned unchanged. Raises DataError for a path that is missing, empty, repeated or of unknown format.
     """
     if isinstance(spec, Source):
         return spec
-    names = names_in(spec) if isinstance(spec, str) else list(spec)
-    if not names:
+    specs = [spec] if isinstance(spec, str | Mapping) else spec
+    given = [part for one in specs for part in _paths_in(one)]
+    if not given:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
-    paths = [whole_path(name) for name in names]
-    for number, path in enumerate(paths):
+    seen = set[Path]()
+    for path, _ in given:
         if not os.path.exists(path):  # Path's own raises for a name that is too long
             raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
-        if path in paths[:number]:
+        if path in seen:
             raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
+        seen.add(path)
     parts: list[Manifest] = []
-    rest = [(path, _sniff(path)) for path in paths]
+    rest = [(path, _sniff(path, columns), columns) for path, columns in given]
     while rest:
-        path, kind = rest.pop(0)
+        path, kind, columns = rest.pop(0)
         if kind == "recordings" and rest and rest[0][1] == "supervisions":
             parts.append(LhotsePair(path, rest.pop(0)[0]))
+        elif kind == Table.kind:
+            parts.append(Table(_table_in(path) or path, columns))
         elif kind in _FORMATS:
             parts.append(_FORMATS[kind](path))
         else:
@@ -86,48 +95,125 @@ def open_source(spec: Source | str | Sequence[str]) -> Source:
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
+Spec = str | Mapping[str, str]
+"""A source as it is typed: a path, or ``{path: FILE}`` with columns of a table by the keys of COLUMNS."""
+
+
+def problem_of(spec: object) -> str:
+    """What is wrong with the keys of a source, or of several; empty if nothing is."""
+    if isinstance(spec, list | tuple):
+        return next(filter(None, map(problem_of, spec)), "")
+    known = ("path", *COLUMNS)
+    for key in spec if isinstance(spec, Mapping) else ():
+        if key not in known:
+            other = nearest(str(key), known) or f"; it has {', '.join(known)}"
+            return f"{str(key)[:40]!r} is no key of a source{other}"
+    if isinstance(spec, Mapping) and not isinstance(spec.get("path"), str):
+        return "a source needs its path, as in {path: FILE, text: COLUMN}"
+    return ""
+
+
+def _paths_in(spec: Spec) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield each path of ``spec``, with the names of its columns."""
+    for one in names_in(spec) if isinstance(spec, str) else [spec]:
+        if isinstance(one, str):
+            yield whole_path(one), {}
+            continue
+        if problem := problem_of(one):
+            raise DataError(problem)
+        columns = {key: str(name) for key, name in one.items() if key != "path" and name is not None}
+        yield from ((path, columns) for path, _ in _paths_in(one["path"]))
+
+
 _FORMATS: dict[str, type[Manifest]] = {
-    f.kind: f for f in (Folder, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
+    f.kind: f for f in (Folder, Kaldi, LhotseCuts, LhotseRecordings, Nemo, Mlperf, Fairseq)
 }
 
 
-def names_in(spec: str) -> list[str]:
-    """Split a string into its names: one, or several separated by commas if it is not itself a file."""
-    if "," in spec and not os.path.exists(os.path.expanduser(spec)):
-        return [part.strip() for part in spec.split(",") if part.strip()]
-    return [spec] if spec.strip() else []
+def names_in(spec: str) -> list[Spec]:
+    """Split a string into its names: one, or several separated by commas if it is not itself a file.
+
+    A mapping is read as YAML, as on the command line of training.
+    """
+    is_file = os.path.exists(os.path.expanduser(spec))
+    if spec.lstrip().startswith("{") and not is_file:
+        try:
+            if isinstance(found := yaml.safe_load(small_yaml(spec)), dict):
+                return [found]
+        except (ValueError, yaml.YAMLError):
+            pass
+        raise DataError(f"{spec[:200]} is no mapping; write it as {{path: FILE, text: COLUMN}}")
+    if "," in spec and not is_file:
+        return [name for part in spec.split(",") for name in _shards(part.strip())]
+    return _shards(spec)
 
 
-def _sniff(path: Path) -> str:
+def _shards(name: str) -> list[Spec]:
+    """The files of NeMo's ``train_OP_0..7_CL_.json``; else the name itself, or nothing of an empty one."""
+    if (found := _SHARDS.search(name)) is None:
+        return [name] if name.strip() else []
+    numbers, width = range(int(found[1]), int(found[2]) + 1), len(found[1])
+    return [f"{name[: found.start()]}{n:0{width}}{name[found.end() :]}" for n in numbers]
+
+
+_SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
+
+
+def _table_in(folder: Path) -> Path | None:
+    """The table of a folder: LJSpeech's or Hugging Face's. Raises DataError if it lies elsewhere."""
+    found = next((file for name in _TABLES if (file := folder / name).is_file()), None)
+    if found:
+        Folder(folder).check_place(found)
+    return found
+
+
+_TABLES = ("metadata.csv", "metadata.jsonl")
+
+
+def _sniff(path: Path, columns: Mapping[str, str]) -> str:
     """Detect a format from the first line that is not blank; fairseq's TSV also from the second."""
     if path.is_dir():
+        if _table_in(path):
+            return Table.kind
+        if split := [folder for folder in sorted(path.glob("*/")) if _table_in(folder)]:
+            raise DataError(
+                f"{path} has a {_TABLES[0]} in several folders; give {', '.join(map(str, split))}"
+            )
+        if columns:
+            raise DataError(f"{path} has no table, so it has no column {next(iter(columns.values()))!r}")
         if any(path.glob("cuts.0*.jsonl*")):
             raise DataError(
                 f"{path} is a lhotse Shar folder; write its audio as files: CutSet.from_shar(in_dir=DIR)"
                 ".save_audios(NEW).map(lambda c: c.drop_custom('shard_origin')).to_file('cuts.jsonl.gz')"
             )
-        return "folder"
+        return Kaldi.kind if (path / LIST).is_file() else Folder.kind
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")
     line, start = first_line(path)
-    if start.startswith(b"["):
-        record = next((record for _, record in json_array(path)), None)
+    if columns:
+        return Table.kind
+    if start.startswith((b"[", b"{", b"-")):
+        record = next((record for _, _, record in records(path)), None)
         if record is None:
             raise DataError(f"{path}:{line}: the array is empty")
         found = _format_of(record)
-    elif start.startswith(b"{"):
-        found = _format_of(parse(start, path, line))
+    elif len(names := Table(path).form.columns) > 1 and any(n.lower() in COLUMNS["audio"] for n in names):
+        found = Table.kind
     elif looks_like_fairseq(_head(path), path.parent):
         found = "fairseq"
+    elif names:
+        found = Table.kind
     else:
         raise DataError(
             f"{path}:{line}: not a manifest (it starts with {start[:20].decode(errors='replace')!r}); "
-            "use lhotse cuts (from YAML: lhotse copy FILE cuts.jsonl.gz), NeMo JSON lines, MLPerf JSON or "
-            "fairseq TSV"
+            "use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
+            "fairseq TSV, or a CSV or TSV with a header"
         )
     if not found:
         wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"
-        raise DataError(f"{path}:{line}: the format is unknown; {wanted}")
+        raise DataError(
+            f"{path}:{line}: the format is unknown; {wanted}; {{path: FILE, audio: KEY}} names it"
+        )
     return found
 
 
@@ -148,7 +234,7 @@ def _format_of(record: Record) -> str:
         return "recordings"
     if "recording_id" in record and "start" in record and "storage_path" not in record:  # that is features
         return "supervisions"
-    return ""
+    return Table.kind if any(str(key).lower() in COLUMNS["audio"] for key in record) else ""
 
 
 def _tell_apart(parts: Sequence[Manifest]) -> None:

@@ -20,7 +20,7 @@ class CTC(Recogniser):
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, encoder: Encoder, dropout: float = 0.1, freeze_encoder_steps: int = 0
+        self, tokenizer: Tokenizer, encoder: Encoder, dropout: float = 0.1, freeze_encoder_steps: float = 0
     ) -> None:
         super().__init__(tokenizer, encoder, freeze_encoder_steps)
         if not 0 <= dropout < 1:

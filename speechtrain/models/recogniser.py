@@ -21,14 +21,14 @@ class Recogniser(Task, PolicyAware):
     """A model that is trained on transcripts and evaluated by the WER of its decoder.
 
     The loss of a batch is the sum over its utterances, and its weight is their number. A pretrained encoder
-    does not change for the first ``freeze_encoder_steps`` updates.
+    does not change for the first ``freeze_encoder_steps`` updates; below 1, that is their share of the plan.
     """
 
     metric = "wer"
     writes_text = True
     decoder: Decoder
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, freeze_encoder_steps: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, freeze_encoder_steps: float) -> None:
         super().__init__()
         if not tokenizer.reads_text:
             raise ConfigError(f"{type(self).__name__} learns from transcripts; replace tokenizer=none")
@@ -59,7 +59,8 @@ class Recogniser(Task, PolicyAware):
         self.policy = policy
 
     def advance(self, step: int, seed: int) -> None:
-        self.encoder.frozen = step < self.freeze_encoder_steps
+        steps = self.freeze_encoder_steps
+        self.encoder.frozen = step < (steps * self.planned_updates if steps < 1 else steps)
         self.encoder.advance(step, seed)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:

@@ -37,7 +37,7 @@ class RNNT(Recogniser):
         joint: Joint | None = None,
         ctc_weight: float = 0.0,
         fastemit: float = 0.0,
-        freeze_encoder_steps: int = 0,
+        freeze_encoder_steps: float = 0,
     ) -> None:
         super().__init__(tokenizer, encoder, freeze_encoder_steps)
         self.prediction = prediction or LSTMPrediction()

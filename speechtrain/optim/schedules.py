@@ -24,6 +24,9 @@ class Schedule(ABC):
     def rate(self, step: int) -> float:
         """The rate of update number ``step``, 1 or above."""
 
+    def plan(self, total: int) -> None:  # noqa: B027 - nothing is a sensible default
+        """Fit a decay to ``total`` updates, where the plan was made or corrected after the start."""
+
     def state_dict(self) -> dict[str, Any]:
         """The plan of the first start, which a resumed run must keep."""
         return {}
@@ -66,6 +69,10 @@ class _Planned(Schedule):
         self.total = total
         derived = min(_MOST_WARMUP, round(_WARMUP_SHARE * total))
         self.warmup = derived if self.warmup_steps is None else self.warmup_steps
+
+    def plan(self, total: int) -> None:
+        if self.steps is None:
+            self._plan(total)
 
     def progress(self, done: int, begin: int) -> float:
         """The fraction of the way from ``begin`` updates to the plan's end, from 0 to 1."""
@@ -180,6 +187,41 @@ class Cosine(_Planned):
             return self.peak * _warmup(step, self.warmup)
         progress = self.progress(step - 1, self.warmup)
         return self.end + (self.peak - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+@dataclass
+class TriStage(_Planned):
+    """Linear warm-up, a plateau, then an exponential decay (Baevski et al., 2020, for fine-tuning).
+
+    ``phases`` are the shares of warm-up and plateau in the updates. The first update has ``first · peak``,
+    the last one and those after it ``last · peak``.
+    """
+
+    peak: float
+    phases: list[float] = field(default_factory=lambda: [0.1, 0.4])
+    first: float = 0.01
+    last: float = 0.05
+    steps: int | None = None
+    warmup_steps: int | None = field(default=None, init=False)
+    planned_steps: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if len(self.phases) != 2 or min(self.phases) < 0 or sum(self.phases) > 1:
+            raise ValueError(
+                f"phases is {self.phases}; give the shares of warm-up and plateau, together at most 1"
+            )
+        if not (0 <= self.first <= 1 and 0 < self.last <= 1):
+            raise ValueError(f"first is {self.first}, last is {self.last}; both are shares of the peak")
+        super().__post_init__()
+
+    def _plan(self, total: int) -> None:
+        self.total, self.warmup = total, round(self.phases[0] * total)
+
+    def rate(self, step: int) -> float:
+        if step <= self.warmup:
+            return self.peak * (self.first + (1.0 - self.first) * (step - 1) / self.warmup)
+        decay = self.progress(step - 1, round(sum(self.phases) * self.total))
+        return float(self.peak * self.last**decay)
 
 
 @dataclass

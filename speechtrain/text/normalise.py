@@ -31,6 +31,24 @@ def lower(text: str) -> str:
     return _squeeze(text.lower())
 
 
+_APOSTROPHES = str.maketrans(dict.fromkeys("‘’‛ʼ＇", "'") | dict.fromkeys("‐‑", "-"))
+
+
+def unicode(text: str) -> str:
+    """Convert text of any language: NFC, lower case, punctuation to spaces.
+
+    An apostrophe after a letter, a hyphen between two, and symbols such as € are kept.
+    """
+    text = unicodedata.normalize("NFC", text.translate(_APOSTROPHES).lower())
+    kinds = [unicodedata.category(character)[0] for character in text] + ["Z"]
+    kept = []
+    for place, character in enumerate(text):
+        is_joint = kinds[place - 1] in "LMN" and (character == "'" or kinds[place + 1] in "LMN")
+        is_kept = kinds[place] != "P" or (character in "'-" and is_joint)
+        kept.append(character if is_kept else " ")
+    return _squeeze("".join(kept))
+
+
 # Letters and signs that NFKD does not decompose; other Latin letters only lose their diacritics.
 _FOLD = str.maketrans(
     {
@@ -139,7 +157,7 @@ def switchboard(text: str) -> str:
 
 
 NORMALISERS: Mapping[str, Normaliser] = {
-    f.__name__: f for f in (none, lower, english, common_voice, tedlium, switchboard)
+    f.__name__: f for f in (none, lower, unicode, english, common_voice, tedlium, switchboard)
 }
 
 

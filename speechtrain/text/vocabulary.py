@@ -78,12 +78,16 @@ def _check_ids(ids: Sequence[int], blank: int) -> None:
 class Characters(Tokenizer):
     """A tokenizer with one label for each character of an alphabet, in its order.
 
-    The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T).
+    The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T). With null, which
+    ``speechtrain-train`` replaces by the characters of the training transcripts, there is no label yet.
     """
 
-    def __init__(self, alphabet: str = " abcdefghijklmnopqrstuvwxyz'", normaliser: str = "lower") -> None:
+    def __init__(
+        self, alphabet: str | None = " abcdefghijklmnopqrstuvwxyz'", normaliser: str = "lower"
+    ) -> None:
+        is_open, alphabet = alphabet is None, alphabet or ""
         twice = sorted(symbol for symbol, count in Counter(alphabet).items() if count > 1)
-        if twice or not alphabet:
+        if twice or not (alphabet or is_open):
             raise ConfigError(
                 f"alphabet {'repeats ' + repr(''.join(twice)[:100]) if twice else 'is empty'}; "
                 "list each character once"
@@ -144,7 +148,7 @@ class NoText(Tokenizer):
         return {"kind": "none"}
 
 
-_SAVED_MODEL = "tokenizer.model"
+SAVED_MODEL = "tokenizer.model"
 
 
 class SentencePiece(Tokenizer):
@@ -197,7 +201,7 @@ class SentencePiece(Tokenizer):
 
     def save(self, run_dir: str) -> None:
         """Copy the model into the run. Raises RunError if the run has a different one."""
-        path = Path(run_dir) / _SAVED_MODEL
+        path = Path(run_dir) / SAVED_MODEL
         if not path.exists():
             with atomic(path) as temporary:
                 temporary.write_bytes(self._model)
@@ -206,7 +210,7 @@ class SentencePiece(Tokenizer):
 
     @classmethod
     def saved(cls, run_dir: str) -> dict[str, str]:
-        path = Path(run_dir) / _SAVED_MODEL
+        path = Path(run_dir) / SAVED_MODEL
         return {"model": str(path)} if path.exists() else {}
 
 

@@ -30,9 +30,10 @@ from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import Precision
 from speechtrain.task import Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.trainer_config import TrainerConfig, planned_steps
+from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
 from speechtrain.training.graph_warmup import Graphs, WarmedUpGraphs
 from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, Update
+from speechtrain.training.planning import Planning, TimedPlanning
 from speechtrain.training.profiling import StepProfiler
 from speechtrain.training.recovery import Recovery
 from speechtrain.training.run_state import Interval, Parts, Progress
@@ -68,6 +69,8 @@ class Trainer:
             device, self.policy, self.group, tracker=tracker, target=config.target, stop_requested=stop
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
+        planning = TimedPlanning if is_planned_by_time(config) else Planning
+        self.planning = planning(config, device, self.group, tracker, self.run_dir, stop)
         self._started = 0.0  # when the run would have started, had it never been interrupted
 
     @property
@@ -121,15 +124,16 @@ class Trainer:
         config, progress, world = self.config, self.progress, self.group.world
         profiler = StepProfiler(config.profile, self.run_dir)
         per_epoch = parts.data.micro_batches_per_epoch / (world.size * config.accumulate)
-        planned = planned_steps(config, per_epoch)
-        validate_every = config.validate_every or max(1, round(per_epoch))
-        save_every = config.save_every or validate_every
-        batches = parts.data.train(world.rank, world.size, config.accumulate)
         parts.task.train()
 
         self.group.rank_status.at(0, "warm-up")
         self._warm_up(parts)
-        status = self._catch_up(parts, planned, validate_every)
+        self._plan(parts, per_epoch)
+        parts.task.planned_updates = self.planning.first_plan
+        validate_every = self.planning.validate_every
+        save_every = config.save_every or validate_every
+        batches = parts.data.train(world.rank, world.size, config.accumulate)
+        status = self._catch_up(parts, validate_every)
         interval = Interval()
         while not status:
             step = progress.step + 1
@@ -143,7 +147,8 @@ class Trainer:
                 progress.step = step
                 progress.wall_s = time.perf_counter() - self._started
             interval.steps += 1
-            status = self._status(planned, stop, late)
+            self.planning.correct(parts)
+            status = self._status(stop, late)
             profiler.end(step, final=bool(status))
 
             validate_due = self.validation.is_due(parts, status, validate_every)
@@ -151,7 +156,7 @@ class Trainer:
             log_due = step % config.log_every == 0 or validate_due or save_due
             self.recovery.count(self.update.outcomes(log_due), parts)
             if log_due:
-                self._log(interval, step / per_epoch, rate, norm=norm, planned=planned)
+                self._log(interval, step / per_epoch, rate, norm=norm)
                 self.graphs.check(step)
                 self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
                 interval = Interval()
@@ -236,10 +241,25 @@ class Trainer:
         self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
         self.update.outcomes(True)
 
-    def _catch_up(self, parts: Parts, planned: int | None, validate_every: int) -> str:
+    def _plan(self, parts: Parts, per_epoch: float) -> None:
+        """Plan the number of updates; those that are tried for it are undone."""
+        tried = itertools.count(1)
+
+        def update(batches: Iterator[Batch]) -> None:
+            step = next(tried)
+            parts.task.advance(0, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
+            weight, healthy, _, _ = self._accumulate(parts, batches, step, interval=Interval())
+            self._step(parts, weight, healthy, rate=0.0)
+
+        self.planning.start(
+            parts, per_epoch, self._started, update, lambda sets: self.validation.evaluate(parts, sets)
+        )
+        self.update.outcomes(True)
+
+    def _catch_up(self, parts: Parts, validate_every: int) -> str:
         """Make up for what the previous start missed; return the status before the first update."""
         progress = self.progress
-        status = self._status(planned, self.group.any(self.stop_requested()), self.group.any(self._is_late()))
+        status = self._status(self.group.any(self.stop_requested()), self.group.any(self._is_late()))
         if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
             status = "target"  # the previous start reached it, and was killed before it wrote its result
         if self.validation.is_due(parts, status, validate_every):
@@ -250,7 +270,9 @@ class Trainer:
 
     def _validate(self, parts: Parts, status: str) -> str:
         """Validate what has been saved; return the status, which a target or a stop request changes."""
+        begun = time.perf_counter()
         found = self.validation.run(parts, status)
+        self.planning.validation_s = time.perf_counter() - begun
         self.progress.wall_s = time.perf_counter() - self._started
         if found:  # this is the end, and the save before may have failed
             self.saving.save(parts, is_last=True)
@@ -259,23 +281,24 @@ class Trainer:
 
     def _is_late(self) -> bool:
         """True where this rank's clock says that the time is over."""
-        hours = self.config.max_hours
-        return hours is not None and time.perf_counter() - self._started >= hours * 3600
+        latest = self.planning.latest_s()
+        return latest is not None and time.perf_counter() - self._started >= latest
 
-    def _status(self, planned: int | None, stop: bool, late: bool) -> str:
+    def _status(self, stop: bool, late: bool) -> str:
         """How the run ends after the steps done; empty while it continues."""
+        planned = self.planning.updates
         if planned is not None and self.progress.step >= planned:
             return "finished"
         if late:
             return "time"
         return "preempted" if stop else ""
 
-    def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor, planned: int | None) -> None:
+    def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor) -> None:
         self.group.rank_status.at(self.progress.step, "log")
         self.device.synchronize()  # the clock below measures finished work
         seconds = max(1e-9, time.perf_counter() - interval.started)
         interval.sums.reduce(self.group.sum)
-        size, step = self.group.world.size, self.progress.step
+        size, step, planned = self.group.world.size, self.progress.step, self.planning.updates
         self.tracker.log(
             "train",
             {

@@ -88,6 +88,8 @@ def _config(required: dict[str, str], group: str, choice: str, **values: Any) ->
         assert key in required, f"{group}={choice} needs {key}: give it a value in the fixture `required`"
         OmegaConf.update(config, key, required[key])
     config.run_dir = required["run_dir"]
+    if config.tokenizer.get("alphabet", "") is None:  # what the command takes from the transcripts
+        config.tokenizer.alphabet = " abcdefghijklmnopqrstuvwxyz'"
     for key, value in values.items():
         OmegaConf.update(config, key.replace("__", "."), value)
     return config

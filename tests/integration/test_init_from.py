@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -68,3 +69,37 @@ def test_weights_that_are_not_there_are_named(tmp_path: Path, missing: str) -> N
     assert done.returncode == 3
     assert missing in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_finetuning_begins_with_a_run_of_either_kind(tmp_path: Path) -> None:
+    small = ["model.codes=24", "model.code_width=16", "model.final_width=16", "model.negatives=12"]
+    done = train("model=wav2vec2_small", *small, "trainer.max_steps=2", f"run_dir={tmp_path}/pretrained")
+    assert done.returncode == 0, done.stderr
+    own = ["recipe=finetune", "data=digits", "data.valid={}", "data.train.utterances=16", *TINY[-6:]]
+    own += ["trainer.max_steps=4", "trainer.max_hours=null", "trainer.save_every=1", "trainer.keep=9"]
+    own += ["trainer.ema=0"]
+
+    def finetuned(begin: str, run: str) -> tuple[dict[str, Any], Path]:
+        done = finish(
+            STARTER.start([*own, f"init_from={tmp_path}/{begin}", f"run_dir={tmp_path}/{run}"], os.environ)
+        )
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        (start,) = [event for event in map(json.loads, lines) if event["event"] == "start"]
+        return start, tmp_path / run / "checkpoints"
+
+    start, steps = finetuned("pretrained", "ctc")
+    assert start["fresh"] == 2
+    assert "model.freeze_encoder_steps=0.3" in start["from data"]
+    before = load_file(tmp_path / "pretrained/checkpoints/step-00000002/model.safetensors")
+    name = "encoder.transformer.layers.0.attention.query.weight"
+    same = [
+        load_file(steps / f"step-{n:08d}/model.safetensors")[name].equal(before[name]) for n in (1, 2, 3, 4)
+    ]
+    assert same == [True, True, False, False]  # 0.3 of four updates are 1.2: the second begins before
+
+    start, _ = finetuned("ctc", "again")
+    assert (start["fresh"], "fresh for another vocabulary" in start) == (0, False)
+    own.append("tokenizer=characters")
+    start, _ = finetuned("ctc", "other")
+    assert start["fresh for another vocabulary"] == "output.bias, output.weight"

@@ -99,6 +99,108 @@ def test_the_embedded_corpus_needs_no_manifest() -> None:
         prepare.run(["tokenizer", "x", "--corpus", "digits", "--out", "t.model"])
 
 
+# --- stats and split ----------------------------------------------------------------------------
+
+
+def speech(path: Path, seconds: float, gain: float = 0.1) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    samples = np.random.default_rng(len(path.name)).standard_normal(round(seconds * 8_000)) * gain
+    soundfile.write(path, np.clip(samples, -1.0, 1.0), 8_000)
+    return str(path)
+
+
+def test_stats_tell_what_a_source_holds_and_what_is_likely_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(f"{'x' * i}.wav", 1.0 + i / 10, 0.1, "ten letters", f"s{i % 2}") for i in range(1, 8)]
+    rows += [
+        ("fast.wav", 1.03, 0.1, "z" * 60, "s1"),
+        ("slow.wav", 5.0, 0.1, "é", ""),
+        ("mute.wav", 1.0, 0.0, "one two thr", "s1"),
+    ]
+    rows += [("loud.wav", 1.04, 3.0, "eleven lett", "s1"), ("unsaid.wav", 1.05, 0.1, "", "s1")]
+    table = ["path,text,speaker"]
+    for name, seconds, gain, text, speaker in rows:
+        speech(Path(name), seconds, gain)
+        table.append(f"{name},{text},{speaker}")
+    Path("copy.wav").write_bytes(Path("x.wav").read_bytes())
+    Path("t.csv").write_text("\n".join([*table, "copy.wav,ten letters,s1"]) + "\n")
+    assert prepare.run(["stats", "t.csv", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["recordings"], told["speakers"], told["without_speaker"]) == (13, 2, 1)
+    assert told["hours"] == pytest.approx(sum(row[1] for row in rows + rows[:1]) / 3600, abs=1e-4)
+    assert (told["seconds"]["shortest"], told["seconds"]["longest"]) == (1.0, 5.0)
+    assert (told["characters"]["z"], told["characters"]["é"]) == (60, 1)
+    short = {kind: [name.partition(":")[2] for name in ids] for kind, ids in told["likely_errors"].items()}
+    assert short == {
+        "no_transcript": ["13:unsaid"],
+        "silent": ["11:mute"],
+        "clipped": ["12:loud"],
+        "too_fast": ["9:fast"],
+        "too_slow": ["10:slow"],
+        "duplicates": ["2:x", "14:copy"],
+    }
+    assert prepare.run(["stats", "t.csv"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "recordings  13",
+        "speakers    2 (1 recordings without one)",
+        "'z' 60",
+        "too fast           1  t:9:fast",
+    ):
+        assert words in shown
+    Path("x.wav").write_bytes(b"")
+    assert prepare.run(["stats", "t.csv", "--json", "--no-audio"]) == 0
+    assert "silent" not in json.loads(capsys.readouterr().out)["likely_errors"]
+    assert prepare.run(["stats", "t.csv", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["likely_errors"]["empty_file"] == ["t:2:x"]
+
+
+def test_a_split_keeps_whole_speakers_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{i}.wav,{1 + i % 3},speaker-{i % 20},word {i}" for i in range(200)]
+    Path("t.csv").write_text("\n".join(["path,duration,speaker,text", *rows]) + "\n")
+    assert prepare.run(["split", "t.csv", "--out", "d", "--share", "0.1"]) == 0
+    train, valid = lines(Path("d/train.jsonl")), lines(Path("d/valid.jsonl"))
+    assert sorted(cut["id"] for cut in train + valid) == sorted(f"t:{i + 2}:{i}" for i in range(200))
+    spoken = [{cut["supervisions"][0]["speaker"] for cut in part} for part in (train, valid)]
+    assert not spoken[0] & spoken[1]
+    assert 0.08 < sum(cut["duration"] for cut in valid) / 400 < 0.16
+    assert f"held out: {len(spoken[1])} of 20 speakers" in capsys.readouterr().out
+
+
+def test_a_split_by_recording_moves_none_when_others_are_added() -> None:
+    def held(count: int, *names: str) -> set[str]:
+        table = [f"{i}.wav,1,{start}" for i in range(count) for start in (0, 2)]
+        Path("t.csv").write_text("\n".join(["path,duration,start", *table]) + "\n")
+        assert prepare.run(["split", "t.csv", "--out", "d", *names]) == 0
+        parts = [
+            {cut["recording"]["sources"][0]["source"] for cut in lines(Path(f"d/{n}.jsonl"))}
+            for n in ("train", "valid")
+        ]
+        assert not parts[0] & parts[1]  # two parts of a recording are on one side
+        assert len(parts[0] | parts[1]) == count
+        return parts[1]
+
+    few, many = held(300), held(400)
+    assert 5 < len(few) < 30
+    assert few < many
+    assert many == held(400, "--by", "recording")
+    assert len(held(2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "words"),
+    [
+        (["--share", "1"], ConfigError, "--share 1.0: it must be above 0 and below 1"),
+        (["--by", "speaker"], DataError, "no recording names its speaker; use --by recording"),
+        ([], DataError, "one speaker or recording only"),
+    ],
+)
+def test_a_split_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
+    Path("t.csv").write_text("path,duration\na.wav,1\n")
+    with pytest.raises(error, match=words):
+        prepare.run(["split", "t.csv", "--out", "d", *argv])
+    assert not Path("d").exists()
+
+
 # --- manifest -----------------------------------------------------------------------------------
 
 
@@ -124,6 +226,20 @@ def test_nemo_lines_get_their_recordings_own_rate_length_and_channels() -> None:
     assert cut.sampling_rate == 44_100
     assert cut.duration == 0.5
     assert cut.load_audio().shape == (2, 22_050)
+
+
+def test_tables_and_kaldi_get_their_recordings_own_rate_and_length() -> None:
+    from lhotse import CutSet
+
+    tone(Path("k/s.wav"), 0.5, 44_100)
+    Path("k/t.csv").write_text("clip,said,who\ns.wav,one,x\n")
+    Path("k/wav.scp").write_text("u s.wav\n")
+    Path("k/utt2spk").write_text("u x\n")
+    for source in ("{path: k/t.csv, audio: clip, text: said, speaker: who}", "k"):
+        assert prepare.run(["manifest", source, "--out", "cuts.jsonl", "--check"]) == 0
+        (cut,) = CutSet.from_file("cuts.jsonl")
+        assert (cut.sampling_rate, cut.duration, cut.supervisions[0].speaker) == (44_100, 0.5, "x")
+        assert cut.load_audio().shape == (1, 22_050)
 
 
 def test_bad_recordings_are_listed_and_dropped_on_request(capsys: pytest.CaptureFixture[str]) -> None:

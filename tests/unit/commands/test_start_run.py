@@ -311,3 +311,13 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     assert report == f"report: {run_dir / 'report.html'}"
     own = "data=manifest data.train=train.jsonl data.valid.dev=dev.jsonl"
     assert line.endswith(f": speechtrain-train model=rnnt precision=bf16 {own}")
+    config = load(run_dir / "config.yaml")
+    for own_files in (
+        ["a.jsonl", "b.jsonl"],
+        "a.jsonl",
+        {"path": "a.csv", "text": "said"},
+        [{"path": "a.csv"}],
+    ):
+        config.data.train = own_files
+        _conclude(config, command)
+        assert capsys.readouterr().out.startswith("report: ")

@@ -306,12 +306,16 @@ def test_a_path_is_stored_absolute_so_that_a_run_works_from_any_folder(
         "data=manifest",
         "data.train=[a.jsonl,'one, two.jsonl']",
         "+data.valid.dev=x/../b.jsonl",
+        "+data.valid.table={path: t.csv, text: said}",
         "init_from=w",
     ]
     digits = "{_target_: speechtrain.data.corpora.digits.Digits, split: valid, root: words}"
     config = with_whole_paths(compose([*own, f"+data.valid.two={digits}", "data.cache=/c/../cache"]))
     assert config.data.train == [f"{tmp_path}/a.jsonl", f"{tmp_path}/one, two.jsonl"]
     assert config.data.valid.dev == f"{tmp_path}/b.jsonl"
+    assert config.data.valid.table == {"path": f"{tmp_path}/t.csv", "text": "said"}
+    config.run_dir = "r"
+    check(config)
     assert (config.data.valid.two.root, config.data.valid.two.split) == (f"{tmp_path}/words", "valid")
     assert (config.data.cache, config.init_from) == ("/cache", f"{tmp_path}/w")
     config = with_whole_paths(compose(["data=fsdd"]))
@@ -398,7 +402,7 @@ def test_the_plan_of_the_digits_is_not_that_of_other_data() -> None:
             "recipe=fsdd",
             "recipe=mlperf",
             "recipe=finetune",
-            "recipe=finetune_small",
+            "recipe=scratch",
             "recipe=wav2vec2",
             "recipe=wav2vec2_fsdd",
         ),

@@ -90,7 +90,8 @@ def test_the_root_is_absolute_or_beside_the_manifest(
         (".\nx.wav\t1e4\n", "m.tsv:2: '1e4' is not a number of frames"),
         (".\n", "lists no recordings; add a line"),
         (".\n\n \n", "lists no recordings; add a line"),
-        ("id\taudio\tn_frames\nx\tx.wav\t16000\n", "m.tsv:1: not a manifest"),
+        ("id\tsrc\nx\tone\n", "m.tsv:1: has no column that is known as its recordings"),
+        ("plain\n", "m.tsv:1: not a manifest"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, words: str) -> None:

@@ -87,6 +87,11 @@ BOMBS = {
     "blank lines": ("a.jsonl.gz", b"", b"\n"),
     "a TSV that ends in one line": ("a.tsv.gz", b"/tmp\na.wav\t16000\n", b"\0"),
     "an array of one string": ("a.json.gz", b'[{"transcript": "', b"a"),
+    "a CSV that ends in one line": ("a.csv.gz", b"path,text\na.wav,one\n", b"a"),
+    "a CSV that ends in one cell": ("a.csv.gz", b'path,text\na.wav,"', b"a\n"),
+    "a CSV that ends in one row": ("a.csv.gz", b'path,text\na.wav,"', b'a\n","b'),
+    "a table that is one header": ("a.csv.gz", b"path,", b"a,"),
+    "a YAML list of one item": ("a.yaml.gz", b"- audio_filepath: a.wav\n", b"  text: a\n"),
     "blank lines in an array": ("a.json.gz", b"[", b"\n"),
 }
 
@@ -102,6 +107,34 @@ def test_a_gzipped_line_without_end_is_refused_in_little_memory(tmp_path: Path, 
         assert tracemalloc.get_traced_memory()[1] < 150 * MIB
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a: " + "[" * 100_000,
+        "- a: &a [x]\n"
+        + "".join(
+            f"  {c}: &{c} [{', '.join(['*' + b] * 20)}]\n" for b, c in zip("abcdef", "bcdefg", strict=True)
+        ),
+        "- a:\n" + "  x\n" * 400_000,
+        "- {? a : b, <<: [&m {a: b}, " + "*m, " * 100_000 + "]}\n",
+        "- a: 0b" + "1" * 100_000 + "\n- a: " + "9" * 5_000,
+    ],
+    ids=["depth", "aliases", "length", "merges", "numbers"],
+)
+def test_yaml_without_bound_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"m\.yaml:\d: ") as caught:
+            entries(path)
+        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 def test_a_sparse_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -126,6 +159,16 @@ def test_a_pipe_or_a_device_as_manifest_is_refused_at_once(tmp_path: Path, name:
     for path in (tmp_path / name, Path("/dev/zero")):
         with pytest.raises(DataError, match=r"neither a file nor a folder|not a regular file"):
             entries(path)
+
+
+@pytest.mark.parametrize("table", ["metadata.csv", "metadata.jsonl", "wav.scp"])
+def test_a_list_of_a_folder_that_lies_elsewhere_is_not_read(tmp_path: Path, table: str) -> None:
+    (tmp_path / "secret").write_text("path|password\nroot|x\n")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / table).symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, match="transcripts are read below") as caught:
+        entries(tmp_path / "corpus")
+    assert "password" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["a", "a " * 10, "\ud800 a"])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,23 @@ def test_a_nemo_line_without_a_duration_has_that_of_its_audio(tmp_path: Path) ->
     assert [cut["duration"] for cut in cuts] == [1.5, 1.0, 1.25, 0.0, 1.0]
 
 
+def test_any_manifest_without_a_duration_has_that_of_its_audio(tmp_path: Path, recordings: Any) -> None:
+    recordings.tone("a.wav", 1.5, rate=8_000)
+    recordings.tone("b.wav", 0.5, rate=16_000)
+    files = [{"fname": "a.wav"}, {"fname": "a.wav", "duration": None}, {"fname": "a.wav", "duration": 1.25}]
+    lines = [{"transcript": "a", "files": [file]} for file in files]
+    (tmp_path / "m.tsv").write_text(".\na.wav\nb.wav\t8000\n")
+    (tmp_path / "paths.tsv").write_text(".\nb.wav\na.wav\n")
+    for path, seconds in (
+        (write(tmp_path / "m.json", lines), [1.5, 1.5, 1.25]),
+        (str(tmp_path / "m.tsv"), [1.5, 1.0]),  # frames are at the first recording's rate
+        (str(tmp_path / "paths.tsv"), [0.5, 1.5]),
+    ):
+        assert [entry.cut["duration"] for entry in open_source(path).entries()] == seconds  # type: ignore[attr-defined]
+    below = write(tmp_path / "n.json", [{"transcript": "a", "files": [{"fname": "a.wav", "duration": -1}]}])
+    assert "n.json:1: 'duration' is -1, below 0" in refusal(below)
+
+
 def test_a_transcript_beside_a_recording_may_differ_in_case(tmp_path: Path) -> None:
     for name, text in {"b.wav": "", "B.TXT": "upper", "c.WAV": "", "c.txt": "own", "C.TXT": "other"}.items():
         (tmp_path / name).write_text(text)
@@ -78,6 +96,31 @@ def test_nemo_lines_with_aliases_offsets_and_paths_beside_the_manifest(tmp_path:
     assert [cut.supervisions[0].text for cut in cuts] == ["one two", "normal", "from a file"]
     assert [(cut.start, cut.duration) for cut in cuts] == [(0.0, 2.5), (0.0, 1.0), (3.0, 1.5)]
     assert cuts[0].supervisions[0].speaker == "s1"
+
+
+def test_a_tarred_set_of_nemo_is_refused_until_it_is_unpacked(tmp_path: Path, recordings: Any) -> None:
+    path = write(tmp_path / "tarred_audio_manifest.json", [nemo_line("a.wav", shard_id=0)])
+    assert "is of a tarred set" in refusal(path)
+    assert "tar -xf" in refusal(path)
+    recordings.tone("a.wav", 2.5)
+    assert len(list(open_source(path).cuts())) == 1
+    assert "has no 'audio_filepath' of one file" in refusal(
+        write(tmp_path / "m", [{"audio_filepath": ["a.wav", "b.wav"], "duration": 1}])
+    )
+
+
+def test_nemos_name_of_several_manifests_is_their_union(tmp_path: Path) -> None:
+    for number in range(12):
+        write(tmp_path / f"m_{number}.json", [nemo_line()])
+        write(tmp_path / f"p_{number:03d}.json", [nemo_line()])
+    names = [cut.id for cut in open_source(f"{tmp_path}/m__OP_0..11_CL_.json").cuts()]
+    assert names == [f"m_{number}:1:a" for number in range(12)]
+    padded = f"{tmp_path}/p__OP_009..011_CL_.json"
+    assert [cut.id for cut in open_source([padded, f"{tmp_path}/m_1.json"]).cuts()] == [
+        *("p_009:1:a", "p_010:1:a", "p_011:1:a", "m_1:1:a")
+    ]
+    assert "m_12.json does not exist" in refusal(f"{tmp_path}/m__OP_0..12_CL_.json")
+    assert "no manifest is given" in refusal(f"{tmp_path}/m_OP_2..1_CL_.json")
 
 
 def test_the_same_recording_on_several_lines_has_several_ids(tmp_path: Path) -> None:
@@ -154,6 +197,28 @@ def test_lhotses_own_arrays_are_read_like_its_lines(tmp_path: Path, lhotse_line:
     assert (pair.id, pair.supervisions[0].text) == ("s", "t")
 
 
+def test_lhotses_yaml_is_read_like_its_lines(tmp_path: Path, lhotse_line: Any, cache: Path) -> None:
+    from lhotse import CutSet, MonoCut
+
+    texts = ["no", "2020-01-01", "a: 'b' \"c\"\n- d #e", "é", ""]
+    cuts = [lhotse_line(f"c{number}", text=text) for number, text in enumerate(texts)]
+    path = str(tmp_path / "cuts.yaml")
+    CutSet.from_cuts(MonoCut.from_dict(dict(cut)) for cut in cuts).to_file(path)
+    source = open_source(path)
+    assert [cut.to_dict() for cut in source.cuts()] == [
+        lhotse_line(cut["id"], text=text) for cut, text in zip(cuts, texts, strict=True)
+    ]
+    index = open_index(source)
+    assert [text_of(index.cut(row)) for row in range(len(index))] == texts
+    (tmp_path / "recordings.yaml").write_text(
+        yaml.safe_dump([lhotse_line("c0")["recording"]], sort_keys=False)
+    )
+    supervisions = "- {id: s, recording_id: c0, start: 0.5, duration: 0.25, channel: 0, text: part}\n"
+    (tmp_path / "supervisions.yaml").write_text(supervisions)
+    (pair,) = open_source([str(tmp_path / f"{name}.yaml") for name in ("recordings", "supervisions")]).cuts()
+    assert (pair.id, pair.start, pair.supervisions[0].text) == ("s", 0.5, "part")
+
+
 def test_audio_without_transcripts_needs_no_key_for_them(tmp_path: Path) -> None:
     nemo = {"audio_filepath": "a.wav", "duration": 2.5}
     mlperf = {"original_duration": 2.0, "files": [{"fname": "b.wav"}]}
@@ -213,7 +278,14 @@ def test_one_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         (b'{"audio_filepath": "a.wav", "duration": 1, "text": "\xff"}\n', 1, "not UTF-8"),
         (b'{"type": "MonoCut", "id": "a"}\n', 1, "has no 'duration'"),
         (b'[{"type": "MonoCut", "id": "a"}]', 1, "has no 'duration'"),
-        (b"- id: a\n  type: MonoCut\n", 1, "lhotse copy"),
+        (b"- id: a\n  type: MonoCut\n", 1, "has no 'duration'"),
+        (b"- id: a\n  x: [\n- id: b\n", 1, "bad YAML"),
+        (b"# cuts\n- id: a\n", 1, "not a manifest"),
+        (b"---\n- id: !!python/object/apply:os.system ['exit']\n", 2, "bad YAML"),
+        (b"---\n- 5\n", 2, "is a JSON int, not an object"),
+        (b"- audio_filepath: a.wav\n- audio_filepath: 2020-01-01\n", 2, "bad YAML"),
+        (b"---\n", 1, "the array is empty"),
+        (b"-5\n", 1, "the array is empty"),
         (b'{"type": "fbank", "recording_id": "a", "start": 0, "storage_path": "f"}', 1, "format is unknown"),
         (b'{"type": "OddCut", "id": "a"}\n', 1, "'type' is 'OddCut'"),
         (b'{"type": "MonoCut", "id": "a", "duration": 1, "start": 0}\n', 1, "has no 'recording'"),
@@ -268,6 +340,7 @@ def test_a_folder_as_librispeech_has_it(tmp_path: Path, recordings: Any) -> None
     (tmp_path / "dev/19/198/19-198.trans.txt").write_text(listed)
     cuts = list(open_source(str(tmp_path / "dev")).cuts())
     assert [cut.supervisions[0].text for cut in cuts] == ["CHAPTER ONE", "TWO", "NOT THERE"]
+    assert [cut.supervisions[0].speaker for cut in cuts] == ["19"] * 3
     assert cuts[2].recording.sources[0].source.endswith("19-198-0002.flac")  # met as a missing recording
 
 

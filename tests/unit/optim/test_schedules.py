@@ -20,6 +20,7 @@ from speechtrain.optim.schedules import (
     IntelQuadratic,
     Polynomial,
     Schedule,
+    TriStage,
     WarmupHoldExponential,
 )
 
@@ -111,6 +112,27 @@ def test_intel() -> None:
     assert schedule.rate(2000) == 1e-5
 
 
+def test_tri_stage() -> None:
+    schedule = TriStage(0.1, planned_steps=1000)
+    assert schedule.warmup == 100
+    assert schedule.rate(1) == pytest.approx(0.001)
+    assert schedule.rate(51) == pytest.approx(0.1 * 0.505)
+    assert {schedule.rate(step) for step in (101, 300, 501)} == {0.1}
+    assert schedule.rate(751) == pytest.approx(0.1 * 0.05**0.5)
+    assert schedule.rate(1001) == schedule.rate(5000) == pytest.approx(0.005)
+    schedule.plan(2000)  # a plan that is corrected by the clock
+    assert schedule.state_dict() == {"steps": 2000}
+    assert schedule.rate(1001) == 0.1
+    assert TriStage(0.1, steps=10).rate(11) == pytest.approx(0.005)
+
+
+def test_typed_steps_are_not_those_of_a_plan() -> None:
+    for schedule in (Cosine(0.1, steps=50), TriStage(0.1, steps=50), Constant(0.1)):
+        before = schedule.rate(40)
+        schedule.plan(500)
+        assert schedule.rate(40) == before
+
+
 def test_constant() -> None:
     assert [Constant(0.1, 4).rate(step) for step in (1, 2, 4, 5, 10**6)] == [0.025, 0.05, 0.1, 0.1, 0.1]
     assert Constant(0.1).rate(1) == 0.1
@@ -180,6 +202,8 @@ def test_a_schedule_without_a_plan_has_no_state() -> None:
         (Constant, {"warmup_steps": -1}),
         (Cosine, {"end": -1.0, "steps": 5}),
         (Polynomial, {"power": -1.0, "steps": 5}),
+        (TriStage, {"phases": [0.5, 0.6], "steps": 5}),
+        (TriStage, {"last": 0.0, "steps": 5}),
         (IntelQuadratic, {"min_lr": math.nan, "steps": 5}),
         (WarmupHoldExponential, {"gamma": 1.5, "steps_per_epoch": 5}),
         (WarmupHoldExponential, {"steps_per_epoch": 0}),

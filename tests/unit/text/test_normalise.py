@@ -19,6 +19,7 @@ from speechtrain.text.normalise import (
     normaliser,
     switchboard,
     tedlium,
+    unicode,
 )
 
 ALPHABET = set(" '" + string.ascii_lowercase)
@@ -30,6 +31,22 @@ def test_none_changes_nothing() -> None:
 
 def test_lower_collapses_spaces() -> None:
     assert lower("  Hello\t\n WORLD ") == "hello world"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("«E\u0301tait-ce», dit-il… l’été, aujourd’hui!", "était-ce dit-il l'été aujourd'hui"),
+        ("Yaá  bísí la akíti", "yaá bísí la akíti"),
+        ("- po' - 'n boek", "po' n boek"),
+        ("क्या हाल है?", "क्या हाल है"),
+        ("5 € (2.5 %)", "5 € 2 5"),
+        ("", ""),
+    ],
+)
+def test_unicode_keeps_the_letters_of_any_language(text: str, said: str) -> None:
+    assert unicode(text) == said
+    assert unicode(said) == said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,202 @@
+"""What a run's config takes from its training data: the labels, and the keys that a recipe leaves open.
+
+It is read once, when a run begins, and its config.yaml then has plain values: ranks, restarts and other
+commands derive nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from speechtrain.commands._cli import say
+from speechtrain.compute_policy import usable_cpus
+from speechtrain.config.build import build, build_tokenizer
+from speechtrain.config.resume_fields import flat, key_of
+from speechtrain.config.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
+from speechtrain.data.base import DataModule
+from speechtrain.data.cache import cache_folder
+from speechtrain.data.manifests import digest
+from speechtrain.errors import ConfigError, DataError
+from speechtrain.files import writing
+from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
+
+_RARE_UTTERANCES, _RARE_SHARE = 3, 1e-5  # a character of fewer, or of a smaller share of all, is rare
+_SHOWN = 10  # rare characters in a line
+_PIECE_TEXTS = 200_000  # transcripts that SentencePiece learns from
+_FAST = 95  # percentile of labels per second
+_SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
+
+
+def is_open(config: DictConfig) -> bool:
+    """True for a config whose labels or keys follow from the data."""
+    return config.from_data is not None or _has_open_alphabet(config)
+
+
+def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]:
+    """The keys and groups that the user has typed, or set in YAML files of his own."""
+    found = {key_of(text) for text in overrides}
+    for name, text in written.items():
+        prefix = "" if "@package _global_" in text else name.partition("/")[0] + "."
+        found |= {prefix + key for key in flat(dict(OmegaConf.create(text)))}
+    return found - {"data"}  # its choice says where the data is, and no values
+
+
+def follow_data(config: DictConfig, typed: Collection[str]) -> None:
+    """Set in ``config`` what follows from its training data, except ``typed`` keys; print a line for each.
+
+    Raises ConfigError for a data set that does not list its transcripts, DataError for one without any, or
+    that cannot be read on this host.
+    """
+    if not is_open(config):
+        return
+    if config.from_data is not None and config.from_data not in TABLES:
+        raise ConfigError(f"from_data={config.from_data}: choose {' or '.join(TABLES)}, or null")
+    if config.from_data == "finetune":
+        if not config.init_from:
+            raise ConfigError("recipe=finetune begins with what another run has learnt; add init_from=RUN")
+        if not Path(config.init_from).exists():
+            raise DataError(
+                f"init_from={config.init_from} does not exist; give a run, or a folder of weights"
+            )
+    texts = _read(config)
+    set_keys: dict[str, Any] = {}
+    if _has_open_alphabet(config):
+        set_keys["tokenizer"] = _choose_tokenizer(config, texts)
+    if config.from_data is not None:
+        speech = Speech(
+            recordings=len(texts.seconds),
+            hours=texts.hours,
+            labels_per_second=_fast_labels(texts, build_tokenizer(config)),
+            core_hours=_core_hours(config),
+            width=int(config.encoder.get("width") or 0),
+        )
+        for key, value in TABLES[config.from_data](speech).items():
+            is_typed = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in typed)
+            if not is_typed and OmegaConf.select(config, key, default="") != "":
+                OmegaConf.update(config, key, value, merge=False)
+                set_keys[key] = value["probability"] if isinstance(value, dict) else value
+    chosen = " ".join(f"{key}={value}" for key, value in set_keys.items())
+    config.from_data = f"{len(texts.seconds):,} recordings, {texts.hours:.2f} h: {chosen}"
+
+
+def keys_from_data(line: str | None) -> set[str]:
+    """The keys that a run took from its data, of what ``follow_data`` left in ``from_data``."""
+    return {word.partition("=")[0] for word in (line or "").split() if "=" in word}
+
+
+def _has_open_alphabet(config: DictConfig) -> bool:
+    return "alphabet" in config.tokenizer and config.tokenizer.alphabet is None
+
+
+@dataclass
+class _Texts:
+    """Seconds and transcripts of the recordings that have one, normalised."""
+
+    seconds: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def hours(self) -> float:
+        return sum(self.seconds) / 3600
+
+
+def _read(config: DictConfig) -> _Texts:
+    what = "tokenizer=auto" if _has_open_alphabet(config) else f"recipe={config.from_data}"
+    data: DataModule = build(config, "data", tokenizer=NoText())
+    normalise, found = build_tokenizer(config).normalise, _Texts()
+    try:
+        is_empty = True
+        for seconds, raw in data.recordings():
+            is_empty = False
+            if text := normalise(raw):
+                found.seconds.append(seconds)
+                found.texts.append(text)
+    except DataError as error:
+        raise DataError(f"{error} ({what} reads data.train on this host, before the ranks start)") from None
+    finally:
+        data.close()
+    if is_empty:
+        raise ConfigError(
+            f"{what}: {type(data).__name__} does not list its recordings; set the keys themselves"
+        )
+    if not found.texts:
+        raise DataError(
+            "data.train: no recording has a transcript; put a.txt beside a.wav, or name it in a manifest"
+        )
+    return found
+
+
+def _choose_tokenizer(config: DictConfig, found: _Texts) -> str:
+    """Set the labels of ``tokenizer=auto``; what they are."""
+    counts: Counter[str] = Counter()
+    utterances: Counter[str] = Counter()
+    for text in found.texts:
+        counts.update(text)
+        utterances.update(set(text))
+    budget = float(config.data.get("max_bad_share") or 0.0) * len(found.texts)
+    rare = rare_characters(counts, utterances, budget)
+    alphabet = "".join(sorted(counts.keys() - rare))
+    if rare:
+        shown = ", ".join(f"{c!r} ({counts[c]})" for c in rare[:_SHOWN]) + (
+            " …" if len(rare) > _SHOWN else ""
+        )
+        lost = sum(not set(rare).isdisjoint(text) for text in found.texts)
+        say(f"tokenizer: {len(rare)} rare characters have no label: {shown}; {lost} recordings are skipped")
+    if size := pieces(found.hours, len(alphabet)):
+        spelt = [text for text in found.texts if set(rare).isdisjoint(text)]
+        with contextlib.suppress(DataError):  # too few different words for so many pieces
+            path = _train_pieces(spelt[:: len(spelt) // _PIECE_TEXTS + 1], size, config.tokenizer.normaliser)
+            node = {"_target_": _SENTENCEPIECE, "model": path, "normaliser": config.tokenizer.normaliser}
+            config.tokenizer = OmegaConf.create(node)
+            return f"sentencepiece({size})"
+    config.tokenizer.alphabet = alphabet
+    return f"characters({len(alphabet)})"
+
+
+def _train_pieces(texts: Sequence[str], size: int, normaliser: str) -> str:
+    """The path of a model of ``size`` pieces in the cache, from which the run takes its copy."""
+    path = cache_folder() / "tokenizers" / f"{digest(size, normaliser, *texts)}.model"
+    if not path.exists():
+        with writing(path, "set SPEECHTRAIN_CACHE to another folder"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            train_sentencepiece(texts, path, size=size)
+    return str(path)
+
+
+def rare_characters(counts: Counter[str], utterances: Counter[str], budget: float) -> list[str]:
+    """The rare characters, the rarest first, while at most ``budget`` utterances hold one."""
+    total, rare, lost = counts.total(), [], 0
+    for character in sorted(counts, key=lambda c: (utterances[c], counts[c], c)):
+        lost += utterances[character]
+        is_rare = utterances[character] < _RARE_UTTERANCES or counts[character] < _RARE_SHARE * total
+        if not is_rare or lost > budget:
+            break
+        rare.append(character)
+    return rare
+
+
+def _fast_labels(found: _Texts, tokenizer: Tokenizer) -> float:
+    """Labels per second of fast speech, with a blank between two equal ones."""
+    rates = []
+    for seconds, text in zip(found.seconds, found.texts, strict=True):
+        if seconds > 0 and not tokenizer.unknown(text):
+            ids = tokenizer.encode(text)
+            rates.append((len(ids) + sum(a == b for a, b in pairwise(ids))) / seconds)
+    return float(np.percentile(rates, _FAST)) if rates else 0.0
+
+
+def _core_hours(config: DictConfig) -> float:
+    """Cores times hours of the plan; of a run that is not limited by time, many."""
+    is_host = config.device._target_.rpartition(".")[2] in ("CPU", "IPEX", "Lazy")
+    cores = len(usable_cpus()) if is_host else CORES_OF_A_CARD * int(config.world_size)
+    hours = config.trainer.max_hours
+    return cores * (24.0 if hours is None else float(hours))

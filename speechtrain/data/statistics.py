@@ -1,0 +1,138 @@
+"""What a set of recordings holds: lengths, speakers, characters and likely errors; and a split of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speechtrain.counter_rng import key_of
+from speechtrain.data.manifests import Record, seconds_of, text_of
+from speechtrain.data.recordings import Unusable
+from speechtrain.errors import DataError
+
+_FAST, _SLOW = 2.0, 0.2  # times the median of characters per second; who reads aloud varies by a quarter
+_SILENT = 2e-3  # largest sample of full scale 1, 65 of 16 bits
+_CLIPPED = 5e-4  # share of samples at full scale
+_OVER = 1.5  # times the share that whole speakers may have
+
+
+class Heard(NamedTuple):
+    """A hash of a recording's samples, and what is likely wrong with them, if anything."""
+
+    content: bytes
+    fault: str
+
+
+def hear(cut: Record) -> Heard:
+    """Decode a cut at its own rate. Raises Unusable."""
+    from speechtrain.data.audio import read_cut
+
+    samples = np.abs(read_cut(cut, int((cut.get("recording") or {}).get("sampling_rate", 16_000))))
+    is_clipped = float((samples >= 0.999).mean()) > _CLIPPED
+    fault = "silent" if float(samples.max()) < _SILENT else "clipped" if is_clipped else ""
+    return Heard(hashlib.blake2b(samples.tobytes(), digest_size=16).digest(), fault)
+
+
+class Statistics:
+    """Collects cuts, with what was heard of each, why it cannot be used, or None."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.seconds: list[float] = []
+        self.spoken: list[int] = []  # characters of each transcript, without spaces
+        self.characters, self.speakers = Counter[str](), Counter[str]()
+        self.errors: dict[str, list[str]] = defaultdict(list)
+        self._copies: dict[object, list[str]] = defaultdict(list)
+
+    def add(self, cut: Record, heard: Heard | Unusable | None) -> None:
+        from speechtrain.data.audio import files_of
+
+        name, text = str(cut["id"]), text_of(cut)
+        self.ids.append(name)
+        self.seconds.append(seconds_of(cut))
+        self.spoken.append(len("".join(text.split())))
+        self.characters.update(text)
+        self.speakers[speaker_of(cut)] += 1
+        fault = heard.fault if isinstance(heard, Heard) else heard.reason if heard else ""
+        for found in (fault, "" if text.strip() else "no_transcript"):
+            if found:
+                self.errors[found].append(name)
+        if heard is None:
+            self._copies[(*files_of(cut), cut.get("start"), cut.get("duration"))].append(name)
+        elif isinstance(heard, Heard) and fault != "silent":
+            self._copies[heard.content].append(name)
+
+    def result(self) -> dict[str, Any]:
+        """Return the figures as JSON has them; each likely error with the ids that show it."""
+        seconds, spoken = np.array(self.seconds), np.array(self.spoken)
+        rates = np.divide(spoken, seconds, out=np.zeros(len(spoken)), where=seconds > 0)
+        median = float(np.median(rates[rates > 0])) if (rates > 0).any() else 0.0
+        shares = {"shortest": 0, "5 %": 5, "median": 50, "95 %": 95, "longest": 100}
+        likely = {
+            "too_fast": [self.ids[row] for row in np.flatnonzero(rates > _FAST * median)],
+            "too_slow": [self.ids[row] for row in np.flatnonzero((rates > 0) & (rates < _SLOW * median))],
+            "duplicates": [name for names in self._copies.values() if len(names) > 1 for name in names],
+        }
+        return {
+            "recordings": len(self.ids),
+            "hours": round(float(seconds.sum()) / 3600, 4),
+            "speakers": len(self.speakers.keys() - {""}),
+            "without_speaker": self.speakers[""],
+            "seconds": {name: round(float(np.percentile(seconds, p)), 2) for name, p in shares.items()},
+            "characters_per_second": round(median, 2),
+            "characters": dict(self.characters.most_common()),
+            "likely_errors": {name: ids for name, ids in {**self.errors, **likely}.items() if ids},
+        }
+
+
+def speaker_of(cut: Record) -> str:
+    """The speaker of a cut in lhotse's JSON format, or an empty string."""
+    return next((str(s["speaker"]) for s in cut.get("supervisions") or () if s.get("speaker")), "")
+
+
+def recording_of(cut: Record) -> str:
+    """The recording of a cut: its file's name and folder, whatever holds the corpus."""
+    from speechtrain.data.audio import files_of
+
+    return "/".join(next(iter(files_of(cut)), str(cut["id"])).split("/")[-2:])
+
+
+def held_out(seconds: Mapping[str, float], share: float, whole_share: bool) -> set[str]:
+    """Return the groups of recordings that are held out, by the hash of their names; at least one.
+
+    With ``whole_share``, for few and large groups, their seconds are about ``share`` of all; else each is
+    drawn alone, so that none changes sides when others are added. Raises DataError for fewer than two.
+    """
+    if len(seconds) < 2:
+        raise DataError("there is one speaker or recording only, which cannot be split; give more")
+    order = sorted(seconds, key=lambda name: (key_of(name), name))
+    if not whole_share:
+        return {name for name in order[:-1] if key_of(name) < share * 2**63} or {order[0]}
+    held, wanted, chosen = 0.0, share * sum(seconds.values()), set[str]()
+    for name in order:
+        if held < wanted and held + seconds[name] <= _OVER * wanted:
+            chosen.add(name)
+            held += seconds[name]
+    return chosen or {min(order, key=lambda name: seconds[name])}
+
+
+def table(result: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the lines of a text table of ``Statistics.result``."""
+    unknown = f" ({result['without_speaker']} recordings without one)" if result["without_speaker"] else ""
+    yield f"recordings  {result['recordings']}"
+    yield f"hours       {result['hours']:.2f}"
+    yield f"speakers    {result['speakers']}{unknown}"
+    yield "seconds     " + ", ".join(f"{name} {value:g}" for name, value in result["seconds"].items())
+    yield f"characters  {sum(result['characters'].values())}, {result['characters_per_second']:g} a second"
+    counts = [f"{character!r} {count}" for character, count in result["characters"].items()]
+    for first in range(0, min(len(counts), 200), 10):
+        yield "            " + "  ".join(counts[first : first + 10])
+    if len(counts) > 200:
+        yield f"            and {len(counts) - 200} more, which --json lists"
+    for name, ids in result["likely_errors"].items():
+        shown = ", ".join(ids[:3]) + (" …" if len(ids) > 3 else "")
+        yield f"{name.replace('_', ' '):<14}{len(ids):>6}  {shown}"

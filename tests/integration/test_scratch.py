@@ -1,0 +1,103 @@
+"""recipe=scratch: one line from a folder of recordings to a recogniser, interrupted or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from omegaconf import OmegaConf
+
+from .conftest import Command, finish, wait_for
+
+SMALL = (
+    *("recipe=scratch", "device.threads=1", "device.autotune=false", "data.workers=0", "encoder.hidden=16"),
+    *("model.prediction.hidden=16", "model.prediction.embedding=8", "model.joint.hidden=16"),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Tones in a language of two words, of which one recording has no transcript."""
+    found = tmp_path / "speech"
+    found.mkdir()
+    for number in range(12):
+        high = number % 2
+        times = np.arange(8000) / 16_000
+        soundfile.write(found / f"{number}.wav", 0.2 * np.sin(2 * np.pi * (300 + 900 * high) * times), 16_000)
+        if number:
+            (found / f"{number}.txt").write_text("ñandú" if high else "Été!")
+    return found
+
+
+@pytest.fixture
+def scratch(folder: Path, tmp_path: Path, environment: dict[str, str]) -> Command:
+    made = Command(tmp_path / "run", environment, [])
+    made.arguments = [
+        *SMALL,
+        f"data.train={folder}",
+        f"run_dir={tmp_path / 'run'}",
+        "trainer.max_hours=0.001",
+    ]
+    return made
+
+
+def test_one_line_trains_on_a_folder(scratch: Command) -> None:
+    done = scratch.run()
+    assert done.returncode == 0, done.stderr
+    assert "speechtrain: error" not in done.stderr
+    config = OmegaConf.load(scratch.run_dir / "config.yaml")
+    assert config.tokenizer.alphabet == "adntéñú"
+    assert (config.data.batch.count, config.data.hold_out) == (4, 0.1)
+    (start,) = scratch.events("start")
+    assert "encoder.stack_time=" in start["from data"]
+    assert start["held out"].startswith("1 recordings")
+    assert start["untranscribed"] == 1
+    plan = json.loads((scratch.run_dir / "plan.json").read_text())
+    assert scratch.events("plan")[0]["steps"] == plan["updates"]
+    last = max(scratch.events("valid"), key=lambda event: event["step"])
+    assert (last["set"], last["step"]) == ("held_out", scratch.result()["steps"])
+    evaluated = scratch.tool("evaluate", str(scratch.run_dir), "--json")
+    assert list(json.loads(evaluated.stdout)["metrics"]) == ["held_out"]
+
+
+def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:
+    scratch.arguments[-1] = "trainer.max_hours=0.01"
+    running = scratch.start("trainer.save_every=1", "trainer.log_every=1")
+    wait_for(scratch.checkpoints, running)
+    running.send_signal(2)
+    assert finish(running).returncode == 75
+    plan = json.loads((scratch.run_dir / "plan.json").read_text())
+    scratch.arguments[-1] = "trainer.max_hours=0.002"
+    done = scratch.run("trainer.save_every=1", "trainer.log_every=1")
+    assert done.returncode == 0, done.stderr
+    again = json.loads((scratch.run_dir / "plan.json").read_text())
+    assert (again["updates"], again["hours"]) == (plan["updates"], 0.002)
+    assert "a new run would differ" not in done.stdout
+
+
+def test_ranks_have_one_plan(scratch: Command) -> None:
+    done = scratch.run("world_size=2", "device.oversubscribe=true")
+    assert done.returncode == 0, done.stderr
+    assert len(scratch.events("plan")) >= 1
+    assert scratch.result()["status"] in ("finished", "time")
+
+
+@pytest.mark.usefixtures("folder")
+def test_nothing_is_trained_without_transcripts(
+    tmp_path: Path, environment: dict[str, str], scratch: Command
+) -> None:
+    for path in (tmp_path / "speech").glob("*.txt"):
+        path.unlink()
+    done = scratch.run()
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert "no recording has a transcript" in done.stderr
+    assert not scratch.run_dir.exists()
+
+
+def test_a_dry_run_leaves_nothing(scratch: Command) -> None:
+    assert scratch.run("dry_run=true").returncode == 0
+    assert not scratch.run_dir.exists()

@@ -1,0 +1,191 @@
+"""What a config takes from its training data: labels, sizes, frames; what is typed wins."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from speechtrain.commands._from_data import follow_data, is_open, keys_from_data, rare_characters, typed_keys
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config import sizing
+from speechtrain.config.build import build_tokenizer
+from speechtrain.config.check import check
+from speechtrain.config.sizing import Speech, frame, hold_out, scratch
+from speechtrain.errors import ConfigError, DataError
+
+from .conftest import untrained
+
+
+def speech(**values: Any) -> Speech:
+    return Speech(
+        **{"recordings": 4616, "hours": 4.0, "labels_per_second": 14.0, "core_hours": 1.0, **values}
+    )
+
+
+def test_the_frame_follows_from_the_labels() -> None:
+    assert frame(14.0) == (2, 2)  # 40 ms, where 60 were too long to align
+    assert frame(4.0) == (2, 4)
+    assert frame(40.0) == (2, 1)
+    assert frame(1000.0) == (2, 1)
+
+
+def test_the_network_follows_from_hours_and_time() -> None:
+    assert scratch(speech())["encoder.hidden"] == 256
+    assert scratch(speech(hours=100.0, core_hours=10.0))["encoder.hidden"] == 256
+    assert scratch(speech(hours=100.0, core_hours=2400.0))["encoder.hidden"] == 512
+    assert scratch(speech(hours=1000.0, core_hours=20_000.0))["encoder.hidden"] == 1024
+
+
+def test_the_share_that_is_held_out_falls_with_the_hours() -> None:
+    assert hold_out(speech()) == 0.05
+    assert hold_out(speech(recordings=10, hours=0.01)) == 0.1
+    assert hold_out(speech(hours=1000.0)) == 0.0005
+
+
+@pytest.mark.parametrize("table", sizing.TABLES)
+def test_every_key_of_a_table_is_one_of_its_recipe(table: str) -> None:
+    config = compose([f"recipe={table}", "data.train=x"])
+    for key in sizing.TABLES[table](speech()):
+        node: Any = config
+        for part in key.split("."):
+            assert part in node, key
+            node = node[part]
+
+
+def test_finetuning_masks_and_freezes_what_was_pretrained() -> None:
+    found = sizing.finetune(speech(hours=10.0, width=768))
+    assert (found["model.freeze_encoder_steps"], found["optimizer.lr"]) == (0.1, 1e-4)
+    assert (found["encoder.mask"]["probability"], found["encoder.channel_mask"]["length"]) == (0.65, 64)
+    few = sizing.finetune(speech(hours=0.01, width=192))
+    assert (few["encoder.mask"], few["encoder.channel_mask"], few["optimizer.lr"]) == (None, None, 1e-3)
+    assert not {"encoder.mask", "model.freeze_encoder_steps"} & sizing.finetune(speech()).keys()
+
+
+def test_finetuning_needs_a_beginning(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add init_from=RUN"):
+        followed("recipe=finetune", "data.train=x")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        followed("recipe=finetune", "data.train=x", f"init_from={tmp_path}/nowhere")
+
+
+RECOGNISER = ["recipe=demo", "encoder.hidden=24", "model.joint.hidden=20", "tokenizer.alphabet=' abcdef'"]
+PRETRAINING = ["model=wav2vec2_small", "data=digits", "encoder.width=96"]
+
+
+def test_model_encoder_and_tokenizer_are_those_of_the_beginning(tmp_path: Path) -> None:
+    recogniser = untrained(tmp_path / "recogniser", *RECOGNISER)
+    begun = compose(["recipe=finetune", f"init_from={recogniser}", "encoder.dropout=0.3"])
+    assert (begun.encoder.hidden, begun.encoder.dropout, begun.model.joint.hidden) == (24, 0.3, 20)
+    assert begun.tokenizer.alphabet == " abcdef"
+    checkpoint = next((recogniser / "checkpoints").glob("step-*"))
+    assert compose(["recipe=finetune", f"init_from={checkpoint}"]).encoder.hidden == 24
+    other = compose(["recipe=finetune", f"init_from={recogniser}", "model=ctc", "tokenizer=auto"])
+    assert (other.encoder.hidden, other.model._target_[-4:]) == (24, ".CTC")
+    pretrained = untrained(tmp_path / "pretrained", *PRETRAINING)
+    begun = compose(["recipe=finetune", f"init_from='{pretrained}'"])
+    assert (begun.encoder.width, begun.model._target_[-4:], begun.tokenizer.alphabet) == (96, ".CTC", None)
+    assert compose(["recipe=finetune"]).encoder.width == 768  # what was offered before is forgotten
+
+
+def test_an_imported_model_brings_its_encoder(tmp_path: Path) -> None:
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder/imported.yaml").write_text(
+        "_target_: speechtrain.encoders.lstm.LSTMEncoder\nhidden: 7\n"
+    )
+    assert compose(["recipe=finetune", f"init_from={tmp_path}"]).encoder.hidden == 7
+    (tmp_path / "encoder/imported.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"imported\.yaml cannot be read"):
+        compose(["recipe=finetune", f"init_from={tmp_path}"])
+
+
+def test_rare_characters_are_few_enough_to_lose() -> None:
+    counts, held = (
+        Counter({"a": 10**6, "b": 40, "x": 1, "y": 2}),
+        Counter({"a": 5000, "b": 30, "x": 1, "y": 2}),
+    )
+    assert rare_characters(counts, held, budget=5.0) == ["x", "y"]
+    assert rare_characters(counts, held, budget=2.0) == ["x"]
+    assert rare_characters(counts, held, budget=0.0) == []
+    many = Counter({"a": 10**7, "b": 40})
+    assert rare_characters(many, Counter({"a": 10**5, "b": 30}), budget=100.0) == ["b"]  # below 1 in 100,000
+
+
+def lines(folder: Path, texts: list[str], name: str = "train.jsonl", seconds: float = 2.0) -> str:
+    """A manifest; the recordings need not exist."""
+    records = [
+        {"audio_filepath": f"{number}.wav", "duration": seconds, "text": text}
+        for number, text in enumerate(texts)
+    ]
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(folder / name)
+
+
+def followed(*overrides: str, written: dict[str, str] | None = None) -> DictConfig:
+    config = compose([*overrides, "run_dir=/nowhere"])
+    check(config)
+    follow_data(config, typed_keys(overrides, written or {}))
+    check(config)
+    return config
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_alphabet_is_that_of_the_transcripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["E\u0301te\u0301, ñandú!", "mbώngω yé"] * 1500 + ["ÿ"]
+    train = lines(tmp_path, texts)
+    config = followed("data=manifest", f"data.train={train}", "tokenizer=auto")
+    assert config.tokenizer.alphabet == "".join(sorted(" abdgmntyéñúωώ"))
+    assert "1 rare characters have no label: 'ÿ' (1); 1 recordings are skipped" in capsys.readouterr().out
+    assert keys_from_data(config.from_data) == {"tokenizer"}
+    assert config.encoder.hidden == 256
+    assert not is_open(compose(["recipe=demo"]))
+
+
+@pytest.mark.usefixtures("cache")
+def test_hours_enough_make_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "_PIECES", ((0.5, 17),))
+    train = lines(tmp_path, ["one two three four", "seven eight nine zero"] * 1000)
+    one, two = (followed("data=manifest", f"data.train={train}", "tokenizer=auto") for _ in range(2))
+    assert one.tokenizer == two.tokenizer
+    tokenizer = build_tokenizer(one)
+    assert (tokenizer.size, tokenizer.normalise("ONE, Two!")) == (18, "one two")
+    monkeypatch.setattr(sizing, "_PIECES", ((0.5, 500),))
+    assert "alphabet" in followed("data=manifest", f"data.train={train}", "tokenizer=auto").tokenizer
+    characters = followed(
+        "data=manifest", f"data.train={lines(tmp_path, ['ab'] * 9, 'b.jsonl')}", "tokenizer=auto"
+    )
+    assert characters.tokenizer.alphabet == "ab"
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_is_typed_wins(tmp_path: Path) -> None:
+    train = lines(tmp_path, ["a quick brown fox jumps over it all"] * 50)
+    base = ["recipe=scratch", f"data.train={train}"]
+    free = followed(*base)
+    assert (free.encoder.features.splice, free.encoder.stack_time, free.data.batch.count) == (3, 1, 4)
+    typed = followed(*base, "encoder.stack_time=3", "optimizer=lamb", "data.batch.count=7")
+    assert (typed.encoder.stack_time, typed.data.batch.count, typed.optimizer.lr) == (3, 7, 4e-3)
+    assert not keys_from_data(typed.from_data) & {"encoder.stack_time", "optimizer.lr", "data.batch.count"}
+    other = followed(*base, "model=ctc", "encoder=wav2vec2_small", "tokenizer=characters")
+    assert other.encoder.width == 192
+    assert other.tokenizer.alphabet.startswith(" abc")
+    own = {"recipe/mine": "# @package _global_\nencoder:\n  hidden: 64\n", "optimizer/my": "lr: 1.0\n"}
+    assert typed_keys(["data=manifest"], own) == {"encoder.hidden", "optimizer.lr"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_bad_data_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"nowhere does not exist.*recipe=scratch|tokenizer=auto reads data.train"
+    ):
+        followed("recipe=scratch", f"data.train={tmp_path}/nowhere")
+    with pytest.raises(DataError, match="no recording has a transcript"):
+        followed("recipe=scratch", f"data.train={lines(tmp_path, ['', ' '])}")
+    with pytest.raises(DataError, match="no recording has a transcript"):
+        followed("recipe=scratch", f"data.train={lines(tmp_path, ['...', '?'])}")
+    with pytest.raises(ConfigError, match="from_data=nothing: choose scratch"):
+        followed("data=manifest", f"data.train={lines(tmp_path, ['a'])}", "from_data=nothing")
