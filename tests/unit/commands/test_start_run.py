@@ -309,5 +309,5 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     _conclude(load(run_dir / "config.yaml"), command)
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
-    own = "data=manifest data.train=train.jsonl data.valid.dev=dev.jsonl"
+    own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
     assert line.endswith(f": speechtrain-train model=rnnt precision=bf16 {own}")
