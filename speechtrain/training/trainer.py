@@ -312,9 +312,9 @@ class Trainer:
         assert plan is not None
         if not self.group.world.rank:
             time_plan.write(plan, self.run_dir)
-        values = {"step": step, "steps": plan.updates_at(step), "validate_every": plan.validate_every}
+        values = {"step": step, "steps": plan.updates_at(step), "hours": plan.hours}
         speed = {"s_per_update": plan.seconds_per_update, "s_per_validation": plan.seconds_per_validation}
-        self.tracker.log("plan", {**values, "hours": plan.hours, **speed})
+        self.tracker.log("plan", {**values, "validate_every": plan.validate_every, **speed})
 
     def _catch_up(self, parts: Parts, planned: int | None, validate_every: int) -> str:
         """Make up for what the previous start missed; return the status before the first update."""
