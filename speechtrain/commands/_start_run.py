@@ -127,9 +127,10 @@ def _conclude(config: DictConfig, command: Command) -> None:
             print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
     train = config.data.get("train")
     if OmegaConf.is_dict(train) and train.get("_target_") == _EXAMPLE and not command.is_sweep:
-        kept = [o for o in command.overrides if key_of(o).partition(".")[0] not in ("data", "run_dir")]
-        own = ["data=manifest", "data.train=train.jsonl", "data.valid.dev=dev.jsonl"]
-        line = f"your own recordings: {shlex.join(['speechtrain-train', *kept, *own])}"
+        machine = ("device", "precision", "launcher", "world_size")
+        kept = [o for o in command.overrides if key_of(o).partition(".")[0] in machine]
+        own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
+        line = f"your own recordings: {shlex.join(['speechtrain-train', *own, *kept])}"
         print(errors.printable(line))
 
 

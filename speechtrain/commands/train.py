@@ -14,6 +14,7 @@ HELP = f"""speechtrain-train {__version__}: train a speech model.
 usage: speechtrain-train [GROUP=CHOICE ...] [KEY=VALUE ...] [-m] [--config-dir DIR] [--cfg job] [--help]
 
   speechtrain-train model=rnnt device=cpu precision=bf16
+  speechtrain-train recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5
   speechtrain-train data=manifest data.train=a.jsonl,b.jsonl data.valid.dev=dev.jsonl
   speechtrain-train -m model=rnnt optimizer.lr=1e-3,4e-3
 
@@ -28,6 +29,7 @@ keys
   resume=auto|never|must     auto: continue if there are checkpoints; never: refuse them; must: require them
   dry_run=true               print what would be started, and start nothing
   trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
+  trainer.max_hours=H        a limit; with max_steps and max_epochs null, the updates are planned to fill it
   trainer.accumulate=N       micro-batches per rank and update
   trainer.simulate_world=N   micro-batches per update over all ranks: accumulate follows from world_size
   data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, their union in order

@@ -25,16 +25,7 @@ from numpy.typing import NDArray
 from speechtrain.counter_rng import key_of
 from speechtrain.data import manifests
 from speechtrain.data.cache import cache_folder
-from speechtrain.data.manifests import (
-    Entry,
-    Manifest,
-    Record,
-    digest,
-    parse,
-    seconds_of,
-    speaker_of,
-    text_of,
-)
+from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError
@@ -199,7 +190,7 @@ def _build(source: Source, folder: Path) -> None:
     content, texts = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
 
     def row_of(entry: Entry, number: int) -> tuple[float, int, int, int, int, int]:
-        text, speaker = text_of(entry.cut), speaker_of(entry.cut)
+        text, speaker = text_of(entry.cut), manifests.speaker_of(entry.cut)
         texts.update(text.encode() + b"\0")
         who = key_of(speaker) if speaker else -1
         return seconds_of(entry.cut), entry.offset, key_of(entry.cut["id"]), number, who, len(text.strip())

@@ -124,29 +124,23 @@ class SpeechData(DataModule):
             if problem := problem_of(spec):
                 raise ValueError(f"{name}: {problem}")
         speed_grid(speed or (1.0, 1.0))
-        self.tokenizer = tokenizer
-        self.seed = seed
+        self.tokenizer, self.seed = tokenizer, seed
         self.batch = batch or BatchLimits()
         self.valid_batch = valid_batch or BatchLimits(count=16)
         self.speed = speed or [1.0, 1.0]
         self.sample_rate = sample_rate
         self.limits = (min_seconds, max_seconds)
-        self.max_labels_per_second = max_labels_per_second
-        self.max_decoded_seconds = max_decoded_seconds
-        self.allow_empty = allow_empty
-        self.skip_empty = skip_empty
+        self.max_labels_per_second, self.max_decoded_seconds = max_labels_per_second, max_decoded_seconds
+        self.allow_empty, self.skip_empty = allow_empty, skip_empty
         self.hold_out = 0.0 if valid else hold_out
-        self.static_shapes = shapes
-        self.crop_seconds = crop_seconds
-        self.normalise = normalise
+        self.static_shapes, self.crop_seconds, self.normalise = shapes, crop_seconds, normalise
         self.cache = cache or ""
         self.run_dir = run_dir or ""
         self.footprint = footprint
         self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
         count = automatic_workers() if workers < 0 else workers
         self.workers: Workers = Processes(count, timeout_seconds) if count else InProcess()
-        self._train = train
-        self._valid = valid
+        self._train, self._valid = train, valid
         self._sets: dict[str, EvaluationSet] = {}
         self._position = (0, 0)
 

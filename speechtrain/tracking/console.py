@@ -156,8 +156,8 @@ class _Display:
 
 def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     """An event in plain lines, with so many ``examples`` of transcripts; none for an event not shown."""
-    if event == "device":
-        return [f"device   {', '.join(f'{name} {value}' for name, value in values.items())}"]
+    if event in ("device", "plan"):
+        return [f"{event:<8} {', '.join(f'{name} {value}' for name, value in values.items())}"]
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
@@ -165,13 +165,7 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
         return [line for ref, hyp in pairs for line in (f"         ref  {ref}", f"         hyp  {hyp}")]
     if event == "warning":
         return [f"warning  {values['message']}"]
-    forms = {
-        "start": start_line,
-        "plan": plan_line,
-        "train": train_line,
-        "valid": valid_line,
-        "end": end_line,
-    }
+    forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}
     return [forms[event](values)] if event in forms else []
 
 
@@ -193,13 +187,6 @@ def start_line(values: Mapping[str, Any]) -> str:
     shapes = ", ".join("x".join(map(str, shape)) for shape in values.get("shapes") or ())
     line = f"start    {', '.join(facts)}".rstrip()
     return f"{line}\n         shapes (rows x samples x labels): {shapes}" if shapes else line
-
-
-def plan_line(values: Mapping[str, Any]) -> str:
-    """``plan     4,210 updates in 0.50 h, 0.4 s each; every 350 a validation of 3.1 s``."""
-    updates = f"{values['steps']:,} updates in {values['hours']:.2f} h, {values['s_per_update']:.3g} s each"
-    validations = f"every {values['validate_every']:,} a validation of {values['s_per_validation']:.2g} s"
-    return f"plan     {updates}; {validations}"
 
 
 def train_line(values: Mapping[str, Any]) -> str:

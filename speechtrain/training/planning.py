@@ -137,6 +137,6 @@ class TimedPlanning(Planning):
         self.updates, self.validate_every = plan.updates_at(step), plan.validate_every
         if not self.group.world.rank:
             time_plan.write(plan, self.run_dir)
-        values = {"step": step, "steps": self.updates, "validate_every": plan.validate_every}
+        values = {"step": step, "steps": self.updates, "hours": plan.hours}
         speed = {"s_per_update": plan.seconds_per_update, "s_per_validation": plan.seconds_per_validation}
-        self.tracker.log("plan", {**values, "hours": plan.hours, **speed})
+        self.tracker.log("plan", {**values, "validate_every": plan.validate_every, **speed})

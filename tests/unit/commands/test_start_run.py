@@ -309,8 +309,8 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     _conclude(load(run_dir / "config.yaml"), command)
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
-    own = "data=manifest data.train=train.jsonl data.valid.dev=dev.jsonl"
-    assert line.endswith(f": speechtrain-train model=rnnt precision=bf16 {own}")
+    own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
+    assert line.endswith(f": speechtrain-train {own} precision=bf16")
     config = load(run_dir / "config.yaml")
     for own_files in (
         ["a.jsonl", "b.jsonl"],
