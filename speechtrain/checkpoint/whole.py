@@ -11,6 +11,7 @@ continues either kind of run, on any number of ranks.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -322,7 +323,13 @@ class Checkpointer:
         for name, digest in files.items() if only is None else [(only, files[only])]:
             if not (folder / name).is_file():
                 raise RunError(f"{folder / name} is missing")
-            if sha256(folder / name) != digest:
+            try:
+                found = sha256(folder / name)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # of a broken disk, or a checkpoint that was deleted just now
+                    raise
+                raise RunError(f"{folder / name} cannot be read ({error.strerror})") from None
+            if found != digest:
                 raise RunError(f"{folder / name} does not match its sha256")
         return manifest
 
