@@ -181,16 +181,19 @@ def test_a_recording_of_a_stranger(forks: Forks, place: Place, good: Path, name:
     ended = forks.run("prepare", "tsv", path.parent, "--ext", suffix, "--out", place.folder / "tsv")
     faulty["tsv"] = faults(ended, **known)
     said = place.recording(str(path), num_samples=20 * RATE, duration=20.0)
-    for kind, record in {
-        "nemo": place.nemo(audio_filepath=str(path), duration=20.0),
-        "nemo, a segment": place.nemo(audio_filepath=str(path), duration=1.0, offset=0.5),
-        "nemo, measured": {"audio_filepath": str(path)},
-        "cut": place.cut(said, duration=20.0),
-        "mixture": place.mixed(place.track(said)),
-        "mixture that believes it": place.mixed(place.track(place.recording(str(path), duration=36e4))),
-        "faster": place.cut({**said, "transforms": [{"name": "Speed", "kwargs": {"factor": 1.1}}]}),
-    }.items():
-        faulty[kind] = faults(prepare(forks, place, place.lines(record)), **known)
+    nemo = [
+        place.nemo(audio_filepath=str(path), duration=20.0),
+        place.nemo(audio_filepath=str(path), duration=1.0, offset=0.5),
+        {"audio_filepath": str(path)},
+    ]
+    cuts = [
+        place.cut(said, duration=20.0, id="1"),
+        place.mixed(place.track(said), id="2"),
+        place.mixed(place.track(place.recording(str(path), duration=36e4)), id="3"),
+        place.cut({**said, "transforms": [{"name": "Speed", "kwargs": {"factor": 1.1}}]}, id="4"),
+    ]
+    faulty["nemo"] = faults(prepare(forks, place, place.lines(*nemo)), **known)
+    faulty["cuts"] = faults(prepare(forks, place, place.lines(*cuts)), **known)
     if "hour" not in name:
         faulty["evaluate"] = faults(evaluate(forks, place, good, path.parent), **known)
     assert {kind: found for kind, found in faulty.items() if found} == {}
