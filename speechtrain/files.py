@@ -19,8 +19,9 @@ import sys
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import yaml
 
@@ -87,13 +88,14 @@ def follow_umask(path: Path) -> None:
     new.unlink()
 
 
-def open_regular(path: str | Path, limit: int | None = None, follow: bool = True) -> IO[bytes]:
+def open_regular(path: str | Path, limit: int | None = None, follow: bool = True) -> BufferedReader:
     """Open a regular file of at most ``limit`` bytes for reading.
 
     A pipe does not block, a device is not read, and without ``follow`` no link is followed. Raises OSError,
     ValueError for a name that no file can have.
     """
-    return _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", limit)
+    file = _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), "rb", limit)
+    return cast("BufferedReader", file)
 
 
 def _regular(path: str | Path, flags: int, mode: str, limit: int | None = None) -> IO[bytes]:
