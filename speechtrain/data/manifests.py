@@ -211,9 +211,11 @@ class LhotseCuts(JsonLines):
         if kind not in _CUT_TYPES:
             raise self.bad(line, f"'type' is {kind!r}; a lhotse cut has one of {', '.join(_CUT_TYPES)}")
         supervisions = cut.get("supervisions") or []
-        if not isinstance(supervisions, list) or not all(isinstance(s, dict) for s in supervisions):
+        if not isinstance(supervisions, list):
             raise self.bad(line, "'supervisions' is not a list of objects")
         for supervision in supervisions:
+            if not isinstance(supervision, dict):
+                raise self.bad(line, "'supervisions' is not a list of objects")
             if not isinstance(supervision.get("text"), (str, type(None))):
                 raise self.bad(line, f"'text' is {supervision['text']!r}, not a string")
         if kind == "MixedCut":
@@ -229,9 +231,11 @@ class LhotseCuts(JsonLines):
         if not isinstance(recording, dict):
             raise self.bad(line, "has no 'recording' (a cut with features only has no audio)")
         sources = recording.get("sources")
-        if not isinstance(sources, list) or not sources or not all(isinstance(s, dict) for s in sources):
+        if not isinstance(sources, list) or not sources:
             raise self.bad(line, "'recording' has no 'sources'")
         for source in sources:
+            if not isinstance(source, dict):
+                raise self.bad(line, "'sources' is not a list of objects")
             if (storage := source.get("type")) != "file":
                 problem = f"the audio has the type {storage!r}; save it as files (lhotse: save_audios)"
                 raise self.bad(line, problem)
