@@ -105,6 +105,12 @@ def parser() -> argparse.ArgumentParser:
     _add_jobs(stats)
     stats.set_defaults(act=write_stats)
 
+    _add_tsv(commands)
+    _add_digits(commands)
+    return build
+
+
+def _add_tsv(commands: Any) -> None:
     tsv = commands.add_parser("tsv", help="write fairseq's train.tsv and valid.tsv of a folder's recordings")
     tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
     tsv.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -114,6 +120,9 @@ def parser() -> argparse.ArgumentParser:
     _add_jobs(tsv)
     tsv.set_defaults(act=write_tsv)
 
+
+def _add_digits(commands: Any) -> None:
+    """Add the commands that write the embedded corpus."""
     digits = commands.add_parser("digits", help="write the embedded corpus as files, with two manifests")
     digits.add_argument("--out", type=Path, required=True, metavar="DIR")
     digits.add_argument("--train", type=int, default=2000, metavar="N", help="training utterances (2000)")
@@ -125,7 +134,6 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("out", type=Path, metavar="OUT.wav")
     sample.add_argument("--utterance", type=int, default=0, metavar="N", help="its number, 0 to 299 (0)")
     sample.set_defaults(act=write_sample)
-    return build
 
 
 def _add_sources(build: argparse.ArgumentParser) -> None:

@@ -118,11 +118,7 @@ class SpeechData(DataModule):
                 f"workers={workers}, shapes={shapes}: need workers >= -1 (-1: automatic), shapes >= 0"
             )
         _check_crop(crop_seconds, tokenizer)
-        if "path" in valid:
-            raise ValueError("valid: a set needs a name other than path, as in data.valid.dev={path: FILE}")
-        for name, spec in (("train", train), *((f"valid: {name}", valid[name]) for name in valid)):
-            if problem := problem_of(spec):
-                raise ValueError(f"{name}: {problem}")
+        _check_sources({"train": train, **{f"valid: {name}": spec for name, spec in valid.items()}})
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer, self.seed = tokenizer, seed
         self.batch = batch or BatchLimits()
@@ -134,8 +130,7 @@ class SpeechData(DataModule):
         self.allow_empty, self.skip_empty = allow_empty, skip_empty
         self.hold_out = 0.0 if valid else hold_out
         self.static_shapes, self.crop_seconds, self.normalise = shapes, crop_seconds, normalise
-        self.cache = cache or ""
-        self.run_dir = run_dir or ""
+        self.cache, self.run_dir = cache or "", run_dir or ""
         self.footprint = footprint
         self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
         count = automatic_workers() if workers < 0 else workers
@@ -488,6 +483,14 @@ class EvaluationBatches(Iterable[Batch]):
             width = int(decoder.tokenizer.reads_text)
             last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)
             yield collate([], decoder.sample_rate, last)
+
+
+def _check_sources(specs: dict[str, Any]) -> None:
+    if "valid: path" in specs:
+        raise ValueError("valid: a set needs a name other than path, as in data.valid.dev={path: FILE}")
+    for name, spec in specs.items():
+        if problem := problem_of(spec):
+            raise ValueError(f"{name}: {problem}")
 
 
 def _check_crop(seconds: float | None, tokenizer: Tokenizer) -> None:
