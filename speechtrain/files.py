@@ -171,7 +171,7 @@ def small_yaml(text: str) -> str:
     return text
 
 
-_MOST_OBJECTS = 2**24  # of a pickle, each reference to one counted
+_MOST_OBJECTS, _MOST_OPEN = 2**24, 10**5  # of a pickle: each reference counted; not yet in another
 
 
 def names_in_pickle(file: IO[bytes]) -> set[str]:
@@ -197,7 +197,7 @@ def names_in_pickle(file: IO[bytes]) -> set[str]:
                 taken = taken[: taken.index(pickletools.markobject)]
             size += sum((stack and stack.pop()) or 0 for _ in taken)
             stack += [size] * len(operation.stack_after)
-        if size > _MOST_OBJECTS or len(stack) > _MOST_OBJECTS:
+        if size > _MOST_OBJECTS or len(stack) > _MOST_OPEN:
             raise ValueError("its objects refer to each other too often")
         if operation.name == "PROTO" and argument != 2:
             raise ValueError(f"its pickle protocol is {argument}, and torch.save writes 2")

@@ -283,7 +283,7 @@ def _shards(index: Path) -> list[Path]:
         names = {Path(name).name for name in listed.values()}
     except (OSError, KeyError, TypeError, AttributeError, *MALFORMED) as error:
         raise DataError(f"{index} lists no files ({type(error).__name__}); download it again") from None
-    return [index.with_name(name) for name in sorted(names)]
+    return [index.parent / name for name in sorted(names)]
 
 
 def _normal_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import struct
 import subprocess
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ def zipped(content: bytes, *more: tuple[str, bytes], compression: int = zipfile.
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, data in (("archive/data.pkl", content), ("archive/version", b"3\n"), *more):
-            archive.writestr(name, data)
+            with warnings.catch_warnings(action="ignore"):  # of names that are there twice
+                archive.writestr(name, data)
     return buffer.getvalue()
 
 
