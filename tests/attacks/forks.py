@@ -32,7 +32,9 @@ from typing import Any, NoReturn
 import psutil
 
 COMMANDS = ("doctor", "evaluate", "export", "prepare", "report", "train", "transcribe")
-MOST_SECONDS = 120.0  # of a machine that others share; none of the commands here takes ten on a free one
+MOST_SECONDS = 60.0
+"""Of CPU time, of a command and its descendants."""
+_MOST_WAITED = 400.0  # seconds; a busy machine may give a tenth of a core
 MOST_BYTES = 4 * 2**30
 """Of memory that a command and its descendants touch together."""
 LONGEST_TOLD = 200_000
@@ -184,6 +186,15 @@ def _touched(processes: Iterable[psutil.Process]) -> int:
     return 1024 * total
 
 
+def _used(processes: Iterable[psutil.Process]) -> float:
+    """Seconds of CPU that they and their ended children have taken."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
+
+
 def _descendants() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -196,7 +207,7 @@ def _descendants() -> list[psutil.Process]:
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     """Run one command to its end; its descendants come back to this process, as to a subreaper."""
     begun = looked = time.monotonic()
-    peak, limit, base = 0, "", _touched([psutil.Process()])
+    peak, used, limit, base = 0, 0.0, "", _touched([psutil.Process()])
     if not (child := os.fork()):
         _child(asked)
     while not limit:
@@ -204,8 +215,10 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
         if found:
             break
         if (now := time.monotonic()) > looked + _LOOK_SECONDS:
-            looked, peak = now, max(peak, _touched(_descendants()) - base)
-        limit = "memory" if peak > MOST_BYTES else "time" if now > begun + asked["seconds"] else ""
+            looked, processes = now, _descendants()
+            peak, used = max(peak, _touched(processes) - base), _used(processes)
+        is_late = used > asked["seconds"] or now > begun + _MOST_WAITED
+        limit = "memory" if peak > MOST_BYTES else "time" if is_late else ""
         time.sleep(_POLL_SECONDS)
     left = _outliving() if _has_children() and not limit else []
     while _has_children():

@@ -382,9 +382,9 @@ def test_what_is_no_file_is_no_manifest(forks: Forks, place: Place, good: Path) 
         if name in ("/", ".", "~"):  # folders with recordings, perhaps
             continue
         secret = {"MY_TOKEN": "hunter2"}
-        ended = prepare(forks, place, path, cwd=place.folder / "out", seconds=30, environment=secret)
+        ended = prepare(forks, place, path, cwd=place.folder / "out", environment=secret)
         faulty[name] = faults(ended, refuses=True, **known)
-        ended = evaluate(forks, place, good, path, cwd=place.folder / "out", seconds=30)
+        ended = evaluate(forks, place, good, path, cwd=place.folder / "out")
         faulty[f"evaluate {name}"] = faults(ended, refuses=True, **known)
     assert {name: found for name, found in faulty.items() if found} == {}
 
@@ -398,14 +398,12 @@ def test_what_is_no_file_is_no_recording(forks: Forks, place: Place, good: Path)
             ("cut", place.cut(place.recording(path))),
             ("mixture", place.mixed(place.track(place.recording(path)))),
         ):
-            ended = prepare(
-                forks, place, place.lines(record), seconds=30, environment={"MY_TOKEN": "hunter2"}
-            )
+            ended = prepare(forks, place, place.lines(record), environment={"MY_TOKEN": "hunter2"})
             faulty[f"{name}, {kind}"] = faults(
                 ended, refuses=True, canaries=[place.canary], private=["root:x:", "hunter2"]
             )
         if path:
-            ended = forks.run("transcribe", good, path, seconds=30)
+            ended = forks.run("transcribe", good, path)
             faulty[f"{name}, transcribe"] = faults(ended, refuses=True, private=["root:x:", "hunter2"])
     assert {name: found for name, found in faulty.items() if found} == {}
 
@@ -429,7 +427,7 @@ def test_a_private_file_becomes_no_transcript(forks: Forks, place: Place) -> Non
     for name, path in named.items():
         manifest = place.file("corpus/m.jsonl", json.dumps({**line, "text_filepath": path}) + "\n")
         secret = {"MY_TOKEN": "hunter2"}
-        ended = prepare(forks, place, manifest, check=False, seconds=30, environment=secret)
+        ended = prepare(forks, place, manifest, check=False, environment=secret)
         refuses = None if name in ("itself", "") else True
         faulty[name] = faults(ended, refuses=refuses, private=["hunter2", "root:x:"])
         if written.exists():
@@ -447,7 +445,7 @@ def test_a_private_file_becomes_no_transcript(forks: Forks, place: Place) -> Non
             folder.mkdir()
             shutil.copy(place.ok, folder / "x.wav")
             os.mkfifo(folder / name) if target == "fifo" else (folder / name).symlink_to(target)
-            ended = prepare(forks, place, folder, check=False, seconds=30)
+            ended = prepare(forks, place, folder, check=False)
             faulty[f"{name} -> {target}"] = faults(ended, refuses=True, private=["hunter2", "root:x:"])
             assert not written.exists()
             shutil.rmtree(folder)
@@ -464,7 +462,7 @@ def test_a_private_file_becomes_no_transcript(forks: Forks, place: Place) -> Non
             manifest = place.file("corpus/t.tsv", f"{place.folder}\nok.wav\t32000\n")
             label = corpus / f"t.{suffix}"
             label.symlink_to(target)
-            ended = prepare(forks, place, manifest, check=False, seconds=30)
+            ended = prepare(forks, place, manifest, check=False)
             # a device is no file of labels; the manifest has no transcripts then
             refuses = None if target == Path("/dev/zero") else True
             faulty[f"{suffix} -> {target}"] = faults(ended, refuses=refuses, private=["hunter2", "root:x:"])

@@ -18,7 +18,8 @@ def test_a_command_ends_as_it_would_in_a_shell(forks: Forks, good: Path, tmp_pat
 
 
 def test_a_command_above_its_limit_is_killed_and_told(forks: Forks, good: Path, tmp_path: Path) -> None:
-    ended = forks.run("transcribe", good, tmp_path, seconds=0)
+    assert faults(forks.run("prepare", "sample", tmp_path / "s.wav"), refuses=False) == []
+    ended = forks.run("evaluate", good, seconds=0)
     assert ended.limit == "time"
     assert faults(ended)
 
