@@ -55,10 +55,12 @@ def run(argv: list[str]) -> int:
         _check_writable(arguments.out)
     from speechtrain.commands._load_run import open_run
     from speechtrain.config.build import build_data
+    from speechtrain.config.check import part_class
     from speechtrain.distributed.group import SingleProcess
     from speechtrain.training.evaluation import evaluate
 
     opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides, arguments.config_dir)
+    part_class("data", opened.config.data)
     _choose_sets(opened.config, named, arguments.run)
     data = build_data(opened.config, opened.tokenizer, opened.task)
     try:

@@ -9,7 +9,7 @@ and implements its group's interface.
 from __future__ import annotations
 
 import inspect
-import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -188,11 +188,12 @@ def mismatch(value: Any, annotation: Any) -> str:
     return "" if fits else f"{repr(value)[:100]} is not {_describe(annotation)}"
 
 
-# a type in words, and whether a value is of it: true and false are no numbers
+_MOST_FLOAT = sys.float_info.max
+# a type in words, and whether a value is of it: true and false are no numbers, and 10**400 is no float
 _SIMPLE: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, bool)),
     int: ("an integer", lambda value: type(value) is int),
-    float: ("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)),
+    float: ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= _MOST_FLOAT),
     str: ("a string", lambda value: isinstance(value, str)),
     types.NoneType: ("null", lambda value: value is None),
 }

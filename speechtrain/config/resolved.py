@@ -41,7 +41,7 @@ def load(path: Path) -> DictConfig:
             raise ValueError(f"{min(missing)} is missing")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
-    except (OmegaConfBaseException, OSError, RecursionError, ValueError, YAMLError) as error:
+    except (OmegaConfBaseException, OSError, OverflowError, RecursionError, ValueError, YAMLError) as error:
         cause = f"{path} is damaged ({one_line(str(error), 300)})"
         raise RunError(f"{cause}; delete it, and the command that started the run continues it") from None
     assert isinstance(merged, DictConfig)

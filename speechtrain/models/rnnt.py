@@ -39,6 +39,8 @@ class RNNT(Recogniser):
         fastemit: float = 0.0,
         freeze_encoder_steps: float = 0,
     ) -> None:
+        if fastemit < 0:
+            raise ValueError(f"fastemit={fastemit}: it must be at least 0")
         super().__init__(tokenizer, encoder, freeze_encoder_steps)
         self.prediction = prediction or LSTMPrediction()
         self.prediction.connect(tokenizer.size - 1)

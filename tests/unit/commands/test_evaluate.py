@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from speechtrain.commands import evaluate, prepare
 from speechtrain.commands._cli import guarded
@@ -132,6 +133,15 @@ def test_errors_are_told_in_one_line(
         evaluate.run([str(run_dir), *argv])
     assert guarded(lambda: evaluate.run([str(run_dir), *argv])) == error.exit_code  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("data", ["[1]", "-1"])
+def test_a_config_whose_data_is_none_is_one_line(run_dir: Path, tmp_path: Path, data: str) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump({**config, "data": yaml.safe_load(data)}))
+    with pytest.raises(ConfigError, match="data has no class"):
+        evaluate.run([str(tmp_path / "run")])
 
 
 def test_no_run_no_checkpoint_and_a_damaged_one(run_dir: Path, tmp_path: Path) -> None:

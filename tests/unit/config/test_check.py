@@ -38,6 +38,7 @@ def config() -> DictConfig:
         (1, float, True),
         (1.5, float, True),
         (True, float, False),
+        (10**400, float, False),
         (float("nan"), float, False),
         (float("inf"), float | None, False),
         (False, bool, True),

@@ -26,6 +26,7 @@ MERGES = "".join(
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 300))
 TEXTS = [LAUGHS, MERGES, CHAIN, "a: &a [*a]", "a: " + "[" * 100_000, "a: " + "{b: " * 500 + "1" + "}" * 500]
 TEXTS += ["a: " + "b" * 2**20, "a: '" + "${b}" * 20_000 + "'", "[1, 2]", "text", "a: \0", "", "seed: 1e999"]
+TEXTS += ["trainer: {target: 1" + "0" * 400 + "}"]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))

@@ -234,6 +234,7 @@ def test_numbers_have_bounds(tmp_path: Path) -> None:
         (mixed(track(held, offset=1e9)), "'offset'"),
         (mixed(track(held, offset=float("nan"))), "'offset'"),
         (mixed(track(held, snr="loud")), "'snr'"),
+        (mixed({**track(held), "type": float("nan")}), "a cut of type 'nan'"),
         (mixed(*[track({**held, "duration": 2.0})] * 1001), "'tracks' is not a list of 1 to 1000"),
         (mixed(*[{"offset": 0.0, "cut": {**silence, "duration": 1e4}}] * 4), "samples, the most are"),
         (mono({**held, "transforms": [speed]}), "'factor' is '1e-06'"),

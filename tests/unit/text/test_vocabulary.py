@@ -89,6 +89,14 @@ def test_subwords_list_unknown_symbols(model: str) -> None:
     assert vocabulary.unknown("<unk>") == set("<k>")  # the unknown piece has no spelling
 
 
+def test_a_model_whose_pieces_are_no_text_is_refused(tmp_path: Path) -> None:
+    train_sentencepiece(iter(TEXTS), tmp_path / "m", "unigram", 32)
+    mark = "\u2581".encode()  # of a space, which begins most pieces
+    (tmp_path / "bad").write_bytes((tmp_path / "m").read_bytes().replace(mark, b"\xe2\x9e\xe2"))
+    with pytest.raises(DataError, match="is not a SentencePiece model"):
+        SentencePiece(str(tmp_path / "bad"))
+
+
 def test_training_is_deterministic(tmp_path: Path) -> None:
     for kind in ("unigram", "bpe"):
         for name in "ab":
