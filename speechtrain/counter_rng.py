@@ -26,7 +26,7 @@ class RunStream(IntEnum):
     HOST_DRAWS = 7  # update, micro-batch: the seed that ``Task.prepare`` gets
     UPDATE_DRAWS = 8  # update: the seed that ``Task.advance`` gets
     CROPS = 9  # epoch, cut: where its crop starts
-    HOLD_OUT = 10  # cut or speaker, with seed 0: whether it is held out for validation
+    HOLD_OUT = 10  # speaker, recording or cut, with seed 0: whether it is held out for validation
 
 
 # The other seeds have streams of their own. The parts of their addresses are:
