@@ -48,9 +48,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
             f"{found} does not exist; give a run directory, a checkpoint's folder, a .safetensors file, a "
             "fairseq .pt file or a Hugging Face directory"
         )
-    with found.open("rb") as file:
-        start = file.read(9)
-    if start[8:] == b"{":  # safetensors: the header's length in 8 bytes, then the header
+    if _is_safetensors(found):
         if (found.parent / "config.json").is_file():
             return huggingface.read(found.parent)[0].weights
         return huggingface.read_safetensors(found)
@@ -58,6 +56,23 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if difference is None:
         _LOG.warning("%s was not checked against Hugging Face's model: transformers is not installed", found)
     return pretrained.weights
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"  # the header's length in 8 bytes, then the header
+
+
+def read_encoder(path: Path) -> dict[str, Any] | None:
+    """The node of the group ``encoder`` that weights of fairseq or Hugging Face fit; None if they are ours.
+
+    Raises DataError for a file that cannot be used. All of a fairseq file is read: 2 s for 1 GB.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+        return _encoder_node(huggingface.read_arguments(folder))
+    is_fairseq = path.is_file() and not _is_safetensors(path)
+    return _encoder_node(fairseq.read(path)) if is_fairseq else None
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
@@ -178,14 +193,16 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
     with huggingface.writing(folder) as temporary:
         (temporary / "encoder").mkdir()
         save_file(pretrained.weights, temporary / "model.safetensors")
-        node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
-        for name in ("mask", "channel_mask"):
-            if node[name]:
-                node[name] = {"_target_": _SPAN_MASK, **node[name]}
-        (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(node))
+        (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(_encoder_node(pretrained)))
         if not pretrained.is_encoder:
             (temporary / "model").mkdir()
             (temporary / "model" / f"{NAME}.yaml").write_text(_model_yaml(pretrained))
+
+
+def _encoder_node(pretrained: Pretrained) -> dict[str, Any]:
+    node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
+    masks = {name: node[name] for name in ("mask", "channel_mask") if node[name]}
+    return node | {name: {"_target_": _SPAN_MASK, **mask} for name, mask in masks.items()}
 
 
 def _model_yaml(pretrained: Pretrained) -> str:

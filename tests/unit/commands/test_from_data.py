@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands._from_data import follow_data, is_open, keys_from_data, rare_characters, typed_keys
 from speechtrain.commands._hydra_app import compose
@@ -16,7 +16,7 @@ from speechtrain.config import sizing
 from speechtrain.config.build import build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.config.sizing import Speech, frame, hold_out, scratch
-from speechtrain.errors import ConfigError, DataError
+from speechtrain.errors import ConfigError, DataError, RunError
 
 from .conftest import untrained
 
@@ -101,6 +101,33 @@ def test_an_imported_model_brings_its_encoder(tmp_path: Path) -> None:
     (tmp_path / "encoder/imported.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"imported\.yaml cannot be read"):
         compose(["recipe=finetune", f"init_from={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stolen: ${oc.env:SPEECHTRAIN_TEST_SECRET}", "it reads SPEECHTRAIN_TEST_SECRET of the environment"),
+        ("stolen: ['${oc.decode:${oc.env:SPEECHTRAIN_TEST_SECRET,x}}']", "of the environment"),
+        ("stolen: ${seed_of}\nseed_of: ${oc.env:SPEECHTRAIN_TEST_SECRET}", "of the environment"),
+        ("defaults: [/device: lazy]", "'defaults', which would choose other parts"),
+    ],
+)
+def test_the_beginning_of_a_stranger_reads_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str
+) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_TEST_SECRET", "hush")
+    run = untrained(tmp_path / "run", *RECOGNISER)
+    _, _, text = (run / "config.yaml").read_text().partition("\n")
+    own, _, root = line.partition("\n")
+    (run / "config.yaml").write_text(text.replace("encoder:\n", f"{root}\nencoder:\n  {own}\n", 1))
+    with pytest.raises((ConfigError, RunError), match=words if not root else "."):
+        compose(["recipe=finetune", f"init_from={run}"])
+    (run / "encoder").mkdir()
+    (run / "config.yaml").unlink()
+    (run / "encoder/imported.yaml").write_text(f"{own}\n")
+    with pytest.raises(ConfigError, match=words if not root else "."):
+        compose(["recipe=finetune", f"init_from={run}"])
+    assert OmegaConf.create({"a": "${oc.env:SPEECHTRAIN_TEST_SECRET}"}).a == "hush"  # for all other configs
 
 
 def test_rare_characters_are_few_enough_to_lose() -> None:
