@@ -114,33 +114,33 @@ class Initialised:
     """The result of ``initialise``, by name."""
 
     loaded: list[str]  # equal to the file's
-    fresh: list[str]  # unchanged: missing in the file, or of another shape there
+    fresh: list[str]  # unchanged: missing in the file, or not to be loaded
 
 
 @torch.no_grad()
 def initialise(
     module: nn.Module, weights: Mapping[str, Tensor], path: str, fresh: Container[str] = ()
 ) -> Initialised:
-    """Set every parameter and buffer but those in ``fresh`` to the value of the same name and shape, if any.
+    """Set every parameter and buffer but those in ``fresh`` to the value of the same name, if any.
 
-    A module's ``encoder.`` is loaded whole or not at all; the rest may stay fresh. ``path`` is for messages.
+    A module's ``encoder.`` is loaded whole or not at all; the rest may be missing. ``path`` is for messages.
 
-    Raises ConfigError, with the module unchanged, for the first encoder tensor that is missing or has
-    another shape, and if nothing would be loaded.
+    Raises ConfigError, with the module unchanged, for the first tensor that has another shape, the first of
+    the encoder that is missing, and if nothing would be loaded.
     """
     own = module.state_dict()
     weights = {name: v for name, v in migrate_names(weights, own).items() if name not in fresh}
     for name, value in own.items():
-        if not name.startswith("encoder."):
-            continue
-        if name not in weights:
+        of_encoder = name.startswith("encoder.")
+        if of_encoder and name not in weights:
             raise ConfigError(f"init_from={path}: {name} is missing in it; {_advice(weights)}")
-        if weights[name].shape != value.shape:
-            raise ConfigError(
-                f"init_from={path}: {name} is {tuple(weights[name].shape)} there and {tuple(value.shape)} "
-                f"here; {_advice(weights)}"
+        if name in weights and weights[name].shape != value.shape:
+            advice = (
+                _advice(weights) if of_encoder else "set the keys below model. as in the run that wrote it"
             )
-    loaded = [name for name, value in own.items() if name in weights and weights[name].shape == value.shape]
+            sizes = f"{tuple(weights[name].shape)} there and {tuple(value.shape)} here"
+            raise ConfigError(f"init_from={path}: {name} is {sizes}; {advice}")
+    loaded = [name for name in own if name in weights]
     if not loaded:
         raise ConfigError(f"init_from={path}: none of its tensors fits {type(module).__name__}")
     for name in loaded:

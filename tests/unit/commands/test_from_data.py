@@ -17,6 +17,7 @@ from speechtrain.config.build import build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.config.sizing import Speech, frame, hold_out, scratch
 from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.train_rank import _begin_with, build_task
 
 from .conftest import untrained
 
@@ -101,6 +102,25 @@ def test_an_imported_model_brings_its_encoder(tmp_path: Path) -> None:
     (tmp_path / "encoder/imported.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"imported\.yaml cannot be read"):
         compose(["recipe=finetune", f"init_from={tmp_path}"])
+
+
+def test_tensors_are_kept_by_labels_and_never_by_shape(tmp_path: Path) -> None:
+    run = untrained(tmp_path / "run", *RECOGNISER)
+    weights = next((run / "checkpoints").glob("step-*/model.safetensors"))
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes(weights.read_bytes())
+
+    def begun(place: Path, *overrides: str) -> set[str]:
+        config = compose([*RECOGNISER, f"init_from={place}", *overrides])
+        found = _begin_with(config, *build_task(config))
+        return set(found.get("fresh for another vocabulary", "").split(", ")) - {""}
+
+    assert not begun(run)
+    other = begun(run, "tokenizer.alphabet=' ghijkl'")  # as many labels
+    assert {"joint.output.weight", "prediction.embedding.weight"} <= other
+    assert begun(alone) == other  # its labels are unknown
+    with pytest.raises(ConfigError, match=r"joint\.\S+ is \(20.*here; set the keys below model\."):
+        begun(run, "model.joint.hidden=24")
 
 
 @pytest.mark.parametrize(
