@@ -124,6 +124,7 @@ class TimedPlanning(Planning):
             batches = parts.data.train(world.rank, world.size, config.accumulate)
             per_update = watch.updates(trial) * (size or 1.0)
             validation_s = watch.validation(parts.data.valid(world.rank, world.size), evaluate)
+        self.device.mark_step()  # what was put back is not in the first update's graph
         parts.wrapped = self.group.wrap(parts.task)  # DDP's buckets as if there had been no update
         spent, every = time.perf_counter() - started, config.validate_every
         return self._of_rank_0(

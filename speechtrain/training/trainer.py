@@ -256,6 +256,7 @@ class Trainer:
             parts, per_epoch, self._started, update, lambda sets: self.validation.evaluate(parts, sets)
         )
         self.update.outcomes(True)
+        self.graphs.settle()
 
     def _catch_up(self, parts: Parts, validate_every: int) -> str:
         """Make up for what the previous start missed; return the status before the first update."""
