@@ -150,6 +150,15 @@ def test_the_beginning_of_a_stranger_reads_no_environment(
     assert OmegaConf.create({"a": "${oc.env:SPEECHTRAIN_TEST_SECRET}"}).a == "hush"  # for all other configs
 
 
+@pytest.mark.usefixtures("cache")
+def test_transcripts_that_the_normaliser_empties_are_not_called_missing(tmp_path: Path) -> None:
+    train = lines(tmp_path, ["?!…"] * 5)
+    with pytest.raises(DataError, match=r"normaliser=unicode leaves nothing .*, such as '\?!…'"):
+        followed("recipe=scratch", f"data.train={train}")
+    config = followed("recipe=scratch", f"data.train={train}", "tokenizer.normaliser=none")
+    assert config.tokenizer.alphabet == "!?…"
+
+
 def test_rare_characters_are_few_enough_to_lose() -> None:
     counts, held = (
         Counter({"a": 10**6, "b": 40, "x": 1, "y": 2}),
