@@ -114,10 +114,10 @@ def _read(config: DictConfig) -> _Texts:
     data: DataModule = build(config, "data", tokenizer=NoText())
     normalise, found = build_tokenizer(config).normalise, _Texts()
     try:
-        is_empty, written = True, ""
-        for seconds, raw in data.recordings():
-            is_empty, written = False, written or raw.strip()
-            if text := normalise(raw):
+        is_empty = True
+        for seconds, text in data.recordings(normalise):
+            is_empty = False
+            if text:
                 found.seconds.append(seconds)
                 found.texts.append(text)
     except DataError as error:
@@ -128,10 +128,11 @@ def _read(config: DictConfig) -> _Texts:
         raise ConfigError(
             f"{what}: {type(data).__name__} does not list its recordings; set the keys themselves"
         )
-    if not found.texts and written:
-        name = config.tokenizer.get("normaliser")
-        left = f"data.train: tokenizer.normaliser={name} leaves nothing of any transcript"
-        raise DataError(f"{left}, such as {written[:40]!r}; set another one, such as none")
+    if written := not found.texts and next((text for _, text in data.recordings(str) if text.strip()), ""):
+        left = (
+            f"data.train: tokenizer.normaliser={config.tokenizer.normaliser} leaves nothing of any transcript"
+        )
+        raise DataError(f"{left}, such as {written[:40]!r}; choose another, such as none")
     if not found.texts:
         raise DataError(
             "data.train: no recording has a transcript; put a.txt beside a.wav, or name it in a manifest"

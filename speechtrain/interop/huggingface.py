@@ -27,17 +27,7 @@ from torch.nn import functional as F
 from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
 from speechtrain.files import follow_umask, read_bytes, read_json, write_json
 from speechtrain.interop.pickles import read_pickle, tensor_of
-from speechtrain.interop.wav2vec2 import (
-    CONV,
-    LAYER,
-    Pretrained,
-    Rule,
-    Settings,
-    Shapes,
-    inward,
-    outward,
-    renamed,
-)
+from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
 from speechtrain.nn.masking import SpanMask
 
 LIMIT = 1e-4
@@ -224,7 +214,8 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     is_encoder = "quantizer.codevectors" not in tensors
     if is_encoder:  # our encoder has no heads of fine-tuned models
         tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
-    pretrained, shapes = _described(folder, config, is_encoder)
+    pretrained = _described(folder, config, is_encoder)
+    shapes = pretrained.shapes()
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
     if not (config.get("mask_time_prob", 0.05) or config.get("mask_feature_prob")):
@@ -243,13 +234,14 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
 
 def read_arguments(folder: Path) -> Pretrained:
     """Read what a directory says of its encoder, without its weights. Raises DataError."""
-    return _described(folder, _config(folder), is_encoder=True)[0]
+    return _described(folder, _config(folder), is_encoder=True)
 
 
-def _described(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> tuple[Pretrained, Shapes]:
+def _described(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
     try:
         pretrained = _arguments(folder, config, is_encoder)
-        return pretrained, pretrained.shapes()
+        pretrained.shapes()
+        return pretrained
     except (ConfigError, TypeError, RuntimeError, *MALFORMED) as error:
         told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {one_line(str(error), 120)}"
         raise DataError(told) from None
