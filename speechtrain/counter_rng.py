@@ -27,7 +27,7 @@ class RunStream(IntEnum):
     UPDATE_DRAWS = 8  # update: the seed that ``Task.advance`` gets
     CROPS = 9  # pass, cut: where its crop starts
     SHARES = 11  # pass, cut: its turn in a set that has a weight
-    HOLD_OUT = 10  # cut or speaker, with seed 0: whether it is held out for validation
+    HOLD_OUT = 10  # speaker, recording or cut, with seed 0: whether it is held out for validation
 
 
 # The other seeds have streams of their own. The parts of their addresses are:

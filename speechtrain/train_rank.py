@@ -140,7 +140,7 @@ def read_config(run_dir: Path) -> DictConfig:
 def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
     """Give a new run the weights at ``init_from``; what came from there and what is fresh.
 
-    Tensors whose shape depends on the vocabulary stay fresh if the weights' run has another one.
+    Tensors whose shape depends on the vocabulary stay fresh, unless the weights' run has the same one.
     """
     if not (path := config.init_from):
         return {}
@@ -148,14 +148,15 @@ def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[st
 
     weights, fresh = read_weights(path), set[str]()
     run = run_of(whole_path(path).resolve())
-    labels = build_tokenizer(read_config(run)).labels if run else []
-    if labels and labels != tokenizer.labels:
+    labels = build_tokenizer(read_config(run)).labels if run else None
+    if labels not in ([], tokenizer.labels):
         longer = copy.copy(tokenizer)
         longer.labels = tokenizer.labels * 2
         other = build_model(config, longer, build_encoder(config)).state_dict()
         fresh = {name for name, value in task.state_dict().items() if value.shape != other[name].shape}
     found = initialise(task, weights, path, fresh)
-    note = {"fresh for another vocabulary": ", ".join(sorted(fresh))} if fresh else {}
+    lost = ", ".join(sorted(fresh & weights.keys()))
+    note = {"fresh for another vocabulary": lost} if lost else {}
     return {"tensors taken over": len(found.loaded), "fresh": len(found.fresh), **note}
 
 

@@ -128,6 +128,11 @@ def _read(config: DictConfig) -> _Texts:
         raise ConfigError(
             f"{what}: {type(data).__name__} does not list its recordings; set the keys themselves"
         )
+    if written := not found.texts and next((text for _, text in data.recordings(str) if text.strip()), ""):
+        left = (
+            f"data.train: tokenizer.normaliser={config.tokenizer.normaliser} leaves nothing of any transcript"
+        )
+        raise DataError(f"{left}, such as {written[:40]!r}; choose another, such as none")
     if not found.texts:
         raise DataError(
             "data.train: no recording has a transcript; put a.txt beside a.wav, or name it in a manifest"

@@ -9,13 +9,13 @@ from typing import Any, cast
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from speechtrain.config.check import part_class
+from speechtrain.config.resolved import of_a_stranger
 from speechtrain.config.resume_fields import key_of
 from speechtrain.errors import ConfigError
 from speechtrain.files import whole_path, yaml_text
-from speechtrain.run_directory import run_of
+from speechtrain.run_directory import CONFIG, run_of
 
 _USUAL = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights that come without a run
 _IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain-export --from has written
@@ -24,8 +24,8 @@ _IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain-exp
 def offer_finetuned(overrides: Sequence[str]) -> None:
     """Set the choice ``finetuned`` of this composition from the ``init_from`` among ``overrides``.
 
-    Of pretraining, which has no labels, only the encoder is taken. Raises RunError or ConfigError for a
-    damaged file.
+    Of pretraining, which has no labels, only the encoder is taken, and of weights without a run the sizes
+    that they name. Raises RunError, ConfigError or DataError for a damaged file.
     """
     parts: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _USUAL.items()}
     typed = next((text for text in reversed(overrides) if key_of(text) == "init_from"), "init_from=null")
@@ -37,11 +37,16 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
         config = read_config(run)
         has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
         taken = _USUAL if has_labels else ["encoder"]
-        parts |= {group: OmegaConf.to_container(config[group], resolve=True) for group in taken}
+        parts |= {group: of_a_stranger(config[group], run / CONFIG) for group in taken}
     elif place is not None and (place / _IMPORTED).is_file():
         try:
-            parts["encoder"] = yaml.safe_load(yaml_text(place / _IMPORTED))
+            node = yaml.safe_load(yaml_text(place / _IMPORTED))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{place / _IMPORTED} cannot be read: {error}") from None
+        parts["encoder"] = of_a_stranger(node, place / _IMPORTED)
+    elif place is not None and place.exists() and "encoder" not in map(key_of, overrides):
+        from speechtrain.interop.weights import read_encoder  # torch
+
+        parts["encoder"] = read_encoder(place) or parts["encoder"]
     for group, node in parts.items():
         ConfigStore.instance().store(group=group, name="finetuned", node=node)

@@ -39,6 +39,7 @@ _EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training wo
 _BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, SAVED_MODEL)
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
+_NOTHING = 0.9  # error rate of a recogniser that writes next to nothing
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
@@ -100,6 +101,8 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     if result["status"] == "preempted":
         raise Preempted(f"saved at step {result.get('steps')} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
+    if config.from_data and _has_learnt_nothing(result):
+        say("it does not write what was said yet: set a longer trainer.max_hours, or add recordings")
     _conclude(config, command)
     return result
 
@@ -132,6 +135,13 @@ def _conclude(config: DictConfig, command: Command) -> None:
         own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
         line = f"your own recordings: {shlex.join(['speechtrain-train', *own, *kept])}"
         print(errors.printable(line))
+
+
+def _has_learnt_nothing(result: Mapping[str, Any]) -> bool:
+    """True for a run without updates, or whose error rates are all near that of writing nothing."""
+    metrics = result.get("metrics") or {}
+    rates = [rate for name, rate in metrics.items() if rate is not None and run_directory.is_error_rate(name)]
+    return not result.get("steps") or min(rates, default=0.0) >= _NOTHING
 
 
 def _is_complete(result: Mapping[str, Any], run_dir: Path) -> bool:

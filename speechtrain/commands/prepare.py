@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut,
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import open_source, parts_of
-from speechtrain.data.statistics import Statistics, hear, held_out, recording_of, speaker_of, table
+from speechtrain.data.statistics import Statistics, hear, table
 from speechtrain.errors import ConfigError, DataError, MachineError, printable, shortened
 from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
@@ -50,7 +50,6 @@ _MEASURED = (
 )  # formats without the recording's own length and rate
 _FIX = "use another --out"  # for what cannot be written
 _CHUNK = 64  # recordings per thread that are given to the threads together
-_SPEAKERS = 10  # of fewer, one who is held out would be missing in training
 _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
 
@@ -347,30 +346,30 @@ def write_stats(arguments: argparse.Namespace) -> int:
 
 def write_split(arguments: argparse.Namespace) -> int:
     """Write the sources' cuts to ``train.jsonl`` and ``valid.jsonl``, each speaker or recording to one."""
+    from speechtrain.data.hold_out import GROUPS, groups_of, held_out  # torch
+
     if not 0 < arguments.share < 1:
         raise ConfigError(f"--share {arguments.share}: it must be above 0 and below 1")
     source = named_source(arguments)
-    groups = {"speaker": speaker_of, "recording": recording_of}
-    seconds: dict[str, dict[str, float]] = {by: defaultdict(float) for by in groups}
-    for cut in cuts_of(source):
-        for by, name_of in groups.items():
-            seconds[by][name_of(cut)] += seconds_of(cut)
-    is_named = seconds["speaker"].pop("", None) is None
-    by = arguments.by or ("speaker" if is_named and len(seconds["speaker"]) >= _SPEAKERS else "recording")
-    if not seconds[by]:
-        raise DataError("--by speaker: no recording names its speaker; use --by recording")
-    held = held_out(seconds[by], arguments.share, whole_share=by == "speaker")
+    columns = np.dtype([*((by, "i8") for by in GROUPS), ("seconds", "f4")])
+    facts = np.fromiter(((*groups_of(cut), seconds_of(cut)) for cut in cuts_of(source)), columns)
+    if arguments.by == "speaker" and (unnamed := int((facts["speaker"] < 0).sum())):
+        raise DataError(f"--by speaker: {unnamed} of {len(facts)} cuts name no speaker; use --by recording")
+    groups = {by: facts[by] for by in GROUPS}
+    held, by = held_out(groups, facts["seconds"], arguments.share, by=arguments.by or "")
+    if held.all():
+        raise DataError(f"there is one {by} only, which cannot be split; give more")
     with contextlib.ExitStack() as stack:
         names = ("train", "valid")
         files = {name: stack.enter_context(opened(arguments.out / f"{name}.jsonl")) for name in names}
         totals = {name: Totals() for name in names}
-        for cut in cuts_of(source):
-            name = names[groups[by](cut) in held]
+        for cut, is_held in zip(cuts_of(source), held.tolist(), strict=True):
+            name = names[is_held]
             totals[name].add(cut)
             files[name].write(_line(cut))
     for name in names:
         print(printable(f"{arguments.out / name}.jsonl: {totals[name].describe()}"))
-    print(f"held out: {len(held)} of {len(seconds[by])} {by}s")
+    print(f"held out: {len(np.unique(groups[by][held]))} of {len(np.unique(groups[by]))} {by}s")
     return 0
 
 

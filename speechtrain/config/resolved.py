@@ -60,11 +60,8 @@ def dump(config: DictConfig) -> str:
         return oc.env(*arguments)
 
     # OmegaConf itself says which values read the environment: directly, nested, by another key, however spelt
-    OmegaConf.register_new_resolver("oc.env", noted, replace=True)
-    try:
+    with _environment(noted):
         kept = _kept({"": config}, "", OmegaConf.to_container(config, resolve=False), plain, read)
-    finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     text = OmegaConf.to_yaml(OmegaConf.create({"format": FORMAT, **kept}))
     return f"{_DIGEST}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
@@ -77,6 +74,35 @@ def _verify(text: str) -> None:
     first, _, rest = text.partition("\n")
     if first.startswith(_DIGEST) and not first.endswith(hashlib.sha256(rest.encode()).hexdigest()):
         raise ValueError("it does not match the sha256 in its first line, which who edits it must remove")
+
+
+def of_a_stranger(node: Any, source: object) -> dict[str, Any]:
+    """A group's node of a file that may be a stranger's, as plain containers, for Hydra to compose.
+
+    Raises ConfigError that names ``source`` for one that reads the environment or chooses other groups.
+    """
+
+    def refused(name: str, *default: Any) -> Any:
+        raise ValueError(f"it reads {name} of the environment")
+
+    try:
+        with _environment(refused):
+            plain = resolved(node if isinstance(node, DictConfig) else OmegaConf.create(dict(node)))
+    except (ConfigError, OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {one_line(str(error), 300)}; write values there") from None
+    if "defaults" in plain:
+        raise ConfigError(f"{source}: it has a key 'defaults', which would choose other parts; remove it")
+    return plain
+
+
+@contextlib.contextmanager
+def _environment(resolver: Any) -> Iterator[None]:
+    """A context in which ``resolver`` reads the environment for configs."""
+    OmegaConf.register_new_resolver("oc.env", resolver, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _kept(node: Any, at: Any, raw: Any, plain: Any, read: list[str]) -> Any:

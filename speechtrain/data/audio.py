@@ -102,6 +102,11 @@ def files_of(cut: Mapping[str, Any]) -> list[str]:
     return [source["source"] for source in (cut.get("recording") or {}).get("sources", ())]
 
 
+def recording_of(cut: Mapping[str, Any]) -> str:
+    """Return what a cut is a part of: its first file's name and folder, whatever holds the corpus."""
+    return "/".join(next(iter(files_of(cut)), str(cut["id"])).split("/")[-2:])
+
+
 def _read_file(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     recording = cut["recording"]
     source = recording["sources"][0]

@@ -1,41 +1,64 @@
-"""The part of a training set that is held out for validation: a pure function of its index."""
+"""What of a set is held out for validation: a pure function of its speakers, recordings, cuts and seconds."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from speechtrain.counter_rng import RunStream, uniform_at
-from speechtrain.data.index import Index
+from speechtrain.counter_rng import RunStream, key_of, uniform_at
+from speechtrain.data.audio import recording_of
+from speechtrain.data.manifests import Record, speaker_of
+
+GROUPS = ("speaker", "recording", "cut")
+"""What may be held out whole."""
 
 _FEWEST_SPEAKERS = 10  # of fewer, one who is held out would be missing in training
-_OVER = 1.5  # whole speakers may be so much more than the share
+_OVER = 1.5  # large groups may be so much more than the share, and speakers so much less
+_MANY, _FAR = 5, 2.0  # groups that a share must have to draw each alone, and may be so much more or less
 
 
-def held_out(index: Index, rows: NDArray[np.int32], share: float) -> NDArray[np.int32]:
-    """Return the held out ones of ascending ``rows``: ``share`` of them, at least one; all if there is one.
+def groups_of(cut: Record) -> tuple[int, int, int]:
+    """Return the ``key_of`` of a cut's speaker (-1 if it names none), recording and id, as in GROUPS."""
+    speaker = speaker_of(cut)
+    return key_of(speaker) if speaker else -1, key_of(recording_of(cut)), key_of(str(cut["id"]))
 
-    Whole speakers are, if each recording names one and ten or more do; else each recording by the hash of
-    its id. So neither the run's seed nor recordings that are added later change which.
+
+def held_out(
+    groups: Mapping[str, NDArray[np.int64]], seconds: NDArray[np.float32], share: float, by: str = ""
+) -> tuple[NDArray[np.bool_], str]:
+    """Return which cuts are held out, and by which of the GROUPS; ``groups`` has the key of each cut's.
+
+    Without ``by``, whole speakers are held out where each cut names one, there are ten or more and some are
+    about the share; else whole recordings; of a single recording, cuts. A single group is held out.
     """
-    if len(rows) < 2:
-        return rows
-    speakers = _speakers(index.speakers[rows], index.seconds[rows], share)
-    draws = uniform_at(0, RunStream.HOLD_OUT, index.keys[rows])
-    drawn = (draws < max(share, draws.min() + 1e-12)) & (draws < draws.max())
-    held: NDArray[np.int32] = rows[np.isin(index.speakers[rows], speakers) if len(speakers) else drawn]
-    return held
+    if not by and groups["speaker"].min(initial=0) >= 0:
+        names = np.unique(groups["speaker"])
+        held = _drawn(groups["speaker"], seconds, share)
+        is_about = share / _OVER <= seconds[held].sum() / max(seconds.sum(), 1e-9) <= share * _OVER
+        by = "speaker" if len(names) >= _FEWEST_SPEAKERS and is_about else ""
+    if not by:
+        by = "recording" if len(np.unique(groups["recording"])) > 1 else "cut"
+    return _drawn(groups[by], seconds, share), by
 
 
-def _speakers(who: NDArray[np.int64], seconds: NDArray[np.float32], share: float) -> NDArray[np.int64]:
-    """Return the speakers who are held out, in the order of their hashes; empty if none fit the share."""
-    names, numbers = np.unique(who, return_inverse=True)
-    if names[0] < 0 or len(names) < _FEWEST_SPEAKERS:
-        return names[:0]
-    spoken, chosen, held = np.bincount(numbers, seconds), [], 0.0
-    wanted = share * float(spoken.sum())
-    for number in np.argsort(uniform_at(0, RunStream.HOLD_OUT, names)).tolist():
-        if held < wanted and held + spoken[number] <= _OVER * wanted:
-            chosen.append(number)
-            held += float(spoken[number])
-    return names[chosen] if held >= wanted / _OVER else names[:0]
+def _drawn(names: NDArray[np.int64], seconds: NDArray[np.float32], share: float) -> NDArray[np.bool_]:
+    """Return which cuts are of a drawn group, by the hashes of ``names``: neither run nor seed matters.
+
+    Each group is drawn alone, so that none changes sides when others are added, unless few or large groups
+    miss the share by far: then as many as fit it, in the order of their hashes.
+    """
+    found, numbers = np.unique(names, return_inverse=True)
+    if len(found) < 2:
+        return np.ones(len(names), bool)
+    spoken, draws = np.bincount(numbers, seconds), uniform_at(0, RunStream.HOLD_OUT, found)
+    wanted, chosen = share * spoken.sum(), draws < share
+    if share * len(found) < _MANY or not wanted / _FAR <= spoken[chosen].sum() <= wanted * _FAR:
+        chosen[:], held = False, 0.0
+        for group in np.argsort(draws).tolist():
+            if held < wanted and held + spoken[group] <= _OVER * wanted:
+                chosen[group], held = True, held + spoken[group]
+    chosen[np.argmin(spoken)] |= not chosen.any()
+    chosen[np.argmax(spoken)] &= not chosen.all()
+    return chosen[numbers]

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from speechtrain.counter_rng import key_of
 from speechtrain.data import manifests
 from speechtrain.data.cache import cache_folder
+from speechtrain.data.hold_out import groups_of
 from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
@@ -33,9 +34,9 @@ from speechtrain.files import atomic, flush, read_text, whole_path, writing
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
-FORMAT = 4  # of the folder: an older format is built again
+FORMAT = 5  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
-_ARRAYS |= {"speaker": "<i8", "characters": "<i4"}
+_ARRAYS |= {"speaker": "<i8", "recording": "<i8", "characters": "<i4"}
 _CHUNK = 65_536  # rows held in memory while building
 
 
@@ -59,6 +60,8 @@ class Index:
         """``key_of`` of each cut's id (int64)."""
         self.speakers = self._map("speaker")
         """``key_of`` of each cut's speaker (int64); -1 if its source names none."""
+        self.recordings = self._map("recording")
+        """``key_of`` of each cut's recording (int64): its file's name and folder."""
         self.characters = self._map("characters")
         """Length of each transcript as it is, without spaces at its ends (int32)."""
         self.parts = self._map("part")
@@ -209,11 +212,10 @@ def _build(source: Source, folder: Path) -> None:
     files, cuts = [], 0
     content, texts = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
 
-    def row_of(entry: Entry, number: int) -> tuple[float, int, int, int, int, int]:
-        text, speaker = text_of(entry.cut), manifests.speaker_of(entry.cut)
+    def row_of(entry: Entry, number: int) -> tuple[float, int, int, int, int, int, int]:
+        text, (speaker, recording, key) = text_of(entry.cut), groups_of(entry.cut)
         texts.update(text.encode() + b"\0")
-        who = key_of(speaker) if speaker else -1
-        return seconds_of(entry.cut), entry.offset, key_of(entry.cut["id"]), number, who, len(text.strip())
+        return seconds_of(entry.cut), entry.offset, key, number, speaker, recording, len(text.strip())
 
     with contextlib.ExitStack() as stack:
         arrays = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in _ARRAYS}

@@ -21,8 +21,9 @@ from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import DECODED_SECONDS, files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import REASONS, BatchLoader, collate
-from speechtrain.data.hold_out import held_out
+from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, label_count, open_index
+from speechtrain.data.manifests import digest
 from speechtrain.data.sampler import (
     BatchLimits,
     MicroBatch,
@@ -167,7 +168,16 @@ class SpeechData(DataModule):
         rows = self._usable
         if self.tokenizer.reads_text and not self.allow_empty:
             rows = rows[self.index.characters[rows] > 0]
-        return held_out(self.index, rows, self.hold_out) if self.hold_out else rows[:0]
+        if not self.hold_out:
+            return rows[:0]
+        keys = (self.index.speakers[rows], self.index.recordings[rows], self.index.keys[rows])
+        held, _ = held_out(dict(zip(GROUPS, keys, strict=True)), self.index.seconds[rows], self.hold_out)
+        return rows[held]
+
+    @cached_property
+    def _sides(self) -> str:
+        """A digest of what is held out."""
+        return digest(self.index.keys[self._held].tolist())
 
     @cached_property
     def _kept(self) -> NDArray[np.int32]:
@@ -408,6 +418,7 @@ class SpeechData(DataModule):
             "content": self.index.content,
             "texts": self.index.texts,
             "cuts": len(self.index),
+            "held_out": self._sides,
             "skipped": dict(self.skips.reasons),
         }
 
@@ -424,6 +435,9 @@ class SpeechData(DataModule):
         if state.get("texts", self.index.texts) != self.index.texts:
             changed = "the transcripts of data.train have changed since the checkpoint"
             raise DataError(f"{changed}; restore them, or use another run_dir")
+        if self.hold_out and state.get("held_out") != self._sides:
+            other = "the run was begun by a release that holds out other recordings"
+            raise DataError(f"{other}, so it would validate on what it has trained on; use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 
@@ -459,7 +473,9 @@ class SpeechData(DataModule):
         if len(self._usable) == 1:
             return "nothing: the only recording is also what validates it"
         rows, speakers = self._held, self.index.speakers
-        found = f"{len(rows)} recordings, {self.index.seconds[rows].sum(dtype=np.float64) / 3600:.2f} h"
+        is_one = len(np.unique(self.index.recordings[self._usable])) == 1
+        what = "parts of the only recording" if is_one else "recordings"
+        found = f"{len(rows)} {what}, {self.index.seconds[rows].sum(dtype=np.float64) / 3600:.2f} h"
         whole = set(speakers[rows].tolist()).isdisjoint(speakers[self._kept].tolist())
         return f"{found}, {len(set(speakers[rows].tolist()))} speakers" if whole else found
 

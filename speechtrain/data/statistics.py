@@ -1,4 +1,4 @@
-"""What a set of recordings holds: lengths, speakers, characters and likely errors; and a split of it."""
+"""What a set of recordings holds: lengths, speakers, characters and likely errors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from speechtrain.counter_rng import key_of
-from speechtrain.data.manifests import Record, seconds_of, text_of
+from speechtrain.data.manifests import Record, seconds_of, speaker_of, text_of
 from speechtrain.data.recordings import Unusable
-from speechtrain.errors import DataError
 
 _FAST, _SLOW = 2.0, 0.2  # times the median of characters per second; who reads aloud varies by a quarter
 _SILENT = 2e-3  # largest sample of full scale 1, 65 of 16 bits
 _CLIPPED = 5e-4  # share of samples at full scale
-_OVER = 1.5  # times the share that whole speakers may have
 
 
 class Heard(NamedTuple):
@@ -87,37 +84,6 @@ class Statistics:
             "characters": dict(self.characters.most_common()),
             "likely_errors": {name: ids for name, ids in {**self.errors, **likely}.items() if ids},
         }
-
-
-def speaker_of(cut: Record) -> str:
-    """The speaker of a cut in lhotse's JSON format, or an empty string."""
-    return next((str(s["speaker"]) for s in cut.get("supervisions") or () if s.get("speaker")), "")
-
-
-def recording_of(cut: Record) -> str:
-    """The recording of a cut: its file's name and folder, whatever holds the corpus."""
-    from speechtrain.data.audio import files_of
-
-    return "/".join(next(iter(files_of(cut)), str(cut["id"])).split("/")[-2:])
-
-
-def held_out(seconds: Mapping[str, float], share: float, whole_share: bool) -> set[str]:
-    """Return the groups of recordings that are held out, by the hash of their names; at least one.
-
-    With ``whole_share``, for few and large groups, their seconds are about ``share`` of all; else each is
-    drawn alone, so that none changes sides when others are added. Raises DataError for fewer than two.
-    """
-    if len(seconds) < 2:
-        raise DataError("there is one speaker or recording only, which cannot be split; give more")
-    order = sorted(seconds, key=lambda name: (key_of(name), name))
-    if not whole_share:
-        return {name for name in order[:-1] if key_of(name) < share * 2**63} or {order[0]}
-    held, wanted, chosen = 0.0, share * sum(seconds.values()), set[str]()
-    for name in order:
-        if held < wanted and held + seconds[name] <= _OVER * wanted:
-            chosen.add(name)
-            held += seconds[name]
-    return chosen or {min(order, key=lambda name: seconds[name])}
 
 
 def table(result: Mapping[str, Any]) -> Iterable[str]:

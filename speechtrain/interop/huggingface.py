@@ -214,12 +214,8 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     is_encoder = "quantizer.codevectors" not in tensors
     if is_encoder:  # our encoder has no heads of fine-tuned models
         tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
-    try:
-        pretrained = _arguments(folder, config, is_encoder)
-        shapes = pretrained.shapes()
-    except (ConfigError, TypeError, RuntimeError, *MALFORMED) as error:
-        told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {one_line(str(error), 120)}"
-        raise DataError(told) from None
+    pretrained = _described(folder, config, is_encoder)
+    shapes = pretrained.shapes()
     if "encoder.projection.weight" not in shapes:
         _drop_identity(tensors, folder)
     if not (config.get("mask_time_prob", 0.05) or config.get("mask_feature_prob")):
@@ -234,6 +230,21 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
         told = f"{folder}: transformers cannot load it ({type(error).__name__}: {one_line(str(error), 120)})"
         raise DataError(told) from None
     return pretrained, proved(_difference(pretrained, model), str(folder))
+
+
+def read_arguments(folder: Path) -> Pretrained:
+    """Read what a directory says of its encoder, without its weights. Raises DataError."""
+    return _described(folder, _config(folder), is_encoder=True)
+
+
+def _described(folder: Path, config: Mapping[str, Any], is_encoder: bool) -> Pretrained:
+    try:
+        pretrained = _arguments(folder, config, is_encoder)
+        pretrained.shapes()
+        return pretrained
+    except (ConfigError, TypeError, RuntimeError, *MALFORMED) as error:
+        told = f"{folder / 'config.json'} does not describe a wav2vec 2.0 model: {one_line(str(error), 120)}"
+        raise DataError(told) from None
 
 
 def _config(folder: Path) -> dict[str, Any]:

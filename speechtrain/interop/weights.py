@@ -48,9 +48,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
             f"{found} does not exist; give a run directory, a checkpoint's folder, a .safetensors file, a "
             "fairseq .pt file or a Hugging Face directory"
         )
-    with found.open("rb") as file:
-        start = file.read(9)
-    if start[8:] == b"{":  # safetensors: the header's length in 8 bytes, then the header
+    if _is_safetensors(found):
         if (found.parent / "config.json").is_file():
             return huggingface.read(found.parent)[0].weights
         return huggingface.read_safetensors(found)
@@ -58,6 +56,23 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if difference is None:
         _LOG.warning("%s was not checked against Hugging Face's model: transformers is not installed", found)
     return pretrained.weights
+
+
+def _is_safetensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"  # the header's length in 8 bytes, then the header
+
+
+def read_encoder(path: Path) -> dict[str, Any] | None:
+    """The node of the group ``encoder`` that weights of fairseq or Hugging Face fit; None if they are ours.
+
+    Raises DataError for a file that cannot be used. All of a fairseq file is read: 2 s for 1 GB.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
+        return _encoder_node(huggingface.read_arguments(folder))
+    is_fairseq = path.is_file() and not _is_safetensors(path)
+    return _encoder_node(fairseq.read(path)) if is_fairseq else None
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
@@ -99,33 +114,33 @@ class Initialised:
     """The result of ``initialise``, by name."""
 
     loaded: list[str]  # equal to the file's
-    fresh: list[str]  # unchanged: missing in the file, or of another shape there
+    fresh: list[str]  # unchanged: missing in the file, or not to be loaded
 
 
 @torch.no_grad()
 def initialise(
     module: nn.Module, weights: Mapping[str, Tensor], path: str, fresh: Container[str] = ()
 ) -> Initialised:
-    """Set every parameter and buffer but those in ``fresh`` to the value of the same name and shape, if any.
+    """Set every parameter and buffer but those in ``fresh`` to the value of the same name, if any.
 
-    A module's ``encoder.`` is loaded whole or not at all; the rest may stay fresh. ``path`` is for messages.
+    A module's ``encoder.`` is loaded whole or not at all; the rest may be missing. ``path`` is for messages.
 
-    Raises ConfigError, with the module unchanged, for the first encoder tensor that is missing or has
-    another shape, and if nothing would be loaded.
+    Raises ConfigError, with the module unchanged, for the first tensor that has another shape, the first of
+    the encoder that is missing, and if nothing would be loaded.
     """
     own = module.state_dict()
     weights = {name: v for name, v in migrate_names(weights, own).items() if name not in fresh}
     for name, value in own.items():
-        if not name.startswith("encoder."):
-            continue
-        if name not in weights:
+        of_encoder = name.startswith("encoder.")
+        if of_encoder and name not in weights:
             raise ConfigError(f"init_from={path}: {name} is missing in it; {_advice(weights)}")
-        if weights[name].shape != value.shape:
-            raise ConfigError(
-                f"init_from={path}: {name} is {tuple(weights[name].shape)} there and {tuple(value.shape)} "
-                f"here; {_advice(weights)}"
+        if name in weights and weights[name].shape != value.shape:
+            advice = (
+                _advice(weights) if of_encoder else "set the keys below model. as in the run that wrote it"
             )
-    loaded = [name for name, value in own.items() if name in weights and weights[name].shape == value.shape]
+            sizes = f"{tuple(weights[name].shape)} there and {tuple(value.shape)} here"
+            raise ConfigError(f"init_from={path}: {name} is {sizes}; {advice}")
+    loaded = [name for name in own if name in weights]
     if not loaded:
         raise ConfigError(f"init_from={path}: none of its tensors fits {type(module).__name__}")
     for name in loaded:
@@ -178,14 +193,16 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
     with huggingface.writing(folder) as temporary:
         (temporary / "encoder").mkdir()
         save_file(pretrained.weights, temporary / "model.safetensors")
-        node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
-        for name in ("mask", "channel_mask"):
-            if node[name]:
-                node[name] = {"_target_": _SPAN_MASK, **node[name]}
-        (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(node))
+        (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(_encoder_node(pretrained)))
         if not pretrained.is_encoder:
             (temporary / "model").mkdir()
             (temporary / "model" / f"{NAME}.yaml").write_text(_model_yaml(pretrained))
+
+
+def _encoder_node(pretrained: Pretrained) -> dict[str, Any]:
+    node: dict[str, Any] = {"_target_": _ENCODER, **pretrained.encoder}
+    masks = {name: node[name] for name in ("mask", "channel_mask") if node[name]}
+    return node | {name: {"_target_": _SPAN_MASK, **mask} for name, mask in masks.items()}
 
 
 def _model_yaml(pretrained: Pretrained) -> str:

@@ -80,6 +80,10 @@ class Graphs:
     def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
         """Compile the device's graphs for all fixed shapes; the run is unchanged afterwards."""
 
+    def settle(self) -> None:
+        """Count what was compiled since, before the first update, as the warm-up's."""
+        self._known = self.device.graphs()
+
     def check(self, step: int) -> None:
         """Report compilations since the warm-up; raise RunError above ``trainer.max_graphs``."""
         graphs = self.device.graphs()
@@ -114,7 +118,7 @@ class WarmedUpGraphs(Graphs):
                 on_host(
                     [parts.average.averaged_state_dict(parts.task), *(part.state_dict() for part in states)]
                 )
-        self._known = self.device.graphs()
+        self.settle()
         counts = {"shapes": len(parts.data.shapes()), "graphs": self._known}
         counts |= {f"graphs_{name}": count for name, count in segments.items()}
         self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - started})

@@ -12,7 +12,7 @@ from speechtrain.distributed.group import Group
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training import time_plan
-from speechtrain.training.run_state import Parts
+from speechtrain.training.run_state import Parts, Progress
 
 Update = Callable[[Iterator[Batch]], object]
 """Takes one update from training batches."""
@@ -58,6 +58,24 @@ class Planning:
     def latest_s(self) -> float | None:
         """Seconds of training after which no further update begins; None for no such limit."""
         return None if self.config.max_hours is None else self.config.max_hours * 3600
+
+    def is_late(self, spent_s: float) -> bool:
+        """True where this rank's clock says that the time is over."""
+        latest = self.latest_s()
+        return latest is not None and spent_s >= latest
+
+    def status(self, step: int, stop: bool, late: bool) -> str:
+        """How the run ends after ``step`` updates; empty while it continues."""
+        if self.updates is not None and step >= self.updates:
+            return "finished"
+        if late:
+            return "time"
+        return "preempted" if stop else ""
+
+    def eta_s(self, progress: Progress) -> float | None:
+        """Seconds to the end by the whole run, so that it holds still, and validations count."""
+        step, planned = progress.step, self.updates
+        return None if planned is None else (planned - step) * progress.wall_s / step
 
 
 class TimedPlanning(Planning):
@@ -106,6 +124,7 @@ class TimedPlanning(Planning):
             batches = parts.data.train(world.rank, world.size, config.accumulate)
             per_update = watch.updates(trial) * (size or 1.0)
             validation_s = watch.validation(parts.data.valid(world.rank, world.size), evaluate)
+        self.device.mark_step()  # what was put back is not in the first update's graph
         parts.wrapped = self.group.wrap(parts.task)  # DDP's buckets as if there had been no update
         spent, every = time.perf_counter() - started, config.validate_every
         return self._of_rank_0(

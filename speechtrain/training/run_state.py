@@ -90,3 +90,10 @@ class Interval:
         self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
         self.utterances += batch.utterances
         self.audio_s += batch.seconds
+
+    def speed(self, world_size: int) -> dict[str, float]:
+        """What all ranks have done in a second, and the share of the time that this one waited for data."""
+        seconds = max(1e-9, time.perf_counter() - self.started)
+        found = {"utterances_per_s": self.utterances, "audio_s_per_s": self.audio_s}
+        rates = {name: value * world_size / seconds for name, value in found.items()}
+        return {**rates, "data_wait": self.waited_s / seconds}

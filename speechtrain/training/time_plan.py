@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from speechtrain.batch import Batch
+from speechtrain.checkpoint.whole import on_host
 from speechtrain.distributed.group import Group
 from speechtrain.errors import RunError
 from speechtrain.files import read_json, write_json
@@ -146,7 +147,7 @@ class Stopwatch:
 @contextmanager
 def rewound(parts: Parts) -> Iterator[None]:
     """A context after which ``parts``, of a run that has not begun, are as they were, bit by bit."""
-    states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.states.items()}
+    states = {name: copy.deepcopy(on_host(part.state_dict())) for name, part in parts.states.items()}
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
     yield
     for name, part in parts.states.items():

@@ -148,7 +148,7 @@ class Trainer:
                 progress.wall_s = time.perf_counter() - self._started
             interval.steps += 1
             self.planning.correct(parts)
-            status = self._status(stop, late)
+            status = self.planning.status(step, stop, late)
             profiler.end(step, final=bool(status))
 
             validate_due = self.validation.is_due(parts, status, validate_every)
@@ -209,8 +209,9 @@ class Trainer:
             self.device.mark_step()
         rank_status.at(step, "all-reduce")
         skip = torch.stack(finite).sum() < accumulate
+        late = self.planning.is_late(time.perf_counter() - self._started)
         weight, stop, late, skip = self.group.all_reduce_status(
-            torch.stack(weights).sum(), stop=self.stop_requested(), late=self._is_late(), skip=skip
+            torch.stack(weights).sum(), stop=self.stop_requested(), late=late, skip=skip
         )
         return weight, ~skip, stop, late
 
@@ -255,11 +256,13 @@ class Trainer:
             parts, per_epoch, self._started, update, lambda sets: self.validation.evaluate(parts, sets)
         )
         self.update.outcomes(True)
+        self.graphs.settle()
 
     def _catch_up(self, parts: Parts, validate_every: int) -> str:
         """Make up for what the previous start missed; return the status before the first update."""
         progress = self.progress
-        status = self._status(self.group.any(self.stop_requested()), self.group.any(self._is_late()))
+        stop, late = self.stop_requested(), self.planning.is_late(time.perf_counter() - self._started)
+        status = self.planning.status(progress.step, self.group.any(stop), self.group.any(late))
         if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
             status = "target"  # the previous start reached it, and was killed before it wrote its result
         if self.validation.is_due(parts, status, validate_every):
@@ -279,41 +282,12 @@ class Trainer:
         self.saving.note(parts, is_last=bool(status or found))
         return found or status
 
-    def _is_late(self) -> bool:
-        """True where this rank's clock says that the time is over."""
-        latest = self.planning.latest_s()
-        return latest is not None and time.perf_counter() - self._started >= latest
-
-    def _status(self, stop: bool, late: bool) -> str:
-        """How the run ends after the steps done; empty while it continues."""
-        planned = self.planning.updates
-        if planned is not None and self.progress.step >= planned:
-            return "finished"
-        if late:
-            return "time"
-        return "preempted" if stop else ""
-
     def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor) -> None:
         self.group.rank_status.at(self.progress.step, "log")
         self.device.synchronize()  # the clock below measures finished work
-        seconds = max(1e-9, time.perf_counter() - interval.started)
+        speed = interval.speed(self.group.world.size)
         interval.sums.reduce(self.group.sum)
-        size, step, planned = self.group.world.size, self.progress.step, self.planning.updates
-        self.tracker.log(
-            "train",
-            {
-                "step": step,
-                "steps": planned,
-                "epoch": epoch,
-                **interval.sums.means(),
-                "lr": rate,
-                "grad_norm": float(norm.cpu()),
-                "utterances_per_s": interval.utterances * size / seconds,
-                "audio_s_per_s": interval.audio_s * size / seconds,
-                "data_wait": interval.waited_s / seconds,
-                "memory_mib": self.device.memory() / 2**20,
-                **self.device.counts(),
-                # by the whole run, so that it holds still, and validations count
-                "eta_s": None if planned is None else (planned - step) * self.progress.wall_s / step,
-            },
-        )
+        where = {"step": self.progress.step, "steps": self.planning.updates, "epoch": epoch}
+        values = {**where, **interval.sums.means(), "lr": rate, "grad_norm": float(norm.cpu()), **speed}
+        values |= {"memory_mib": self.device.memory() / 2**20, **self.device.counts()}
+        self.tracker.log("train", values | {"eta_s": self.planning.eta_s(self.progress)})

@@ -190,8 +190,8 @@ def test_a_split_by_recording_moves_none_when_others_are_added() -> None:
     ("argv", "error", "words"),
     [
         (["--share", "1"], ConfigError, "--share 1.0: it must be above 0 and below 1"),
-        (["--by", "speaker"], DataError, "no recording names its speaker; use --by recording"),
-        ([], DataError, "one speaker or recording only"),
+        (["--by", "speaker"], DataError, "1 of 1 cuts name no speaker; use --by recording"),
+        ([], DataError, "one cut only"),
     ],
 )
 def test_a_split_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:

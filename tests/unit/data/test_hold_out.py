@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from speechtrain.data.hold_out import held_out
+from speechtrain.commands import prepare
+from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
@@ -35,7 +36,9 @@ def index_of(path: str) -> Index:
 
 
 def rows_of(index: Index, share: float = 0.1) -> set[int]:
-    return set(held_out(index, np.arange(len(index), dtype=np.int32), share).tolist())
+    keys = (index.speakers, index.recordings, index.keys)
+    held, _ = held_out(dict(zip(GROUPS, keys, strict=True)), index.seconds, share)
+    return set(np.flatnonzero(held).tolist())
 
 
 @pytest.mark.usefixtures("cache")
@@ -61,6 +64,60 @@ def test_whole_speakers_are_held_out_where_there_are_enough(tmp_path: Path) -> N
     assert len(found) == 60
     few = rows_of(index_of(manifest(tmp_path, 600, speakers=3)))
     assert {row % 3 for row in few} == {0, 1, 2}
+
+
+def parts(folder: Path, recordings: int, each: int, name: str = "p") -> str:
+    """NeMo lines of parts of recordings."""
+    path = folder / f"{name}.jsonl"
+    lines = [
+        {"audio_filepath": f"{i}.wav", "offset": float(part), "duration": 1.0, "text": "one"}
+        for part in range(each)
+        for i in range(recordings)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.usefixtures("cache")
+def test_parts_of_a_recording_are_on_one_side(tmp_path: Path) -> None:
+    found = rows_of(index_of(parts(tmp_path, 200, 5)))
+    assert 100 / 2 < len(found) < 100 * 2
+    assert {row % 200 for row in found} == {row for row in found if row < 200}
+    few = rows_of(index_of(parts(tmp_path, 3, 40)))
+    assert len(few) == 40 == 40 * len({row % 3 for row in few})
+    assert 6 < len(rows_of(index_of(parts(tmp_path, 1, 100)))) < 20  # parts of the only one
+
+
+@pytest.mark.usefixtures("cache")
+def test_one_long_recording_is_not_what_is_held_out(tmp_path: Path) -> None:
+    for long in range(6):
+        path = Path(manifest(tmp_path, 6, name=f"long{long}"))
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[long]["duration"] = 1000.0
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert long not in rows_of(index_of(str(path)))
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("speakers", [0, 40])
+def test_prepare_split_and_a_run_choose_alike(tmp_path: Path, speakers: int) -> None:
+    path = manifest(tmp_path, 400, speakers=speakers)
+    index = index_of(path)
+    assert prepare.run(["split", path, "--out", str(tmp_path / "d"), "--share", "0.1"]) == 0
+    held = {json.loads(line)["id"] for line in (tmp_path / "d/valid.jsonl").read_text().splitlines()}
+    assert held == {index.cut(row)["id"] for row in rows_of(index)}
+
+
+def test_a_run_that_held_out_others_does_not_go_on(cache: Path, recordings: Any) -> None:
+    data = data_of(recordings.corpus("m", 20))
+    state = data.state_dict()
+    data.load_state_dict(state)
+    for other in ({"held_out": "0"}, {}):
+        del state["held_out"]
+        state |= other
+        with pytest.raises(DataError, match="holds out other recordings"):
+            data.load_state_dict(state)
+    data_of(recordings.corpus("m", 20), hold_out=0.0).load_state_dict(state)  # a run of any release
 
 
 def data_of(train: str, **options: Any) -> SpeechData:

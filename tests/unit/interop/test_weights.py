@@ -19,6 +19,7 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands import export
+from speechtrain.commands._hydra_app import compose
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, SpeechtrainError
 from speechtrain.interop import fairseq, huggingface
 from speechtrain.interop.wav2vec2 import Pretrained, describe
@@ -66,6 +67,33 @@ def as_shards(folder: Path) -> None:
     index = {"metadata": {"total_size": total}, "weight_map": place}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
+
+
+# --- the encoder that weights name ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["fairseq", "huggingface", "file"])
+def test_raw_weights_bring_the_size_of_their_encoder(
+    form: str, pretrained: Pretrained, tmp_path: Path
+) -> None:
+    place = tmp_path / "w"
+    if form == "fairseq":
+        fairseq.write(pretrained, fairseq.checkpoint_of(pretrained), place)
+    else:
+        place.mkdir()
+        (place / "config.json").write_text(
+            json.dumps({"model_type": "wav2vec2", **huggingface.config_of(pretrained)})
+        )
+        (place / "model.safetensors").write_bytes(b"0" * 8 + b"{")
+    begun = compose(["recipe=finetune", f"init_from={place}{'/model.safetensors' * (form == 'file')}"])
+    for key in ("width", "layers", "conv_norm", "pre_norm", "conv_layers"):
+        assert begun.encoder[key] == pretrained.encoder[key], key
+    assert begun.encoder.mask._target_.endswith("SpanMask")
+    typed = compose(["recipe=finetune", f"init_from={place}", "encoder=wav2vec2"])
+    assert typed.encoder.width == 768
+    (place / "config.json" if place.is_dir() else place).write_text("{")
+    with pytest.raises(DataError):
+        compose(["recipe=finetune", f"init_from={place}"])
 
 
 # --- what is read ---------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -171,3 +173,64 @@ def test_a_slow_run_ends_soon_after_its_time_with_a_validation(
     rig = Rig(tmp_path / "a", max_hours=1e-4, validate_every=None, log_every=10**6)
     assert rig.status == "time"
     assert len(rig.recorder.of("valid")) == 1
+
+
+ON_LAZY = """
+import json, sys, warnings
+from pathlib import Path
+warnings.filterwarnings("ignore")
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+import test_trainer
+from speechtrain.devices.lazy import Lazy
+from speechtrain.training import time_plan
+Lazy().open(0)
+
+class Fixed(test_trainer.Counted):
+    shapes = evaluation_shapes = lambda self: [(3, 4, 1)]
+    at = lambda self, number: super().at(3 * (number // 3) + 1)
+
+class Line(test_trainer.Line):
+    def __init__(self, *rest):
+        super().__init__(*rest)
+        self.dropout = torch.nn.Identity()
+        self.to("lazy")
+    prepare = lambda self, batch, seed: batch
+
+adamw = torch.optim.AdamW
+torch.optim.AdamW = lambda weights, lr: adamw(weights, lr=lr, foreach=False, fused=False)
+test_trainer.CPU, test_trainer.Counted, test_trainer.Line = Lazy, Fixed, Line
+time_plan.TimePlan.is_due = lambda plan, step: False
+time_plan.time_plan = lambda *_: time_plan.TimePlan(0.01, 8, 4, 0.1, 0.1)
+time_plan._SETTLE = time_plan._MEASURE = (0.01, 0.02)
+found = {}
+for name, limits in json.loads(sys.argv[3]).items():
+    rig = test_trainer.Rig(Path(sys.argv[2], name), **limits)
+    train = rig.recorder.of("train")
+    found[name] = {
+        "losses": [row["loss"] for row in train],
+        "weights": [weight.cpu().tolist() for weight in rig.task.parameters()],
+        "graphs": sorted({row["graphs"] for row in train}),
+        "warnings": [row["message"] for row in rig.recorder.of("warning")],
+        "advanced": len(rig.task.advanced),
+    }
+print(json.dumps(found))
+"""
+
+
+def test_what_is_timed_on_a_device_of_graphs_is_undone_and_compiles_nothing_later(tmp_path: Path) -> None:
+    # a process of its own: the backend registers its device for good
+    limits = {
+        "plain": {"max_steps": 8, "validate_every": 4},
+        "timed": {"max_hours": 0.01, "validate_every": None},
+    }
+    line = [sys.executable, "-c", ON_LAZY, str(Path(__file__).parent), str(tmp_path), json.dumps(limits)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    plain, timed = found["plain"], found["timed"]
+    assert timed["advanced"] >= plain["advanced"] + 4
+    assert (timed["losses"], timed["weights"]) == (plain["losses"], plain["weights"])
+    assert len(timed["graphs"]) == 1  # none after the first update, not even for a validation
+    assert not timed["warnings"]
