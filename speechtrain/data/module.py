@@ -36,6 +36,7 @@ from speechtrain.data.sampler import (
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source, problem_of
+from speechtrain.data.tars import file_of
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
 from speechtrain.files import FilePath, atomic
@@ -339,7 +340,7 @@ class SpeechData(DataModule):
     def _check_files(self, key: str, index: Index, rows: NDArray[np.int32], is_evaluation: bool) -> None:
         looked = self._sample(rows, _SAMPLED_RECORDINGS)
         firsts = (path for row in looked.tolist() for path in files_of(index.cut(row))[:1])
-        missing = [path for path in firsts if not os.path.exists(path)]
+        missing = [path for path in firsts if not os.path.exists(file_of(path))]
         if missing and (is_evaluation or self._is_too_many(len(missing), len(looked))):
             raise DataError(
                 f"{missing[0]} does not exist: {len(missing)} of {len(looked)} checked recordings of "
