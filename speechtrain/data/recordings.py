@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from speechtrain.data.stage import open_near
 from speechtrain.data.tars import file_of, member_bytes
 from speechtrain.errors import one_line
-from speechtrain.files import open_regular
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -41,7 +41,7 @@ def open_recording(path: str) -> Iterator[SoundFile]:
     from soundfile import LibsndfileError, SoundFile
 
     try:
-        file = open_regular(file_of(path))
+        file = open_near(file_of(path))
     except (FileNotFoundError, NotADirectoryError):
         raise Unusable("missing", path) from None
     except (OSError, ValueError) as error:
