@@ -29,7 +29,7 @@ from speechtrain.data.corpora.fsdd import Fsdd
 from speechtrain.data.folder import files_below
 from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut, text_of
 from speechtrain.data.recordings import Header, Unusable, header, read_header
-from speechtrain.data.source import Source
+from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import open_source, parts_of
 from speechtrain.data.statistics import Statistics, hear, held_out, recording_of, speaker_of, table
 from speechtrain.data.tars import file_of
@@ -208,12 +208,21 @@ def cuts_of(source: Source) -> Iterator[Record]:
                 if (key := key_of(str(entry.cut["id"]))) in seen:
                     raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated; ids must be unique")
                 seen.add(key)
+                _tell(entry.cut, part.facts)
                 if part.kind in _MEASURED:
                     yield measured(entry.cut, counts_samples=part.kind == "fairseq")
                 else:
                     yield entry.cut
         else:
             yield from (cut.to_dict() for cut in part.cuts())
+
+
+def _tell(cut: Record, facts: Facts) -> None:
+    """Give a cut the language of its set, and transcripts by the set's normaliser."""
+    for supervision in cut.get("supervisions") or ():
+        supervision |= {"language": facts.language} if facts.language else {}
+        if facts.normaliser and supervision.get("text"):
+            supervision["text"] = normaliser(facts.normaliser)(supervision["text"])
 
 
 def measured(cut: Record, counts_samples: bool = False) -> Record:
