@@ -179,7 +179,9 @@ class SpeechData(DataModule):
     @cached_property
     def _kept(self) -> NDArray[np.int32]:
         """Rows of the index that are trained on; a single recording is, and is held out, too."""
-        return np.setdiff1d(self._usable, self._held) if len(self._usable) > 1 else self._usable
+        if len(self._usable) < 2 or not len(self._held):  # the difference sorts a million rows, 0.2 s
+            return self._usable
+        return np.setdiff1d(self._usable, self._held, assume_unique=True)
 
     @cached_property
     def sampler(self) -> Sampler:
