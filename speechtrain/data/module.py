@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -137,7 +138,7 @@ class SpeechData(DataModule):
         self.hold_out = 0.0 if valid else hold_out
         self.static_shapes, self.crop_seconds, self.normalise = shapes, crop_seconds, normalise
         self.cache, self.stage, self.run_dir = cache or "", stage or "", run_dir or ""
-        self._stager: Stager | None = None
+        self._staging = ExitStack()
         self.footprint = footprint
         self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
         count = automatic_workers() if workers < 0 else workers
@@ -259,17 +260,14 @@ class SpeechData(DataModule):
 
     def _staged(self, own: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
         """``own``, whose recordings are copied ahead of time, as are this rank's of the evaluation sets."""
-        self._end_staging()
+        self._staging.close()
         sets = [(_reader(self._set(name).decoder), self._set(name).plan) for name in self._names]
         ranges = ((loader, plan, range(rank, len(plan), world_size)) for loader, plan in sets)
         later = (partial(loader.files, plan[i]) for loader, plan, numbers in ranges for i in numbers)
         most = min(AHEAD, self.sampler.length(self._position[0]) // world_size)  # plans of two epochs at most
-        self._stager = Stager(self.stage, later)
-        return self._stager.ahead(own, _reader(self.decoder).files, max(1, most))
-
-    def _end_staging(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
+        stager = Stager(self.stage, later)
+        self._staging.callback(stager.close)
+        return stager.ahead(own, _reader(self.decoder).files, max(1, most))
 
     def shapes(self) -> list[tuple[int, int, int]]:
         return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
@@ -493,7 +491,7 @@ class SpeechData(DataModule):
     def close(self) -> None:
         if counts := ", ".join(f"{count} {reason}" for reason, count in self.skips.counts.items()):
             _log.warning("skipped recordings: %s; %s lists them", counts, self.skips.path)
-        self._end_staging()
+        self._staging.close()
         self.workers.close()
 
 

@@ -22,7 +22,7 @@ from typing import IO, TypeVar
 
 from speechtrain.data.tars import file_of
 from speechtrain.errors import DataError
-from speechtrain.files import open_regular
+from speechtrain.files import atomic, open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +73,14 @@ def _is_copy(copy: Path, status: os.stat_result) -> bool:
     return copy.is_file() and _stamp(copy.stat()) == _stamp(status)
 
 
+class _NotNow(Exception):
+    """A file cannot be copied completely."""
+
+
 class Stager:
     """Copies recordings into ``folder`` in a thread: of micro-batches to come, else those of ``later``.
 
-    Several processes may use one folder: who copies a file locks it, and the others pass. A copy gets its
+    Several processes may use one folder: who copies locks a part of it, and the others pass. A copy gets its
     name when it is complete and on the disk. A disk that is full ends the copying with one warning.
     """
 
@@ -150,43 +154,32 @@ class Stager:
             except (OSError, ValueError):  # whoever decodes it reports it
                 return
             copy.parent.mkdir(0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context((copy.parent / ".lock").open("wb"))
+            stack.enter_context(contextlib.suppress(BlockingIOError, _NotNow))  # others may copy it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_copy(copy, status):
+                return
+            for leftover in copy.parent.glob(".*.*"):  # of a process that was killed
+                leftover.unlink()
             if shutil.disk_usage(copy.parent).free < status.st_size + _ROOM:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary = copy.with_name(f".{copy.name}")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            target = stack.enter_context(os.fdopen(os.open(temporary, flags, 0o600), "wb"))
-            try:
-                fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.path.samestat(temporary.stat(), os.fstat(target.fileno())):
-                    return
-            except (BlockingIOError, FileNotFoundError):  # another process copies it, or has just done so
-                return
-            try:
-                is_whole = not _is_copy(copy, status) and self._write(source, target, status)
-            except OSError:
-                temporary.unlink()
-                raise
-            if not is_whole:
-                temporary.unlink()
-                return
-            temporary.replace(copy)
+            with atomic(copy, private=True) as temporary:
+                self._write(source, temporary, status)
             if not _is_copy(copy, status):  # it would be copied again and again
                 raise OSError(errno.EINVAL, "it does not keep the time of a file")
 
-    def _write(self, source: IO[bytes], target: IO[bytes], status: os.stat_result) -> bool:
-        """Write all of ``source`` and its time to the disk; False if it was not all, or changes."""
+    def _write(self, source: IO[bytes], path: Path, status: os.stat_result) -> None:
+        """Write all of ``source``, and its time. Raises _NotNow if that is not possible, or it changes."""
         left = status.st_size
-        target.truncate()
-        while left and not self._ended.is_set():
-            try:
-                block = source.read(min(left, _BLOCK))
-            except OSError:
-                return False
-            if not block:
-                return False
-            target.write(block)
-            left -= len(block)
-        target.flush()
-        os.utime(target.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
-        os.fsync(target.fileno())
-        return not left and _stamp(os.fstat(source.fileno())) == _stamp(status)
+        with path.open("wb") as target:
+            while left and not self._ended.is_set():
+                try:
+                    block = source.read(min(left, _BLOCK))
+                except OSError:
+                    block = b""
+                if not block:
+                    break
+                left -= target.write(block)
+        if left or _stamp(os.fstat(source.fileno())) != _stamp(status):
+            raise _NotNow
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
