@@ -357,3 +357,25 @@ def test_a_header_of_a_million_records_takes_no_time(tmp_path: Path) -> None:
     tar.write_bytes((header.tobuf() + padded) * 20 + tar.read_bytes())
     assert len(records_of(str(shar))) == 1
     assert isinstance(open_source(str(shar)), Shar)
+
+
+def test_preparing_reads_it_like_any_other_source(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from speechtrain.commands import prepare
+
+    shar, out = str(write_shar(tmp_path)), tmp_path / "out"
+    assert prepare.run(["manifest", shar, "--out", f"{out}.jsonl", "--check"]) == 0
+    expected = open_index(open_source(shar))
+    written = open_index(open_source(f"{out}.jsonl"))
+    assert (written.content, written.texts) == (expected.content, expected.texts)
+    assert prepare.run(["convert", shar, "--out", str(out), "--format", "wav"]) == 0
+    for row in range(10):
+        cuts = [open_index(open_source(str(out / "cuts.jsonl"))).cut(row), expected.cut(row)]
+        assert np.allclose(*(read_cut(cut, RATE) for cut in cuts), atol=1e-4)
+    capsys.readouterr()
+    assert prepare.run(["stats", shar, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recordings"], found["speakers"], found["likely_errors"]) == (10, 2, {})
+    assert prepare.run(["split", shar, "--out", str(out), "--share", "0.3"]) == 0
+    assert len(open_index(open_source(f"{out}/train.jsonl,{out}/valid.jsonl"))) == 10
