@@ -1,8 +1,9 @@
-"""Resume of the data layer at 99 % of an epoch of a million cuts: time and memory to the first batch.
+"""Index of a million cuts, and resume at 90 and 99 % of an epoch: time and memory to the first batch.
 
     python benchmarks/data_resume.py [--cuts 1000000] [--audio FOLDER] [--out FILE.md]
 
-Writes a lhotse and a NeMo manifest over a few WAV files into a temporary folder, builds their
+Writes a lhotse and a NeMo manifest over a few WAV files into a temporary folder, and a Shar (of a
+tenth of the cuts, as NeMo lines without durations are, whose audio's headers are read), builds their
 indexes, and measures each resume in a process of its own, from the moment when torch and lhotse are
 imported. Memory is the peak of that process, and its increase over what the imports have left.
 """
@@ -10,15 +11,22 @@ imported. Memory is the peak of that process, and its increase over what the imp
 from __future__ import annotations
 
 import argparse
+import gzip
+import io
 import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +56,15 @@ def run(folder: Path, cuts: int, audio: Path | None) -> str:
     """All measurements, as Markdown."""
     files = sorted(audio.rglob("*.wav"))[:100] if audio else embedded(folder)
     rows = []
-    for kind, write in (("lhotse", write_lhotse), ("NeMo", write_nemo)):
-        path = folder / f"{kind}.jsonl"
-        write(path, cuts, files)
+    for kind, write, share in KINDS:
+        path = folder / kind.replace(" ", "-")
+        write(path, cuts // share, files)
         case: dict[str, Any] = {"train": str(path), "index_only": True}
-        built = child(case)
-        rows.append((f"{kind}: build the index ({path.stat().st_size / 2**20:.0f} MiB), once", built))
-        for title, options in CASES.items():
-            rows.append((f"{kind}: {title}", child({"train": str(path), **options})))
-        path.unlink()
+        title = f"{kind}, {cuts // share:,} cuts" if share > 1 else kind
+        rows.append((f"{title}: build the index ({size_of(path) / 2**20:.0f} MiB), once", child(case)))
+        for name, options in list(CASES.items())[: 1 if share > 1 else None]:
+            rows.append((f"{title}: {name}", child({"train": str(path), **options})))
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     lines = [f"| {cuts:,} cuts | s | CPU s | peak MiB | increase MiB |", "|---|---|---|---|---|"]
     for title, r in rows:
         lines.append(
@@ -68,6 +76,7 @@ def run(folder: Path, cuts: int, audio: Path | None) -> str:
 
 COUNT = {"count": 16}
 CASES: dict[str, dict[str, Any]] = {
+    "resume at 90 %, 16 utterances, no workers": {"workers": 0, "batch": COUNT, "percent": 90},
     "resume at 99 %, 16 utterances, no workers": {"workers": 0, "batch": COUNT},
     "the same, 1 worker": {"workers": 1, "batch": COUNT},
     "the same, by total duration": {"workers": 0, "batch": {"count": None, "seconds": 120.0}},
@@ -106,10 +115,11 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
             data.check()
         length = data.micro_batches_per_epoch
         state = {"content": data.index.content, "cuts": len(data.index), "skipped": {}}
-        data.load_state_dict({**state, "epoch": 0, "position": length * 99 // 100})
+        position = length * int(case.get("percent", 99)) // 100
+        data.load_state_dict({**state, "epoch": 0, "position": position})
         batch = next(data.train())
         assert batch.utterances == len(batch.ids), batch.skipped
-        assert (batch.epoch, batch.index) == (0, length * 99 // 100)
+        assert (batch.epoch, batch.index) == (0, position)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     result = {
         "s": time.perf_counter() - begun,
@@ -164,8 +174,8 @@ def write_lhotse(path: Path, cuts: int, files: list[Path]) -> None:
             out.write(json.dumps(cut) + "\n")
 
 
-def write_nemo(path: Path, cuts: int, files: list[Path]) -> None:
-    """A NeMo manifest that goes round the files."""
+def write_nemo(path: Path, cuts: int, files: list[Path], measured: bool = True) -> None:
+    """A NeMo manifest that goes round the files, with their durations if they are ``measured``."""
     import soundfile
 
     durations = [soundfile.info(file).duration for file in files]
@@ -174,10 +184,48 @@ def write_nemo(path: Path, cuts: int, files: list[Path]) -> None:
             text = WORDS[i % 10]
             line = {
                 "audio_filepath": str(files[i % len(files)]),
-                "duration": durations[i % len(files)],
+                "duration": durations[i % len(files)] if measured else None,
                 "text": text,
             }
             out.write(json.dumps(line) + "\n")
+
+
+def write_shar(path: Path, cuts: int, files: list[Path]) -> None:
+    """A Shar in lhotse's layout, 1,000 cuts a shard, that goes round the files."""
+    path.mkdir()
+    write_lhotse(path / "all", cuts, files)
+    contents = [file.read_bytes() for file in files]
+    with (path / "all").open() as lines:
+        for shard, first in enumerate(range(0, cuts, 1000)):
+            name = f"{shard:06d}"
+            with (
+                gzip.open(path / f"cuts.{name}.jsonl.gz", "wt", compresslevel=1) as out,
+                tarfile.open(path / f"recording.{name}.tar", "w") as tar,
+            ):
+                for number, line in enumerate(islice(lines, 1000), first):
+                    cut = json.loads(line)
+                    cut["recording"]["sources"] = [{"type": "shar", "channels": [0], "source": ""}]
+                    out.write(json.dumps(cut) + "\n")
+                    about = json.dumps(cut["recording"]).encode()
+                    for kind, content in (("wav", contents[number % len(files)]), ("json", about)):
+                        info = tarfile.TarInfo(f"{cut['id']}.{kind}")
+                        info.size = len(content)
+                        tar.addfile(info, io.BytesIO(content))
+    (path / "all").unlink()
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+
+
+KINDS: list[tuple[str, Callable[..., None], int]] = [
+    ("lhotse", write_lhotse, 1),
+    ("NeMo", write_nemo, 1),
+    ("NeMo without durations", partial(write_nemo, measured=False), 10),
+    ("Shar", write_shar, 10),
+]
+"""Title, what writes it, and by which the number of cuts is divided."""
 
 
 if __name__ == "__main__":

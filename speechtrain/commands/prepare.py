@@ -32,6 +32,7 @@ from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import open_source, parts_of
 from speechtrain.data.statistics import Statistics, hear, table
+from speechtrain.data.tars import file_of
 from speechtrain.errors import ConfigError, DataError, MachineError, printable, shortened
 from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
@@ -479,7 +480,7 @@ class Converter:
 
         try:
             written = path.stat().st_mtime_ns
-            if any(os.stat(file).st_mtime_ns > written for file in files_of(cut)):
+            if any(os.stat(file_of(path)).st_mtime_ns > written for path in files_of(cut)):
                 return None
         except OSError:
             return None

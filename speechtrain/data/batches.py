@@ -19,6 +19,7 @@ from speechtrain.data.lhotse_cuts import Samples
 from speechtrain.data.manifests import Record, seconds_of, text_of
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
+from speechtrain.data.stage import reading_from
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -68,7 +69,7 @@ class BatchLoader:
     ``normalise`` gives every recording zero mean and unit variance. With ``crop_seconds``, each row is
     then cropped at an offset drawn from (``seed``, epoch, cut): to ``crop_seconds`` if the batch has a
     fixed shape; else to the shortest row, if that is shorter, so that nothing is padded (as in
-    fairseq's collater without padding).
+    fairseq's collater without padding). A copy in the folder ``stage`` is read instead of its recording.
     """
 
     index: Index
@@ -82,11 +83,16 @@ class BatchLoader:
     seed: int = 0
     max_decoded_seconds: float = DECODED_SECONDS
     is_strict: bool = True
+    stage: str = ""
 
     def __call__(self, planned: MicroBatch) -> Batch:
         """Decode one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
-        with _one_thread():
+        with _one_thread(), reading_from(self.stage):
             return self._decode(planned)
+
+    def files(self, planned: MicroBatch) -> Iterator[str]:
+        """The paths of a micro-batch's recordings."""
+        return (path for row in planned.rows.tolist() for path in files_of(self.index.cut(row)))
 
     def recordings(self, planned: MicroBatch) -> list[str]:
         """The ids and files of a micro-batch's cuts."""

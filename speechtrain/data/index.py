@@ -284,7 +284,7 @@ def _place(index: Index, row: int, parts: list[Source]) -> str:
         while left > 0:
             block = file.read(min(left, 1 << 20))
             line, left = line + block.count(b"\n"), left - len(block)
-    return f"{part.path if isinstance(part, Manifest) else type(part).__name__}:{line}"
+    return part.at(line) if isinstance(part, Manifest) else f"{type(part).__name__}:{line}"
 
 
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:

@@ -99,12 +99,16 @@ class Manifest(Source):
 
     def bad(self, line: int, problem: str) -> DataError:
         """Return a DataError that names file and line."""
-        return DataError(f"{self.path}:{line}: {problem}")
+        return DataError(f"{self.at(line)}: {problem}")
 
-    def _check_known(self, cut: Record, line: int) -> None:
-        """Raise DataError unless lhotse may read the cut's audio."""
+    def at(self, line: int) -> str:
+        """The place of an entry: file and line."""
+        return f"{self.path}:{line}"
+
+    def _check_known(self, cut: Record, line: int) -> Record:
+        """The parts of a cut that its audio needs. Raises DataError unless lhotse may read it."""
         try:
-            known_cut(cut)
+            return known_cut(cut)
         except UnknownPart as error:
             raise self.bad(line, str(error)) from None
 

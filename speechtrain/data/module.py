@@ -7,8 +7,11 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,8 @@ from speechtrain.data.sampler import (
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source, problem_of
+from speechtrain.data.stage import AHEAD, Stager
+from speechtrain.data.tars import file_of
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
 from speechtrain.files import FilePath, atomic
@@ -73,7 +78,8 @@ class SpeechData(DataModule):
     recordings at random, to the shortest of their batch or, with ``shapes``, to ``crop_seconds``;
     evaluation is not cropped. ``normalise``, set by the task, gives each recording zero mean and unit
     variance. ``workers`` decode ahead: -1 is one fewer than the cores of this rank, at most 8; 0 decodes
-    in this process. A bad recording becomes a padding row and is listed in ``run_dir``; more than
+    in this process. ``stage`` is a folder for copies of the recordings, made ahead of their use (see
+    ``data.stage``). A bad recording becomes a padding row and is listed in ``run_dir``; more than
     ``max_bad`` *and* more than ``max_bad_share`` of the set end the run.
 
     Raises ValueError for invalid arguments, DataError for unusable data.
@@ -101,6 +107,7 @@ class SpeechData(DataModule):
         workers: int = -1,
         timeout_seconds: float = 600.0,
         cache: FilePath | None = None,
+        stage: FilePath | None = None,
         max_bad: int = 10,
         max_bad_share: float = 0.001,
         run_dir: str | None = None,
@@ -131,7 +138,8 @@ class SpeechData(DataModule):
         self.allow_empty, self.skip_empty = allow_empty, skip_empty
         self.hold_out = 0.0 if valid else hold_out
         self.static_shapes, self.crop_seconds, self.normalise = shapes, crop_seconds, normalise
-        self.cache, self.run_dir = cache or "", run_dir or ""
+        self.cache, self.stage, self.run_dir = cache or "", stage or "", run_dir or ""
+        self._staging = ExitStack()
         self.footprint = footprint
         self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
         count = automatic_workers() if workers < 0 else workers
@@ -228,7 +236,8 @@ class SpeechData(DataModule):
         return self._loader(self.index, **limits, crop_seconds=self.crop_seconds, seed=self.seed)
 
     def _loader(self, index: Index, **options: Any) -> BatchLoader:
-        return BatchLoader(index, self.tokenizer, self.sample_rate, normalise=self.normalise, **options)
+        options |= {"normalise": self.normalise, "stage": self.stage}
+        return BatchLoader(index, self.tokenizer, self.sample_rate, **options)
 
     def _labels(self, index: Index, batch: BatchLimits) -> NDArray[np.int32] | None:
         """The label counts of all cuts, if batches depend on them."""
@@ -249,13 +258,26 @@ class SpeechData(DataModule):
 
     def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
         planned = self.sampler.micro_batches(*self._position)
-        own = (item for number, item in enumerate(planned) if number % world_size == rank)
+        own: Iterator[MicroBatch] = islice(planned, rank, None, world_size)
+        if self.stage:
+            own = self._staged(own, rank, world_size)
         for number, batch in enumerate(self.workers.map(self.decoder, own), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self._kept))
             if number % accumulate == 0:  # updated when the batch is yielded, not when decoded
                 self._position = self.sampler.advance(*self._position, world_size * accumulate)
             yield batch
+
+    def _staged(self, own: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
+        """``own``, whose recordings are copied ahead of time, as are this rank's of the evaluation sets."""
+        self._staging.close()
+        sets = [(_reader(self._set(name).decoder), self._set(name).plan) for name in self._names]
+        ranges = ((loader, plan, range(rank, len(plan), world_size)) for loader, plan in sets)
+        later = (partial(loader.files, plan[i]) for loader, plan, numbers in ranges for i in numbers)
+        most = min(AHEAD, self.sampler.length(self._position[0]) // world_size)  # plans of two epochs at most
+        stager = Stager(self.stage, later)
+        self._staging.callback(stager.close)
+        return stager.ahead(own, _reader(self.decoder).files, max(1, most))
 
     def shapes(self) -> list[tuple[int, int, int]]:
         return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
@@ -365,7 +387,7 @@ class SpeechData(DataModule):
     def _check_files(self, key: str, index: Index, rows: NDArray[np.int32], is_evaluation: bool) -> None:
         looked = self._sample(rows, _SAMPLED_RECORDINGS)
         firsts = (path for row in looked.tolist() for path in files_of(index.cut(row))[:1])
-        missing = [path for path in firsts if not os.path.exists(path)]
+        missing = [path for path in firsts if not os.path.exists(file_of(path))]
         if missing and (is_evaluation or self._is_too_many(len(missing), len(looked))):
             raise DataError(
                 f"{missing[0]} does not exist: {len(missing)} of {len(looked)} checked recordings of "
@@ -485,6 +507,7 @@ class SpeechData(DataModule):
     def close(self) -> None:
         if counts := ", ".join(f"{count} {reason}" for reason, count in self.skips.counts.items()):
             _log.warning("skipped recordings: %s; %s lists them", counts, self.skips.path)
+        self._staging.close()
         self.workers.close()
 
 
@@ -526,6 +549,11 @@ class EvaluationBatches(Iterable[Batch]):
             width = int(decoder.tokenizer.reads_text)
             last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)
             yield collate([], decoder.sample_rate, last)
+
+
+def _reader(loader: BatchLoader) -> BatchLoader:
+    """The loader for another thread: an index has open files, each at one position."""
+    return replace(loader, index=copy(loader.index))
 
 
 def _check_sources(train: object, valid: dict[str, Any]) -> None:

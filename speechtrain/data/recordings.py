@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from speechtrain.data.stage import open_near
+from speechtrain.data.tars import file_of, member_bytes
 from speechtrain.errors import one_line
-from speechtrain.files import open_regular
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -33,27 +35,31 @@ class Unusable(Exception):
 def open_recording(path: str) -> Iterator[SoundFile]:
     """A context with an open recording, whose header has been checked.
 
-    libsndfile gets an open file and no name: nothing reads the name as a command, a URL or a device. Raises
-    Unusable.
+    libsndfile gets an open file, or the bytes of a tar's member, and no name: nothing reads the name as a
+    command, a URL or a device. Raises Unusable.
     """
     from soundfile import LibsndfileError, SoundFile
 
     try:
-        file = open_regular(path)
+        file = open_near(file_of(path))
     except (FileNotFoundError, NotADirectoryError):
         raise Unusable("missing", path) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(str(error), 300)
         raise Unusable("unreadable", f"{path}: {reason}") from None
     with file:
-        start = os.pread(file.fileno(), 1024, 0)
+        try:
+            member = member_bytes(file, path)
+        except ValueError as error:
+            raise Unusable("unreadable", f"{path}: {error}") from None
+        start = os.pread(file.fileno(), 1024, 0) if member is None else member[:1024]
         if not start:
             raise Unusable("empty_file", path)
         if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
             remedy = f"convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
             raise Unusable("unreadable", f"{path}: compressed by Shorten; {remedy}")
         try:
-            recording = SoundFile(file.fileno(), closefd=False)
+            recording = SoundFile(file.fileno() if member is None else io.BytesIO(member), closefd=False)
         except LibsndfileError as error:
             raise Unusable("unreadable", f"{path}: {error.error_string}") from None
         with or_unusable(path), recording:

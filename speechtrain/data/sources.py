@@ -28,6 +28,7 @@ from speechtrain.data.manifests import (
     open_bytes,
     records,
 )
+from speechtrain.data.shar import Shar, looks_like_shar
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.tables import COLUMNS, Table
 from speechtrain.errors import ConfigError, DataError, nearest
@@ -89,6 +90,8 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
             parts.append(LhotsePair(path, rest.pop(0)[0]))
         elif kind == Table.kind:
             parts.append(Table(_table_in(path) or path, columns))
+        elif kind == Shar.kind:
+            parts.append(Shar(path, columns.get("audio", "")))
         elif kind in _FORMATS:
             parts.append(_FORMATS[kind](path))
         else:
@@ -224,13 +227,11 @@ def _sniff(path: Path, columns: Mapping[str, str]) -> str:
             raise DataError(
                 f"{path} has a {_TABLES[0]} in several folders; give {', '.join(map(str, split))}"
             )
-        if columns:
+        is_shar = looks_like_shar(path)
+        if columns.keys() - ({"audio"} if is_shar else set()):
             raise DataError(f"{path} has no table, so it has no column {next(iter(columns.values()))!r}")
-        if any(path.glob("cuts.0*.jsonl*")):
-            raise DataError(
-                f"{path} is a lhotse Shar folder; write its audio as files: CutSet.from_shar(in_dir=DIR)"
-                ".save_audios(NEW).map(lambda c: c.drop_custom('shard_origin')).to_file('cuts.jsonl.gz')"
-            )
+        if is_shar:
+            return Shar.kind
         return Kaldi.kind if (path / LIST).is_file() else Folder.kind
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder")

@@ -227,11 +227,6 @@ def test_audio_without_transcripts_needs_no_key_for_them(tmp_path: Path) -> None
         assert cut.supervisions[0].text == ""
 
 
-def test_a_shar_folder_is_told_from_a_folder_of_recordings(tmp_path: Path) -> None:
-    (tmp_path / "cuts.000000.jsonl.gz").write_bytes(b"")
-    assert "from_shar" in refusal(str(tmp_path))
-
-
 def test_several_files_are_their_union_in_order(tmp_path: Path, lhotse_line: Any) -> None:
     a = write(tmp_path / "a.jsonl", [lhotse_line("x"), lhotse_line("y")])
     b = write(tmp_path / "b.jsonl", [nemo_line()])
