@@ -54,7 +54,8 @@ def parser() -> argparse.ArgumentParser:
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
         "recordings with transcripts. Several SOURCEs are read one after the other; "
-        "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns.",
+        "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns. In place of a COMMAND, "
+        "corpus=NAME root=DIR out=DIR writes a public corpus as manifests; corpus=NAME --help lists them.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -147,6 +148,10 @@ def _add_jobs(build: argparse.ArgumentParser) -> None:
 
 def run(argv: list[str]) -> int:
     """Run one subcommand and return its exit code. Raises a SpeechtrainError if it fails."""
+    if any(argument.startswith("corpus=") for argument in argv):
+        from speechtrain.commands._corpus import prepare_corpus
+
+        return prepare_corpus(argv)
     arguments = parser().parse_args(argv)
     for name in ("jobs", "train", "valid", "size"):
         if getattr(arguments, name, 1) < 1:
