@@ -8,14 +8,13 @@ import shlex
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from speechtrain.commands._choices import choices
+from speechtrain.commands._choices import corpora
 from speechtrain.commands._cli import Parser, say
 from speechtrain.config.check import mismatch
 from speechtrain.data.corpora.downloads import Archive, fetch
@@ -94,7 +93,7 @@ def prepare_corpus(argv: list[str]) -> int:
 
 def _help() -> str:
     return (
-        f"Write a public corpus as manifests. NAME is one of {', '.join(choices(None)['corpus'])}, "
+        f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "
         "huggingface (name=… split=…), or a recipe of lhotse. Keys: root (else DATASET_DIR), out, "
         "download=true, parts=A,B, jobs, language, url (a mirror), arguments.KEY (of the recipe)."
     )
@@ -109,21 +108,19 @@ def _pair(text: str) -> tuple[str, str]:
 
 def _written(name: str, folder: str | None) -> dict[str, Any]:
     """The content of the corpus's YAML file; of one that has none, lhotse's recipe of this name."""
-    ours = choices(folder).get("corpus", [])
+    ours = corpora(folder)
     if name not in ours:
         if name not in (known := recipe_names()):
             near = nearest(name, [*ours, "huggingface", *known])
             told = f"; there are {', '.join(ours)}, huggingface, and lhotse's recipes"
             raise ConfigError(f"corpus={name}: there is no such corpus{near or told}")
         return {"recipe": name}
-    roots = [Path(str(resources.files("speechtrain.conf"))), *([Path(folder)] if folder else [])]
-    path = next(p for root in roots if (p := root / "corpus" / f"{name}.yaml").is_file())
     try:
-        found = yaml.safe_load(yaml_text(path))
+        found = yaml.safe_load(yaml_text(ours[name]))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {one_line(str(error), 300)}") from None
+        raise ConfigError(f"{ours[name]} cannot be read: {one_line(str(error), 300)}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} has no keys")
+        raise ConfigError(f"{ours[name]} has no keys")
     return found
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ from speechtrain.files import json_of, read_bytes
 
 _FORBIDDEN = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
 _FORBIDDEN |= {"os.spawn", "pty.spawn", "socket.connect", "socket.getaddrinfo"}
-_hook = {"is_added": False, "refuses": False}  # Python has no way to remove one
+_CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+_hook: list[str] = []  # once added, it stays: Python removes none. Its last item: where may be written, or ""
 
 
 @dataclass
@@ -101,7 +103,7 @@ def _read(recipe: str, arguments: dict[str, Any], names: Mapping[str, str], jobs
         if output and output.default is output.empty:  # else left out: it would take what a killed run left
             arguments["output_dir"] = scratch
         try:
-            with confined():
+            with confined(scratch):
                 found = function(**arguments)
         except SpeechtrainError:
             raise
@@ -110,7 +112,8 @@ def _read(recipe: str, arguments: dict[str, Any], names: Mapping[str, str], jobs
         except Exception as error:  # lhotse asserts, and raises what its parsing meets
             if (told := disk_explained(error)) is not error and isinstance(told, SpeechtrainError):
                 raise told from None
-            what = one_line(f"{type(error).__name__}: {error}", 300)
+            line = traceback.extract_tb(error.__traceback__)[-1].line  # most assertions have no message
+            what = one_line(f"{type(error).__name__}: {str(error) or line}", 300)
             raise DataError(
                 f"{names['folder']} is not as lhotse's recipe {recipe} expects it ({what}); "
                 "compare its folders with the corpus's page"
@@ -150,10 +153,11 @@ class _Threads(ThreadPoolExecutor):
 
 
 @contextlib.contextmanager
-def confined() -> Iterator[None]:
+def confined(scratch: str) -> Iterator[None]:
     """A context in which lhotse reads recordings by libsndfile alone, with the checks of ``read_header``.
 
-    A program, a process or a connection that anything wants to start meanwhile is a DataError.
+    Whatever wants to start a program, a process or a connection meanwhile, or to write a file outside of
+    ``scratch``, gets a PermissionError.
     """
     from lhotse.audio import backend
 
@@ -165,26 +169,38 @@ def confined() -> Iterator[None]:
             told = (found.channels, found.frames, found.samplerate, found.duration)
             return backend.LibsndfileCompatibleAudioInfo(*told)
 
-    def refuse(event: str, _: object) -> None:
-        if event in _FORBIDDEN and _hook["refuses"]:
-            raise DataError(f"lhotse's recipe wanted to run a program or to open a connection ({event})")
-
-    if not _hook["is_added"]:
-        sys.addaudithook(refuse)
+    if not _hook:
+        sys.addaudithook(_refuse)
     _recipes()  # what it imports may ask the machine
-    pools = [
-        m for name, m in [*sys.modules.items()] if name[:7] == "lhotse." and hasattr(m, "ProcessPoolExecutor")
-    ]
-    before: list[tuple[Any, str, Any]] = [(module, "ProcessPoolExecutor", _Threads) for module in pools]
-    before += [(backend, "AudioreadBackend", Libsndfile), (backend, "CURRENT_AUDIO_BACKEND", Libsndfile())]
-    before = [(module, name, _swap(module, name, new)) for module, name, new in before]
-    _hook.update(is_added=True, refuses=True)
+    new = {"ProcessPoolExecutor": _Threads, "resumable_download": _no_download}
+    ours = [m for name, m in [*sys.modules.items()] if name.startswith("lhotse.")]
+    changes: list[tuple[Any, str, Any]] = [(m, k, v) for k, v in new.items() for m in ours if hasattr(m, k)]
+    changes += [(backend, "AudioreadBackend", Libsndfile), (backend, "CURRENT_AUDIO_BACKEND", Libsndfile())]
+    before = [(module, name, _swap(module, name, value)) for module, name, value in changes]
+    _hook.append(os.path.realpath(scratch))
     try:
         yield
     finally:
-        _hook["refuses"] = False
+        _hook.append("")
         for module, name, old in before:
             setattr(module, name, old)
+
+
+def _refuse(event: str, given: tuple[Any, ...]) -> None:
+    """The audit hook of ``confined``."""
+    if not _hook[-1:] or not (scratch := _hook[-1]):
+        return
+    if event in _FORBIDDEN:
+        raise PermissionError(f"it wants to run a program or to open a connection ({event})")
+    if event in _CHANGES and isinstance(given[0], str | bytes | os.PathLike):
+        is_read = event == "open" and not given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        path = os.path.realpath(os.fsdecode(given[0]))
+        if not is_read and path != os.devnull and os.path.commonpath([path, scratch]) != scratch:
+            raise PermissionError(f"it wants to write {path}")
+
+
+def _no_download(url: str, *_: object, **__: object) -> None:
+    raise PermissionError(f"it wants to download {url}")
 
 
 def _swap(module: ModuleType, name: str, new: object) -> object:
