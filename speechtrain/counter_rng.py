@@ -19,13 +19,14 @@ class RunStream(IntEnum):
 
     DEVICE_DRAWS = 1  # update, micro-batch: the seed of the device's generator (dropout, augmentation)
     INITIAL_WEIGHTS = 2
-    ORDER = 3  # epoch, cut: the order of the cuts
-    SPEED = 4  # epoch, cut: its speed
+    ORDER = 3  # pass, cut: the order of the cuts. Without weights, pass p is epoch p
+    SPEED = 4  # pass, cut: its speed
     BATCHES = 5  # epoch, micro-batch: the order of the micro-batches
     CHECKS = 6  # row: which recordings and transcripts of a large set are checked
     HOST_DRAWS = 7  # update, micro-batch: the seed that ``Task.prepare`` gets
     UPDATE_DRAWS = 8  # update: the seed that ``Task.advance`` gets
-    CROPS = 9  # epoch, cut: where its crop starts
+    CROPS = 9  # pass, cut: where its crop starts
+    SHARES = 11  # pass, cut: its turn in a set that has a weight
     HOLD_OUT = 10  # cut or speaker, with seed 0: whether it is held out for validation
 
 

@@ -71,7 +71,8 @@ def rewrite(argv: Sequence[str]) -> list[str]:
     """Translate arguments as users of other toolkits type them into Hydra's syntax.
 
     ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would read it as a sweep), and
-    ``data.valid.NAME=…`` may add a name. ``final_decoder=`` chooses from the group of decoders.
+    ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names. ``final_decoder=`` chooses from the
+    group of decoders.
     ``allow_targets=`` moves to the environment, so that no file can set it.
     """
     from speechtrain.config.schema import PLACES
@@ -83,10 +84,10 @@ def rewrite(argv: Sequence[str]) -> list[str]:
         if key == "allow_targets" and equals:
             os.environ[ALLOW_TARGETS] = value.strip("[]")
             continue
-        if equals and re.fullmatch(r"\+{0,2}data\.(train|valid\.[\w-]+)", key):
+        if equals and re.fullmatch(r"\+{0,2}data\.(train|valid(\.[\w-]+)?)", key):
             if "," in value and not value.lstrip().startswith(("[", "{", "'", '"')):
                 value = "[" + ",".join(_quoted(part) for part in value.split(",")) + "]"
-            if key.startswith("data.valid."):
+            if key.startswith("data.valid") and value != "{}":
                 key = "++" + key
             argument = f"{key}={value}"
         is_bare = not value.startswith(("[", "{", "'", '"')) and "${" not in value

@@ -115,9 +115,9 @@ def _read(config: DictConfig) -> _Texts:
     normalise, found = build_tokenizer(config).normalise, _Texts()
     try:
         is_empty = True
-        for seconds, raw in data.recordings():
+        for seconds, text in data.recordings(normalise):
             is_empty = False
-            if text := normalise(raw):
+            if text:
                 found.seconds.append(seconds)
                 found.texts.append(text)
     except DataError as error:

@@ -330,14 +330,13 @@ def transcripts(
     import numpy as np
 
     from speechtrain.data.index import label_count
-    from speechtrain.data.manifests import text_of
 
     rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
     frames_of = getattr(getattr(task, "encoder", None), "frames", None)
     unspelt, symbols, crowded, worst = 0, set[str](), 0, ""
     for row in rows.tolist():
         cut = index.cut(row)
-        text = tokenizer.normalise(text_of(cut))
+        text = index.text(row, cut, tokenizer.normalise)
         if (labels := label_count(text, tokenizer)) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)

@@ -34,6 +34,7 @@ keys
   trainer.simulate_world=N   micro-batches per update over all ranks: accumulate follows from world_size
   data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, their union in order
   data.valid.NAME=FILE       with data=manifest: an evaluation set
+  'data.train={{a: {{path: FILE, weight: 3}}, b: FILE}}'   sets with a weight, a normaliser, a language
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
   --cfg job                  print the composed config, with every key that can be set, and exit
 

@@ -61,8 +61,11 @@ class DataModule(ABC):
         """
         return None
 
-    def recordings(self) -> Iterator[tuple[float, str]]:
-        """Yield the seconds and the transcript, as its source has it, of each training recording."""
+    def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
+        """Yield the seconds and the transcript of each training recording.
+
+        Transcripts go through ``normalise``, or a normaliser of their own set's.
+        """
         return iter(())
 
     def padded_samples(self) -> float:

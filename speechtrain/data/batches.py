@@ -99,7 +99,8 @@ class BatchLoader:
         for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):
             cut = self.index.cut(int(row))
             try:
-                rows.append(self._row(cut, int(percent), planned.shape))
+                text = self.index.text(int(row), cut, self.tokenizer.normalise)
+                rows.append(self._row(cut, text, int(percent), shape=planned.shape))
             except Unusable as problem:
                 if self.is_evaluation and self.is_strict:
                     raise DataError(
@@ -113,8 +114,7 @@ class BatchLoader:
         batch = collate(rows, self.sample_rate, planned.shape)
         return replace(batch, epoch=planned.epoch, index=planned.index, skipped=tuple(skipped))
 
-    def _row(self, cut: Record, percent: int, shape: Shape | None) -> _Row:
-        text = self.tokenizer.normalise(text_of(cut))
+    def _row(self, cut: Record, text: str, percent: int, *, shape: Shape | None) -> _Row:
         if self.is_evaluation:
             samples = read_cut(cut, self.sample_rate, self.max_decoded_seconds)
             try:
@@ -141,7 +141,7 @@ class BatchLoader:
         most = crop_samples(self.crop_seconds, self.sample_rate)
         if planned.shape is None:
             most = min(most, *(len(row.samples) for row in rows))
-        draws = uniform_at(self.seed, RunStream.CROPS, planned.epoch, self.index.keys[planned.rows])
+        draws = uniform_at(self.seed, RunStream.CROPS, planned.passes, self.index.keys[planned.rows])
         for row, draw in zip(rows, draws.tolist(), strict=True):
             start = int(draw * (max(0, len(row.samples) - most) + 1))
             row.samples = row.samples[start : start + most]

@@ -17,10 +17,11 @@ from typing import IO, TypeVar, cast
 from speechtrain.counter_rng import key_of
 from speechtrain.data.manifests import Manifest, Record, seconds_of, text_of
 from speechtrain.data.recordings import Unusable, header
-from speechtrain.data.source import Source
+from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import DataError, MachineError, printable, shortened
 from speechtrain.files import atomic, writing
+from speechtrain.text.normalise import normaliser
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -41,12 +42,21 @@ def cuts_of(source: Source) -> Iterator[Record]:
                 if (key := key_of(str(entry.cut["id"]))) in seen:
                     raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated; ids must be unique")
                 seen.add(key)
+                _tell(entry.cut, part.facts)
                 if part.kind in _MEASURED:
                     yield measured(entry.cut, counts_samples=part.kind == "fairseq")
                 else:
                     yield entry.cut
         else:
             yield from (cut.to_dict() for cut in part.cuts())
+
+
+def _tell(cut: Record, facts: Facts) -> None:
+    """Give a cut the language of its set, and transcripts by the set's normaliser."""
+    for supervision in cut.get("supervisions") or ():
+        supervision |= {"language": facts.language} if facts.language else {}
+        if facts.normaliser and supervision.get("text"):
+            supervision["text"] = normaliser(facts.normaliser)(supervision["text"])
 
 
 def measured(cut: Record, counts_samples: bool = False) -> Record:

@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -26,10 +26,11 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data import manifests
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
-from speechtrain.data.source import Source
+from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import atomic, flush, read_text, whole_path, writing
+from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
 FORMAT = 4  # of the folder: an older format is built again
@@ -41,8 +42,10 @@ _CHUNK = 65_536  # rows held in memory while building
 class Index:
     """The cuts of one source, numbered from 0: arrays over all cuts, and random access to each cut."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, facts: Sequence[Facts] = ()) -> None:
         self.folder = folder
+        self.facts = facts
+        """Those of each part of the source, none of which are in the folder."""
         meta = json.loads(read_text(folder / "meta.json"))
         self.content: str = meta["content"]
         self.texts: str = meta["texts"]  # a digest of the transcripts, as content is one of ids and durations
@@ -58,13 +61,21 @@ class Index:
         """``key_of`` of each cut's speaker (int64); -1 if its source names none."""
         self.characters = self._map("characters")
         """Length of each transcript as it is, without spaces at its ends (int32)."""
-        self._offsets, self._parts = self._map("offset"), self._map("part")
+        self.parts = self._map("part")
+        """The part of the source that each cut is of (int16)."""
+        self._offsets = self._map("offset")
+        self._normalisers = {
+            number: normaliser(facts.normaliser) for number, facts in enumerate(facts) if facts.normaliser
+        }
 
     def __len__(self) -> int:
         return self._size
 
-    def __reduce__(self) -> tuple[type[Index], tuple[Path]]:
-        return Index, (self.folder,)  # arrays and open files are not pickled: a worker opens its own
+    def __reduce__(self) -> tuple[type[Index], tuple[Path, Sequence[Facts]]]:
+        return Index, (
+            self.folder,
+            self.facts,
+        )  # arrays and open files are not pickled: a worker opens its own
 
     def _map(self, name: str) -> NDArray[Any]:
         dtype = _ARRAYS.get(name, "<i4")
@@ -74,7 +85,7 @@ class Index:
 
     def cut(self, row: int) -> Record:
         """Return one cut in lhotse's JSON format. Raises DataError if its manifest has changed."""
-        part = int(self._parts[row])
+        part = int(self.parts[row])
         if part not in self._open:
             self._open[part] = self.files[part].open("rb")
         file = self._open[part]
@@ -87,18 +98,23 @@ class Index:
             raise DataError(f"{self.files[part]} has changed since it was indexed; start the command again")
         return cut
 
+    def text(self, row: int, cut: Record, normalise: Normaliser) -> str:
+        """Return the transcript of ``cut``, row ``row``, by its set's own normaliser if it has one."""
+        return self._normalisers.get(int(self.parts[row]), normalise)(text_of(cut))
+
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
         """Return the number of labels of each transcript, -1 if it cannot be encoded.
 
         The first call for a tokenizer reads every transcript (20 s for a million); others map the result.
         """
-        name = f"labels-{digest(tokenizer.state())}"
+        own = [(number, self.facts[number].normaliser) for number in self._normalisers]
+        name = f"labels-{digest(tokenizer.state(), *own)}"
         path = self.folder / f"{name}.bin"
         if not path.exists():
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
                 for begin in range(0, self._size, _CHUNK):
                     rows = range(begin, min(begin + _CHUNK, self._size))
-                    texts = (tokenizer.normalise(text_of(self.cut(row))) for row in rows)
+                    texts = (self.text(row, self.cut(row), tokenizer.normalise) for row in rows)
                     counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
         return self._map(name)
@@ -139,7 +155,11 @@ def open_index(source: Source, cache: str = "") -> Index:
         finally:
             for leftover in root.glob(f".{folder.name}.*") if alone else [temporary]:
                 shutil.rmtree(leftover, ignore_errors=True)
-    return Index(folder)
+    return Index(folder, _facts_of(source))
+
+
+def _facts_of(source: Source) -> list[Facts]:
+    return [part.facts for part in parts_of(source)]
 
 
 def _replace(temporary: Path, folder: Path, source: Source) -> None:
@@ -155,7 +175,7 @@ def _replace(temporary: Path, folder: Path, source: Source) -> None:
 def _load(folder: Path, source: Source) -> Index | None:
     """Return the index in ``folder`` if it is complete and current, else None."""
     try:
-        index = Index(folder)
+        index = Index(folder, _facts_of(source))
         sizes = {name: np.dtype(dtype).itemsize * len(index) for name, dtype in _ARRAYS.items()}
         if any((folder / f"{name}.bin").stat().st_size != size for name, size in sizes.items()):
             return None
@@ -174,7 +194,7 @@ def _is_current(index: Index, source: Source) -> bool:
         return False
     for number, part in enumerate(parts_of(source)):
         if not isinstance(part, Manifest):
-            row = int(np.searchsorted(index._parts, number))
+            row = int(np.searchsorted(index.parts, number))
             first = next(iter(part.cuts()), None)
             try:
                 if first is not None and json.loads(_line(first.to_dict())) != index.cut(row):
@@ -255,7 +275,7 @@ def _check_unique(index: Index, parts: list[Source]) -> None:
 
 def _place(index: Index, row: int, parts: list[Source]) -> str:
     """Return the position of a cut: its manifest and line, or its corpus and number."""
-    number = int(index._parts[row])
+    number = int(index.parts[row])
     part = parts[number]
     line, left = 1, int(index._offsets[row])
     with index.files[number].open("rb") as file:

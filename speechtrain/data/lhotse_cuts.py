@@ -77,9 +77,9 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
 def _track(track: object) -> dict[str, Any]:
     if not isinstance(track, Mapping) or not isinstance(track.get("cut"), Mapping):
         raise UnknownPart("a track has no 'cut'")
-    kind = track.get("type", track["cut"].get("type"))
-    if track["cut"].get("type", kind) != kind:
-        raise UnknownPart(f"a track of the two types {str(kind)[:40]!r}, {str(track['cut']['type'])[:40]!r}")
+    kind = str(track.get("type", track["cut"].get("type")))  # a string, since NaN differs from itself
+    if (other := str(track["cut"].get("type", kind))) != kind:
+        raise UnknownPart(f"a track of the two types {kind[:40]!r}, {other[:40]!r}")
     part = _part(track["cut"], kind)
     known = {"type": part.pop("type"), "cut": part, "offset": _number(track, "offset", _SECONDS, 0.0)}
     if track.get("snr") is not None:

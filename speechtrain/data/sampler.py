@@ -89,6 +89,7 @@ class MicroBatch:
     shape: Shape | None = None  # None: the size of the longest row
     epoch: int = 0
     index: int = 0
+    passes: int | NDArray[np.int64] = 0  # how often each row has been used before
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Plan:
     bounds: NDArray[np.int64]  # micro-batch i is rows[bounds[i]:bounds[i + 1]]
     buckets: NDArray[np.int16]  # into ``shapes``, one for each micro-batch; empty without shapes
     shapes: Sequence[Shape] = ()
+    passes: int | NDArray[np.int64] = 0  # how often each row has been used before
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -108,7 +110,9 @@ class Plan:
     def __getitem__(self, index: int) -> MicroBatch:
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         shape = self.shapes[int(self.buckets[index])] if self.shapes else None
-        return MicroBatch(self.rows[part], self.percents[part], shape, epoch=self.epoch, index=index)
+        passes = self.passes if isinstance(self.passes, int) else self.passes[part]
+        rows, percents = self.rows[part], self.percents[part]
+        return MicroBatch(rows, percents, shape, epoch=self.epoch, index=index, passes=passes)
 
 
 class Sampler:
@@ -118,7 +122,9 @@ class Sampler:
     is all). ``labels`` are their label counts, needed for packing by memory and for shapes. ``speed`` is
     the lowest and the highest factor; each cut's factor is drawn from (seed, epoch, cut) on a grid of
     0.01. With ``shapes`` above 0, micro-batches have at most that many fixed shapes. No cut is planned
-    longer than ``crop_seconds``; the decoder crops it.
+    longer than ``crop_seconds``; the decoder crops it. With ``weights``, ``sets`` has the number of each
+    cut's set, and an epoch has as many cuts as there are, of each set its share: the next ones of a
+    shuffled pass through the set, then of another pass.
     """
 
     def __init__(
@@ -135,9 +141,16 @@ class Sampler:
         shapes: int = 0,
         sample_rate: int = 16_000,
         crop_seconds: float | None = None,
+        sets: NDArray[np.integer[Any]] | None = None,
+        weights: Sequence[float] = (),
     ) -> None:
         if not len(seconds):
             raise ValueError("there are no cuts to draw from")
+        self._sets: list[tuple[NDArray[np.int64], int]] = []
+        if sets is not None and weights:
+            counts = np.rint(len(seconds) * np.asarray(weights) / sum(weights)).astype(np.int64)
+            members = [np.flatnonzero(sets == number) for number in range(len(weights))]
+            self._sets = list(zip(members, np.maximum(counts, 1).tolist(), strict=True))
         self.seconds = np.asarray(seconds, np.float32)
         self.keys = keys
         self.rows = np.arange(len(seconds), dtype=np.int32) if rows is None else rows
@@ -183,7 +196,8 @@ class Sampler:
         """Return the micro-batches of an epoch; with packing by count only, no plan is made."""
         if self.shapes or self.packing.count is None or self.packing.seconds or self.packing.memory_gib:
             return len(self.plan(epoch))
-        return -(-len(self.keys) // self.packing.even(self.packing.count))
+        cuts = sum(count for _, count in self._sets) if self._sets else len(self.keys)
+        return -(-cuts // self.packing.even(self.packing.count))
 
     def micro_batches(self, epoch: int, position: int) -> Iterator[MicroBatch]:
         """Yield micro-batches from an address, over the ends of epochs, endlessly."""
@@ -194,12 +208,32 @@ class Sampler:
                 position += 1
             epoch, position = epoch + 1, 0
 
-    def percents(self, epoch: int) -> NDArray[np.int16]:
+    @property
+    def shares(self) -> list[float]:
+        """The share of each set in an epoch; empty without weights."""
+        total = sum(count for _, count in self._sets)
+        return [count / total for _, count in self._sets]
+
+    def _chosen(self, epoch: int) -> tuple[NDArray[np.int64] | None, int | NDArray[np.int64]]:
+        """Return the positions of an epoch's cuts (None: all) and how often each has been used before."""
+        if not self._sets:
+            return None, epoch
+        chosen, passes = [], []
+        for members, count in self._sets:
+            first, last = epoch * count, (epoch + 1) * count  # of all that are ever drawn from the set
+            numbers = np.arange(first // len(members), -(-last // len(members)))[:, None]
+            turns = addressed(self.seed, RunStream.SHARES, numbers, self.keys[members])
+            begin = first % len(members)
+            chosen.append(members[turns.argsort(axis=1, kind="stable")].ravel()[begin : begin + count])
+            passes.append(np.repeat(numbers, len(members))[begin : begin + count])
+        return np.concatenate(chosen), np.concatenate(passes)
+
+    def _percents(self, keys: NDArray[np.int64], passes: int | NDArray[np.int64]) -> NDArray[np.int16]:
         """Return the speed factor × 100 of each cut."""
         choices = self.fastest - self.slowest + 1
         if choices == 1:
-            return np.full(len(self.keys), self.slowest, np.int16)
-        draws = uniform_at(self.seed, RunStream.SPEED, epoch, self.keys)
+            return np.full(len(keys), self.slowest, np.int16)
+        draws = uniform_at(self.seed, RunStream.SPEED, passes, keys)
         return (self.slowest + (draws * choices).astype(np.int16)).astype(np.int16)
 
     def sizes(self, epoch: int) -> NDArray[np.int64]:
@@ -234,12 +268,14 @@ class Sampler:
         return np.minimum(samples, crop_samples(self.crop_seconds, self.sample_rate))
 
     def _make(self, epoch: int) -> Plan:
-        order = np.argsort(addressed(self.seed, RunStream.ORDER, epoch, self.keys), kind="stable")
-        percents = self.percents(epoch)[order]
-        seconds = np.minimum(self.seconds[order] * (100.0 / percents), self.crop_seconds)
-        labels = self.labels[order]
+        chosen, passes = self._chosen(epoch)
+        keys = self.keys if chosen is None else self.keys[chosen]
+        order = np.argsort(addressed(self.seed, RunStream.ORDER, passes, keys), kind="stable")
+        percents, cuts = self._percents(keys, passes)[order], order if chosen is None else chosen[order]
+        seconds = np.minimum(self.seconds[cuts] * (100.0 / percents), self.crop_seconds)
+        labels = self.labels[cuts]
         if self.shapes:
-            samples = self._samples(self.seconds[order], percents)
+            samples = self._samples(self.seconds[cuts], percents)
             again, bounds, bucket_of = _fill_shapes(fit(self.shapes, samples, labels), self.shapes)
         else:
             mean, mean_labels = float(seconds.mean()), float(labels.mean())
@@ -250,9 +286,16 @@ class Sampler:
         numbers = np.arange(len(bounds) - 1)
         turn = np.argsort(addressed(self.seed, RunStream.BATCHES, epoch, numbers), kind="stable")
         shuffled, bounds = _reorder(bounds, turn)
-        order, percents = order[again][shuffled], percents[again][shuffled]
-        buckets = bucket_of[turn] if self.shapes else bucket_of
-        return Plan(epoch, self.rows[order], percents, bounds=bounds, buckets=buckets, shapes=self.shapes)
+        turns = again[shuffled]
+        return Plan(
+            epoch,
+            bounds=bounds,
+            shapes=self.shapes,
+            rows=self.rows[cuts[turns]],
+            percents=percents[turns],
+            buckets=bucket_of[turn] if self.shapes else bucket_of,
+            passes=passes if isinstance(passes, int) else passes[order[turns]],
+        )
 
 
 def evaluation_plan(

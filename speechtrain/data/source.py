@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # lhotse takes seconds to import: sources import it at first use
     from lhotse.cut import Cut
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What data.train or data.valid says of a set; all of it is optional."""
+
+    name: str = ""
+    normaliser: str = ""  # of its transcripts, instead of the tokenizer's
+    weight: float | None = None  # relative to those of the other sets
+    language: str = ""
+
+
 class Source(ABC):
     """A source of cuts: any format on the disk becomes lhotse cuts."""
+
+    facts = Facts()
 
     @abstractmethod
     def cuts(self) -> Iterator[Cut]:

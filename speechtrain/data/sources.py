@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -26,10 +28,11 @@ from speechtrain.data.manifests import (
     open_bytes,
     records,
 )
-from speechtrain.data.source import Source
+from speechtrain.data.source import Facts, Source
 from speechtrain.data.tables import COLUMNS, Table
-from speechtrain.errors import DataError, nearest
+from speechtrain.errors import ConfigError, DataError, nearest
 from speechtrain.files import small_yaml, whole_path
+from speechtrain.text.normalise import normaliser
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -59,27 +62,29 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
 
     ``spec`` is a path (or several, also as one string with commas) of a lhotse cut manifest, a NeMo,
     MLPerf or fairseq manifest or a table, plain or gzipped, or of a folder of recordings; a mapping has the
-    path and names of columns: ``{path: FILE, audio: COLUMN, text: COLUMN}``. A lhotse recording
+    path, names of columns and facts: ``{path: FILE, text: COLUMN, normaliser: NAME}``, or is of sets with
+    names: ``{a: FILE, b: {path: FILE, weight: 3}}``. A lhotse recording
     manifest may be followed by its supervision manifest. Several are a union in order; a ``Source`` is
     returned unchanged. Raises DataError for a path that is missing, empty, repeated or of unknown format.
     """
     if isinstance(spec, Source):
         return spec
-    specs = [spec] if isinstance(spec, str | Mapping) else spec
-    given = [part for one in specs for part in _paths_in(one)]
+    if problem := problem_of(spec):
+        raise DataError(problem)
+    given = list(_paths_in(spec, Facts()))
     if not given:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
     seen = set[Path]()
-    for path, _ in given:
+    for path, *_ in given:
         if not os.path.exists(path):  # Path's own raises for a name that is too long
             raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
         if path in seen:
             raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
         seen.add(path)
     parts: list[Manifest] = []
-    rest = [(path, _sniff(path, columns), columns) for path, columns in given]
+    rest = [(path, _sniff(path, columns), columns, facts) for path, columns, facts in given]
     while rest:
-        path, kind, columns = rest.pop(0)
+        path, kind, columns, facts = rest.pop(0)
         if kind == "recordings" and rest and rest[0][1] == "supervisions":
             parts.append(LhotsePair(path, rest.pop(0)[0]))
         elif kind == Table.kind:
@@ -91,38 +96,78 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
                 f"{path}: a lhotse supervision manifest needs its recording manifest before it; "
                 "give both in this order, or give a cut manifest"
             )
+        parts[-1].facts = facts
     _tell_apart(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
 
 
-Spec = str | Mapping[str, str]
-"""A source as it is typed: a path, or ``{path: FILE}`` with columns of a table by the keys of COLUMNS."""
+Spec = str | Mapping[str, Any]
+"""A source as it is typed: a path; ``{path: FILE}`` with columns of a table by the keys of COLUMNS, and
+with facts; or ``{NAME: SOURCE, …}``."""
+
+_FACTS = ("normaliser", "weight", "language")
 
 
-def problem_of(spec: object) -> str:
-    """What is wrong with the keys of a source, or of several; empty if nothing is."""
+def problem_of(spec: object, name: str = "", is_valid: bool = False) -> str:
+    """What is wrong with the keys of a source, of several or of named sets; empty if nothing is.
+
+    ``name`` is that of a set; ``is_valid``: it is for validation, where nothing is weighted.
+    """
     if isinstance(spec, list | tuple):
-        return next(filter(None, map(problem_of, spec)), "")
-    known = ("path", *COLUMNS)
-    for key in spec if isinstance(spec, Mapping) else ():
+        nested = next(
+            (f"{str(one)[:40]} is a list in a list; write one list" for one in spec if isinstance(one, list)),
+            "",
+        )
+        return nested or next(filter(None, (problem_of(one, name, is_valid=is_valid) for one in spec)), "")
+    if not isinstance(spec, Mapping):
+        return "" if isinstance(spec, str) else f"{str(spec)[:40]!r} is no source; give a path"
+    known = ("path", *COLUMNS, *_FACTS)
+    if not name and spec and not any(key in known for key in spec):
+        sets = {str(key): problem_of(one, str(key), is_valid=is_valid) for key, one in spec.items()}
+        return next((f"{key}: {problem}" for key, problem in sets.items() if problem), "")
+    for key in spec:
         if key not in known:
             other = nearest(str(key), known) or f"; it has {', '.join(known)}"
             return f"{str(key)[:40]!r} is no key of a source{other}"
-    if isinstance(spec, Mapping) and not isinstance(spec.get("path"), str):
+    for key in (*COLUMNS, "normaliser", "language"):
+        if not isinstance(spec.get(key), str | None):
+            return f"{key} is {str(spec[key])[:40]!r}, not a string"
+    if not isinstance(spec.get("path"), str):
         return "a source needs its path, as in {path: FILE, text: COLUMN}"
+    return _problem_of_facts(spec, may_weigh=bool(name) and not is_valid)
+
+
+def _problem_of_facts(spec: Mapping[str, Any], may_weigh: bool) -> str:
+    weight = spec.get("weight")
+    if weight is not None and not may_weigh:
+        return "only training sets with names have a weight: data.train={a: {path: FILE, weight: 3}, b: FILE}"
+    if weight is not None and not (type(weight) in (int, float) and 0 < weight < math.inf):
+        return f"weight is {str(weight)[:40]!r}; it must be a number above 0"
+    try:
+        normaliser(spec.get("normaliser") or "none")
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
-def _paths_in(spec: Spec) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield each path of ``spec``, with the names of its columns."""
-    for one in names_in(spec) if isinstance(spec, str) else [spec]:
-        if isinstance(one, str):
-            yield whole_path(one), {}
-            continue
-        if problem := problem_of(one):
-            raise DataError(problem)
-        columns = {key: str(name) for key, name in one.items() if key != "path" and name is not None}
-        yield from ((path, columns) for path, _ in _paths_in(one["path"]))
+def _paths_in(spec: Spec | Sequence[Spec], facts: Facts) -> Iterator[tuple[Path, dict[str, str], Facts]]:
+    """Yield each path of ``spec``, with the names of its columns and its facts."""
+    if isinstance(spec, str):
+        for one in names_in(spec):
+            if problem := problem_of(one):
+                raise DataError(problem)
+            yield from [(whole_path(one), {}, facts)] if isinstance(one, str) else _paths_in(one, facts)
+    elif not isinstance(spec, Mapping):
+        for one in spec:
+            yield from _paths_in(one, facts)
+    elif "path" in spec:
+        told = {key: spec[key] for key in _FACTS if spec.get(key) is not None}
+        columns = {key: str(spec[key]) for key in COLUMNS if spec.get(key) is not None}
+        for path, _, own in _paths_in(str(spec["path"]), replace(facts, **told)):
+            yield path, columns, own
+    else:
+        for name, one in spec.items():
+            yield from _paths_in(one, replace(facts, name=str(name)))
 
 
 _FORMATS: dict[str, type[Manifest]] = {
@@ -205,9 +250,8 @@ def _sniff(path: Path, columns: Mapping[str, str]) -> str:
         found = Table.kind
     else:
         raise DataError(
-            f"{path}:{line}: not a manifest (it starts with {start[:20].decode(errors='replace')!r}); "
-            "use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
-            "fairseq TSV, or a CSV or TSV with a header"
+            f"{path}:{line}: not a manifest; use lhotse cuts, NeMo JSON lines, MLPerf JSON, fairseq TSV, or a "
+            "CSV or TSV with a header"
         )
     if not found:
         wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"

@@ -101,3 +101,21 @@ def test_nothing_is_trained_without_transcripts(
 def test_a_dry_run_leaves_nothing(scratch: Command) -> None:
     assert scratch.run("dry_run=true").returncode == 0
     assert not scratch.run_dir.exists()
+
+
+def test_sets_with_facts_of_their_own(scratch: Command, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(4):
+        soundfile.write(other / f"{number}.wav", np.full(8000, 0.01 * (number + 1)), 16_000)
+        (other / f"{number}.txt").write_text("ÑANDÚ (laughs)")
+    sets = f"{{a: {folder}, b: {{path: {other}, weight: 0.5, normaliser: none, language: es}}}}"
+    own = [a for a in scratch.arguments if not a.startswith(("data.train=", "trainer.max_hours="))]
+    scratch.arguments = [*own, f"data.train={sets}", f"data.valid={sets.replace('weight: 0.5, ', '')}"]
+    whole = scratch.run("trainer.max_steps=7", "trainer.max_hours=null")
+    assert whole.returncode == 0, whole.stderr
+    config = OmegaConf.load(scratch.run_dir / "config.yaml")
+    assert set("(ÑÚ é") <= set(config.tokenizer.alphabet)  # each set's transcripts by its normaliser
+    (start,) = scratch.events("start")
+    assert start["set b"] == "4 recordings, 0.00 h, 33.3% of an epoch, none, es"
+    assert {"a/wer", "b/wer"} <= set(scratch.result()["metrics"])

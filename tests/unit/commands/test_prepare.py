@@ -243,6 +243,16 @@ def test_tables_and_kaldi_get_their_recordings_own_rate_and_length() -> None:
         assert cut.load_audio().shape == (1, 22_050)
 
 
+def test_a_set_tells_its_language_and_its_normaliser() -> None:
+    tone(Path("told/a.wav")).with_suffix(".txt").write_text("ONE, two")
+    assert (
+        prepare.run(["manifest", "{en: {path: told, language: en, normaliser: english}}", "--out", "c.jsonl"])
+        == 0
+    )
+    (cut,) = map(json.loads, Path("c.jsonl").read_text().splitlines())
+    assert [(one["text"], one["language"]) for one in cut["supervisions"]] == [("one two", "en")]
+
+
 def test_bad_recordings_are_listed_and_dropped_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     tone(Path("good.wav"))
     Path("empty.wav").touch()

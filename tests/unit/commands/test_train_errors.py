@@ -377,6 +377,12 @@ def test_a_list_of_manifests_as_typed_elsewhere(capsys: pytest.CaptureFixture[st
     assert "- a b.jsonl\n" in shown
     assert "- b.jsonl\n" in shown
     assert "dev: c.jsonl" in shown
+    sets = ["data.train={a: {path: a.jsonl, weight: 3}, b: b.jsonl}", "data.valid={x: c.jsonl, z: d.jsonl}"]
+    assert _run("data=manifest", *sets, "--cfg", "job") == 0
+    shown = capsys.readouterr().out
+    assert "weight: 3\n" in shown
+    assert "x: c.jsonl\n" in shown
+    assert "z: d.jsonl\n" in shown
 
 
 @pytest.mark.parametrize("given", [[], ["run_dir=sweep"]], ids=["default", "run_dir"])

@@ -102,7 +102,7 @@ def test_recordings_without_a_transcript_are_in_neither_part(
     data = data_of(path, skip_empty=True, run_dir=str(tmp_path))
     data.check()
     assert data.report()["untranscribed"] == 10
-    assert len(list(data.recordings())) == 20
+    assert len(list(data.recordings(str))) == 20
     next(data.train())
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "filtered.jsonl").read_text().splitlines()]
     assert reasons == ["untranscribed"] * 10

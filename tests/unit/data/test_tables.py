@@ -222,7 +222,8 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, word
         ({"path": "gone.csv"}, "gone.csv does not exist"),
         ({"path": ".", "text": "said"}, "has no table, so it has no column 'said'"),
         ("{path: t.csv, text", "is no mapping; write it as {path: FILE"),
-        ("{a: &a [b], c: [*a, *a]}", "'a' is no key of a source"),
+        ("{a: &a [b], c: [*a, *a]}", "c: ['b'] is a list in a list"),
+        ("{a: gone.csv}", "gone.csv does not exist"),
     ],
 )
 def test_a_source_that_is_no_source(

@@ -1,0 +1,193 @@
+"""Sets with facts of their own: normaliser, weight, language."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speechtrain.data.corpora.digits import Digits
+from speechtrain.data.index import open_index
+from speechtrain.data.module import SpeechData
+from speechtrain.data.sampler import BatchLimits, Plan, Sampler
+from speechtrain.data.sources import open_source, problem_of
+from speechtrain.errors import DataError
+from speechtrain.text.vocabulary import Characters
+
+
+def sampler(sizes: list[int], weights: list[float], **options: Any) -> Sampler:
+    sets = np.repeat(np.arange(len(sizes)), sizes)
+    rng = np.random.default_rng(1)
+    seconds, keys = rng.uniform(1, 9, len(sets)).astype(np.float32), rng.integers(0, 2**62, len(sets))
+    options = {"packing": BatchLimits(count=4), "seed": 3, **options}
+    return Sampler(seconds=seconds, keys=keys, sets=sets, weights=weights, **options)
+
+
+def rows_of(plan: Plan) -> list[int]:
+    return [row for number in range(len(plan)) for row in plan[number].rows.tolist()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=2, max_size=4),
+    weights=st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
+    epochs=st.integers(1, 7),
+)
+def test_every_recording_of_a_set_is_used_as_often_as_the_others(
+    sizes: list[int], weights: list[float], epochs: int
+) -> None:
+    planned = sampler(sizes, weights[: len(sizes)])
+    used = np.zeros(sum(sizes), int)
+    for epoch in range(epochs):
+        plan = planned.plan(epoch)
+        assert len(plan) == planned.length(epoch)
+        for number in range(len(plan)):
+            batch = plan[number]
+            rows, passes = batch.rows.tolist(), np.broadcast_to(batch.passes, len(batch.rows)).tolist()
+            np.add.at(used, rows, 1)
+            assert len(set(zip(rows, passes, strict=True))) == len(rows)
+    for members in np.split(used, np.cumsum(sizes)[:-1]):
+        assert members.max() - members.min() <= 1
+        assert members.max() >= 1
+
+
+@pytest.mark.parametrize("sizes", [[1000, 1000], [300, 4000], [4000, 77]])
+@pytest.mark.parametrize("packing", [BatchLimits(count=4), BatchLimits(count=None, seconds=40.0)])
+def test_the_share_of_a_set_is_its_weight_in_every_part_of_an_epoch(
+    sizes: list[int], packing: BatchLimits
+) -> None:
+    planned = sampler(sizes, [3.0, 1.0], packing=packing, speed=(0.9, 1.1))
+    for epoch in (0, 5):
+        rows = np.array(rows_of(planned.plan(epoch)))
+        assert len(rows) == sum(sizes)
+        assert (rows < sizes[0]).mean() == pytest.approx(0.75, abs=0.01)
+        for part in np.array_split(rows, 4):
+            assert (part < sizes[0]).mean() == pytest.approx(0.75, abs=0.08)
+
+
+def test_a_recording_that_is_repeated_has_other_draws() -> None:
+    plan = sampler([5, 500], [1.0, 1.0], speed=(0.8, 1.2)).plan(0)
+    speeds = plan.percents[plan.rows == 0]
+    assert len(speeds) > 40
+    assert len(set(speeds.tolist())) > 20
+
+
+def test_without_weights_the_order_is_that_of_a_union(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    paths = digits(tmp_path)
+    union, named = (data_of(spec) for spec in (paths, {"a": paths[0], "b": {"path": paths[1]}}))
+    assert [b.ids for b in islice(union.train(), 9)] == [b.ids for b in islice(named.train(), 9)]
+    assert set(named.report()) == {"set a", "set b"}
+
+
+def test_weighted_sets_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    first, second = digits(tmp_path)
+    spec = {"a": {"path": first, "weight": 3}, "b": second}
+    whole = data_of(spec)
+    batches = list(islice(whole.train(), 40))  # over the ends of epochs of 11
+    for stop in (1, 10, 11, 29):
+        begun = data_of(spec)
+        assert len(list(islice(begun.train(), stop))) == stop
+        again = data_of(spec)
+        again.load_state_dict(begun.state_dict())
+        found = list(islice(again.train(), 40 - stop))
+        assert [b.ids for b in found] == [b.ids for b in batches[stop:]]
+        assert all((x.audio == y.audio).all() for x, y in zip(found, batches[stop:], strict=True))
+    assert whole.report()["set a"] == "20 recordings, 0.01 h, 75.0% of an epoch"
+
+
+def test_each_set_has_its_normaliser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    first, second = digits(tmp_path, said="ONE “two”")
+    spec = {"a": {"path": first, "normaliser": "english"}, "b": {"path": second, "normaliser": "none"}}
+    tokenizer = Characters()
+    index = open_index(open_source(spec))
+    again = pickle.loads(pickle.dumps(index))  # as a worker gets it
+    for one in (index, again):
+        said = {one.text(row, one.cut(row), tokenizer.normalise) for row in range(len(one))}
+        assert said == {"one two", "ONE “two”"}
+    assert sorted(set(index.labels(tokenizer).tolist())) == [-1, 7]
+    plain = open_index(open_source([first, second]))
+    assert plain.folder != index.folder or set(plain.labels(tokenizer).tolist()) != {-1, 7}
+    with pytest.raises(DataError, match=r"cannot encode 12 of 32 transcripts .* unknown symbols"):
+        data_of({**spec, "b": {"path": second, "normaliser": "none"}}).check()
+    data = data_of({"a": spec["a"]}, valid={"dev": {"path": second, "normaliser": "english"}})
+    data.check()
+    assert {text for batch in islice(data.train(), 4) for text in batch.texts} == {"one two"}
+    assert {text for batch in data.valid()["dev"] for text in batch.texts if text} == {"one two"}
+    assert {text for _, text in data.recordings(str.upper)} == {"one two"}
+
+
+def test_a_set_without_a_recording_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    first, second = digits(tmp_path)
+    line = json.dumps({"audio_filepath": "x.wav", "duration": 99.0, "text": "one"})
+    (tmp_path / "long.jsonl").write_text(line + "\n")
+    data = data_of({"a": first, "long": {"path": str(tmp_path / "long.jsonl"), "weight": 2}, "b": second})
+    with pytest.raises(DataError, match=r"data\.train\.long: no recording is left"):
+        next(data.train())
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"a": {"path": "x", "weight": 0}}, "a: weight is '0'; it must be a number above 0"),
+        ({"a": {"path": "x", "weight": "3"}}, "a: weight is '3'; it must be"),
+        ({"a": {"path": "x", "weight": True}}, "a: weight is 'True'"),
+        ({"path": "x", "weight": 3}, "only training sets with names have a weight"),
+        ([{"path": "x", "weight": 3}], "only training sets with names have a weight"),
+        ({"a": {"path": "x", "normaliser": "englsh"}}, "a: normaliser: 'englsh' is unknown; did you mean"),
+        (
+            {"a": {"path": "x", "normalizer": "english"}},
+            "a: 'normalizer' is no key of a source; did you mean",
+        ),
+        ({"a": {"path": "x", "language": 3}}, "a: language is '3', not a string"),
+        ({"a": {"b": {"path": "x"}}}, "a: 'b' is no key of a source"),
+        ({"a": 3}, "a: '3' is no source"),
+        ({"a": {}}, "a: a source needs its path"),
+        ({}, "a source needs its path"),
+        ([["x"]], "is a list in a list"),
+    ],
+)
+def test_facts_that_are_wrong(spec: Any, words: str) -> None:
+    assert words in problem_of(spec)
+    with pytest.raises(ValueError, match="train: "):
+        data_of(spec)
+
+
+def test_a_validation_set_has_no_weight() -> None:
+    with pytest.raises(ValueError, match="valid: dev: only training sets with names have a weight"):
+        data_of("x", valid={"dev": {"path": "x", "weight": 1}})
+
+
+def digits(folder: Path, said: str | None = None) -> list[str]:
+    """NeMo manifests of 20 and 12 recordings, as a and b."""
+    source, paths = list(Digits("train", utterances=32).cuts()), []
+    for name, cuts in (("a", source[:20]), ("b", source[20:])):
+        lines = [
+            {
+                "audio_filepath": cut.recording.sources[0].source,
+                "duration": cut.duration,
+                "offset": cut.start,
+                "text": said or cut.supervisions[0].text,
+            }
+            for cut in cuts
+        ]
+        paths.append(folder / f"{name}.jsonl")
+        paths[-1].write_text("\n".join(map(json.dumps, lines)))
+    return list(map(str, paths))
+
+
+def data_of(train: Any, **options: Any) -> SpeechData:
+    options = {"valid": {}, "batch": BatchLimits(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
+    return SpeechData(train, tokenizer=Characters(), **options)
