@@ -7,7 +7,7 @@ import re
 import shlex
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import yaml
 
 from speechtrain.commands._choices import corpora
 from speechtrain.commands._cli import Parser, say
-from speechtrain.config.check import mismatch
+from speechtrain.config.check import check_node
 from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled, recipe_names
@@ -142,18 +142,11 @@ def _merged(node: dict[str, Any], pairs: Mapping[str, str], kind: type) -> dict[
     return merged
 
 
-def made(kind: type[Node], node: Mapping[str, Any], where: str = "") -> Node:
+def made(kind: type[Node], node: Mapping[str, Any], where: str = "corpus") -> Node:
     """A part from its keys. Raises ConfigError for one that is unknown, missing or of another type."""
-    hints = typing.get_type_hints(kind)
-    for key, value in node.items():
-        if key not in hints:
-            near = nearest(str(key), hints) or f"; there are {', '.join(hints)}"
-            raise ConfigError(f"{where}{str(key)[:40]}: there is no such key{near}")
-        if problem := mismatch(value, hints[key]):
-            raise ConfigError(f"{where}{key}: {problem}")
-    for one in fields(kind):  # type: ignore[arg-type]
-        if one.default is MISSING and one.default_factory is MISSING and one.name not in node:
-            raise ConfigError(f"{where}{one.name} is not set; set {where}{one.name}=…")
+    if "_target_" in node:
+        raise ConfigError(f"{where}._target_: a corpus names no class; remove it")
+    check_node(where, {**node, "_target_": f"{kind.__module__}.{kind.__qualname__}"})
     return kind(**node)
 
 
@@ -167,7 +160,7 @@ def _download(corpus: Corpus, root: Path) -> None:
             f"unpack it below {root}, and type the command without download=true"
         )
     parts = _known(corpus.parts or [*corpus.sets], corpus.sets)
-    made_of = {name: made(Archive, node, f"archives.{name}.") for name, node in corpus.archives.items()}
+    made_of = {name: made(Archive, node, f"archives.{name}") for name, node in corpus.archives.items()}
     fetch(root, corpus.url, {name: one for name, one in made_of.items() if {*one.parts} & {*parts}})
 
 
@@ -184,7 +177,7 @@ def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
     if not corpus.sets:
         return {"": Set(corpus.recipe, corpus.arguments)}
     common = {"recipe": corpus.recipe, "arguments": corpus.arguments, "place": corpus.place}
-    sets = {part: made(Set, common | (node or {}), f"sets.{part}.") for part, node in corpus.sets.items()}
+    sets = {part: made(Set, common | (node or {}), f"sets.{part}") for part, node in corpus.sets.items()}
     parts = _known(corpus.parts or [*sets], sets)
     places = {
         part: Path(names["folder"], filled(sets[part].place, {**names, "part": part})) for part in parts

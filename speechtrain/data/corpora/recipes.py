@@ -18,18 +18,10 @@ from typing import Any
 
 from speechtrain.data.cut_files import measured, parallel
 from speechtrain.data.lhotse_cuts import UnknownPart, known_cut
-from speechtrain.data.manifests import Manifest, Record, simple_cut
+from speechtrain.data.manifests import Record, simple_cut
 from speechtrain.data.recordings import Unusable, read_header
-from speechtrain.data.sources import open_source
-from speechtrain.errors import (
-    MALFORMED,
-    ConfigError,
-    DataError,
-    SpeechtrainError,
-    disk_explained,
-    nearest,
-    one_line,
-)
+from speechtrain.data.tables import Table
+from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
 from speechtrain.files import json_of, read_bytes
 
 _FORBIDDEN = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
@@ -83,35 +75,37 @@ def filled(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def _read(recipe: str, arguments: dict[str, Any], names: Mapping[str, str], jobs: int) -> Iterator[Any]:
-    if recipe in OWN:
-        yield "", OWN[recipe](jobs=jobs, **{key: Path(value) for key, value in arguments.items()})
-        return
-    function = recipe_function(recipe)
+    """Yield (name, cuts) of what a recipe returns, its arguments checked against its signature."""
+    if recipe not in OWN and recipe not in (known := recipe_names()):
+        raise ConfigError(f"recipe: lhotse has no {recipe!r}{nearest(recipe, [*known, *OWN])}")
+    function = OWN.get(recipe) or getattr(_recipes(), f"prepare_{recipe}")
     taken = dict(inspect.signature(function).parameters)
     output = taken.pop("output_dir", None)
     for key in arguments:
         if key not in taken:
             takes = nearest(key, taken) or f"; it takes {', '.join(taken)}"
-            raise ConfigError(f"arguments.{key}: lhotse's recipe {recipe} takes no {key!r}{takes}")
-    for key, parameter in taken.items():
-        if key not in arguments and parameter.default is parameter.empty:
-            if arguments:
-                raise ConfigError(f"lhotse's recipe {recipe} needs {key!r}; set arguments.{key}")
-            arguments[key] = names["folder"]  # the first is the folder
-    arguments |= {"num_jobs": jobs} if "num_jobs" in taken else {}
+            raise ConfigError(f"arguments.{key}: the recipe {recipe} takes no {key!r}{takes}")
+    arguments |= {key: jobs for key in ("num_jobs", "jobs") if key in taken}
+    arguments = {next(iter(taken)): names["folder"], **arguments}  # the first is a folder
+    if lost := [key for key, one in taken.items() if key not in arguments and one.default is one.empty]:
+        raise ConfigError(f"arguments: the recipe {recipe} needs {lost[0]!r}; set arguments.{lost[0]}")
+    if recipe in OWN:
+        paths = {key: Path(str(value)) for key, value in arguments.items() if key != "jobs"}
+        if lost := [str(path) for path in paths.values() if not path.exists()]:
+            raise DataError(f"{lost[0]} does not exist; set root=DIR")
+        yield "", function(jobs=jobs, **paths)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         if output and output.default is output.empty:  # else left out: it would take what a killed run left
             arguments["output_dir"] = scratch
         try:
             with confined(scratch):
                 found = function(**arguments)
-        except SpeechtrainError:
-            raise
         except Unusable as problem:
             raise DataError(f"{problem.detail} ({problem.reason}); repair or remove it") from None
         except Exception as error:  # lhotse asserts, and raises what its parsing meets
-            if (told := disk_explained(error)) is not error and isinstance(told, SpeechtrainError):
-                raise told from None
+            if isinstance(error, OSError) and error.errno in DISK:
+                raise
             line = traceback.extract_tb(error.__traceback__)[-1].line  # most assertions have no message
             what = one_line(f"{type(error).__name__}: {str(error) or line}", 300)
             raise DataError(
@@ -124,24 +118,17 @@ def _read(recipe: str, arguments: dict[str, Any], names: Mapping[str, str], jobs
 
 def recipe_names() -> list[str]:
     """lhotse's recipes."""
-    return [found.removeprefix("prepare_") for found in dir(_recipes()) if found.startswith("prepare_")]
-
-
-def recipe_function(name: str) -> Any:
-    """lhotse's ``prepare_NAME``. Raises ConfigError with the nearest name."""
-    if name not in (known := recipe_names()):
-        raise ConfigError(f"recipe: lhotse has no {name!r}{nearest(name, [*known, *OWN])}")
-    return getattr(_recipes(), f"prepare_{name}")
+    return [name.removeprefix("prepare_") for name in vars(_recipes()) if name.startswith("prepare_")]
 
 
 def _recipes() -> Any:
-    is_new = not sys.stderr.isatty() and os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # read when it is imported
+    before = os.environ.get("TQDM_DISABLE")
+    if before is None and not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is imported
     import lhotse.recipes
 
-    if is_new:
-        del os.environ["TQDM_DISABLE"]
+    if before is None:
+        os.environ.pop("TQDM_DISABLE", None)
     return lhotse.recipes
 
 
@@ -238,12 +225,8 @@ def _trimmed(leaf: Mapping[str, Any]) -> Iterator[Record]:
 
 def _table(path: Path, jobs: int) -> Iterator[Record]:
     """The rows of Common Voice's TSV; lhotse's recipe needs a column that release 9 lacks."""
-    source = open_source(str(path))
-    assert isinstance(source, Manifest)
-    for _, cut in parallel(measured, (entry.cut for entry in source.entries()), jobs):
-        if isinstance(cut, Unusable):
-            raise DataError(str(cut))
-        yield cut
+    for _, cut in parallel(measured, (entry.cut for entry in Table(path).entries()), jobs):
+        yield cut  # type: ignore[misc]
 
 
 def _stm(audio: Path, references: Path, jobs: int) -> Iterator[Record]:

@@ -75,7 +75,8 @@ def test_a_corpus_as_it_lies_on_the_disk_is_scored(
     sets = [f"--set={part}={tmp_path}/out/{part}.jsonl.gz" for part in expected]
     assert evaluate.run([str(run_dir), "device.threads=1", "--json", *sets]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
-    assert all(metrics[part]["wer"] >= 0 for part in expected)
+    for part, texts in expected.items():
+        assert (metrics[part]["wer"] is not None) == any(texts.values())
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ def test_any_recipe_of_lhotse_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
         (["corpus=librispeech"], "root is not set"),
         (["corpus=librispeech", "root"], "'root' is not KEY=VALUE"),
         (["corpus=librispeech", "root=[", "parts=["], "parts=[ cannot be read"),
-        (["corpus=huggingface"], "name is not set"),
+        (["corpus=huggingface"], "HuggingFace needs 'name'"),
     ],
 )
 def test_what_is_typed_wrongly_is_one_line(
@@ -219,9 +220,9 @@ def test_what_is_not_there_is_one_line(
 ) -> None:
     librispeech(tmp_path / "root")
     assert guarded(lambda: prepare.run([*argv, "out=out"])) == 3
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    *before, error = capsys.readouterr().err.splitlines()
     assert told in error
+    assert not [line for line in before if "it/s" not in line]  # bars of lhotse, imported by another test
 
 
 def test_shorten_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +241,10 @@ def test_shorten_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.C
     [
         {"recipe": "os.system", "arguments": {"command": "touch hacked"}},
         {"recipe": "__class__"},
+        {"recipe": "table", "arguments": {"path": "a,b"}},
+        {"recipe": "table", "arguments": {"file": "/etc/passwd"}},
+        {"recipe": "stm", "arguments": {"audio": 3}},
+        {"recipe": "stm"},
         {"_target_": "os.system"},
         {"recipe": "switchboard", "arguments": {"audio_dir": "root", "transcripts_dir": None}},
         {"recipe": "librispeech", "arguments": {"corpus_dir": "root/LibriSpeech", "output_dir": "."}},
@@ -329,5 +334,5 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_hugging_face_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(MachineError, match=r"pip install 'datasets>=4'"):
+    with pytest.raises(MachineError, match=r"pip install 'speechtrain\[huggingface\]'"):
         prepare.run(["corpus=huggingface", "name=a/b", "out=out"])
