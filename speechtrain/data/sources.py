@@ -250,8 +250,8 @@ def _sniff(path: Path, columns: Mapping[str, str]) -> str:
         found = Table.kind
     else:
         raise DataError(
-            f"{path}:{line}: not a manifest; use lhotse cuts, NeMo JSON lines, MLPerf JSON, fairseq TSV, or a "
-            "CSV or TSV with a header"
+            f"{path}:{line}: not a manifest; use lhotse cuts, NeMo JSON lines, MLPerf JSON, "
+            "fairseq TSV, or a CSV or TSV with a header"
         )
     if not found:
         wanted = "a lhotse cut has 'type', a NeMo line 'audio_filepath', MLPerf's 'transcript' and 'files'"

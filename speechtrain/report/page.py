@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -30,6 +30,7 @@ _TRAIN_CHARTS = {  # title, unit
     "memory_mib": ("Memory", "MiB"),
 }
 _SMOOTHED_FROM = 10  # values
+_MOST_CHARTS = 200  # a task has up to 30; each takes 5 ms
 _CODE = Markup("<code>{}</code>")
 
 
@@ -67,8 +68,8 @@ def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
     """The charts that hold a finite value."""
     last = max(1.0, 1.012 * max(run.steps[0] or 0 for run in runs))  # room for the last dot
     marks = runs[0].numbers("step", "resume") if len(runs) == 1 else []
-    charts = [replace(chart, last=last, marks=marks) for chart in _all_charts(runs, names)]
-    return [chart for chart in charts if chart.drawn]
+    charts = (replace(chart, last=last, marks=marks) for chart in _all_charts(runs, names))
+    return list(islice((chart for chart in charts if chart.drawn), _MOST_CHARTS))
 
 
 def _all_charts(runs: Sequence[Run], names: Sequence[str]) -> Iterable[Chart]:

@@ -170,9 +170,9 @@ class SentencePiece(Tokenizer):
             if not self._model:
                 raise RuntimeError
             self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
-        except RuntimeError:
+            self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
+        except (RuntimeError, UnicodeDecodeError):
             raise DataError(f"model: {model} is not a SentencePiece model; train one") from None
-        self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
         self._unknown_id = self._pieces.unk_id()
         self._normaliser = normaliser
         self._normalise = normaliser_of(normaliser)

@@ -132,7 +132,7 @@ def faults(
     both = ended.out + ended.err
     found = [f"{path.name}: code ran, or a file was written" for path in canaries if os.path.lexists(path)]
     found += [f"it passed the limit of {ended.limit}"] if ended.limit else []
-    found += ["an internal error"] if "Traceback" in both or "internal error" in both else []
+    found += ["an internal error"] if "Traceback" in both or "speechtrain: internal error" in both else []
     found += [f"ended by signal {-ended.code}"] if ended.code < 0 and not ended.limit else []
     found += [f"processes left behind: {ended.left}"] if ended.left else []
     found += [f"raw on the terminal: {raw}"] if (raw := raw_escapes(both)) else []

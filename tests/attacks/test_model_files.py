@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[str], object]] = {
     "eval": lambda path: Calls(eval, f"open({path!r}, 'w')"),
     "exec": lambda path: Calls(exec, f"open({path!r}, 'w')"),
     "open": lambda path: Calls(builtins.open, path, "w"),
-    "getattr": lambda path: Calls(getattr, os, "system"),
+    "getattr": lambda path: Calls(getattr, Path, "touch"),
     "functools.partial": lambda path: Calls(functools.partial, os.system, f"touch {path}"),
     "torch.load": lambda path: Calls(torch.load, path),
     "torch.hub": lambda path: Calls(torch.hub.load, path, "x", "local"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,8 @@ def quoted(text: str) -> str:
 def shell_faults(script: str, folder: Path) -> list[str]:
     """What a shell, and Slurm's reader of directives, would find in a script."""
     done = subprocess.run(["sh", "-n"], input=script, text=True, capture_output=True, cwd=folder, check=False)
-    directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    head = takewhile(lambda line: not line.strip() or line.startswith("#"), script.splitlines())
+    directives = [line for line in head if line.startswith("#SBATCH")]  # sbatch reads none after a command
     found = [f"sh: {done.stderr}"] if done.returncode else []
     return found + [line for line in directives if "--wrap" in line.split("=")[0] or len(directives) > 12]
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,30 @@ def report(forks: Forks, run_dir: Path, *more: object) -> tuple[Ended, str]:
     return ended, page.read_text() if page.exists() else ""
 
 
+class Handlers(HTMLParser):
+    """The attributes of a page's tags that run code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
+
+    @classmethod
+    def of(cls, page: str) -> list[str]:
+        parser = cls()
+        parser.feed(page)
+        return parser.found
+
+
 def active(page: str) -> list[str]:
     """What is not inert in a page, apart from its own script and styles."""
     own = re.sub(r"<script>.*?</script>", "", page, count=1, flags=re.S)
     found = re.findall(
         r"<script(?! type=\"application/json\")|<img|<iframe|<object|<embed|<base|javascript:", own
     )
-    found += re.findall(r"<[^>]*\son\w+\s*=", own)
+    found += Handlers.of(own)
     found += ["an open comment"] if "<!--" in own else []
     return found + (["a long page"] if len(page) > MOST_PAGE else [])
 
