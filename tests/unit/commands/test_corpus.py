@@ -246,6 +246,8 @@ def test_shorten_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.C
         {"recipe": "stm", "arguments": {"audio": 3}},
         {"recipe": "stm"},
         {"_target_": "os.system"},
+        {"recipe": "yesno", "root": "/etc"},
+        {"recipe": "yesno", "download": True, "url": "http://127.0.0.1:9", "archives": {}},
         {"recipe": "switchboard", "arguments": {"audio_dir": "root", "transcripts_dir": None}},
         {"recipe": "librispeech", "arguments": {"corpus_dir": "root/LibriSpeech", "output_dir": "."}},
         {"recipe": "librispeech", "arguments": {"corpus_dir": {"_target_": "os.system"}}},
