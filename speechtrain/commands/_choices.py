@@ -22,7 +22,17 @@ def choices(folder: str | None) -> dict[str, list[str]]:
     """The sorted names of each group's choices, with those in ``folder``; a base YAML is not a choice."""
     roots = [Path(str(resources.files("speechtrain.conf"))), *([Path(folder)] if folder else [])]
     found = sorted({(path.parent.name, path.stem) for root in roots for path in root.glob("*/[!_]*.yaml")})
-    return {group: [name for other, name in found if other == group] for group, _ in found}
+    return {group: [name for other, name in found if other == group] for group, _ in found if group != CORPUS}
+
+
+CORPUS = "corpus"
+"""The folder of choices that are speechtrain-prepare's, and no group of a run."""
+
+
+def corpora(folder: str | None) -> dict[str, Path]:
+    """The file of each corpus, of the package and of ``folder``; the package's names are its own."""
+    roots = [*([Path(folder)] if folder else []), Path(str(resources.files("speechtrain.conf")))]
+    return {path.stem: path for root in roots for path in sorted(root.glob(f"{CORPUS}/[!_]*.yaml"))}
 
 
 def refuse_bases(overrides: Sequence[str], folder: str | None) -> None:

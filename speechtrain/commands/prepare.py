@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import io
 import json
 import os
 import random
 import re
-import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import soundfile
@@ -26,31 +21,29 @@ from speechtrain.commands._cli import Parser, console
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
+from speechtrain.data.cut_files import (
+    FIX,
+    Totals,
+    check_room,
+    cuts_of,
+    line_of,
+    opened,
+    parallel,
+    refuse_empty,
+    write_cuts,
+)
 from speechtrain.data.folder import files_below
-from speechtrain.data.manifests import Manifest, Record, seconds_of, simple_cut, text_of
+from speechtrain.data.manifests import Record, seconds_of, simple_cut, text_of
 from speechtrain.data.recordings import Header, Unusable, header, read_header
-from speechtrain.data.source import Facts, Source
-from speechtrain.data.sources import open_source, parts_of
+from speechtrain.data.source import Source
+from speechtrain.data.sources import open_source
 from speechtrain.data.statistics import Statistics, hear, table
 from speechtrain.data.tars import file_of
-from speechtrain.errors import ConfigError, DataError, MachineError, printable, shortened
+from speechtrain.errors import ConfigError, DataError, printable
 from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
 
-Item = TypeVar("Item")
-Made = TypeVar("Made")
-
-_ROOM = 64 * 2**20  # bytes that a conversion leaves free
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
-_MEASURED = (
-    "nemo",
-    "mlperf",
-    "fairseq",
-    "table",
-    "kaldi",
-)  # formats without the recording's own length and rate
-_FIX = "use another --out"  # for what cannot be written
-_CHUNK = 64  # recordings per thread that are given to the threads together
 _SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
 
@@ -60,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
         "recordings with transcripts. Several SOURCEs are read one after the other; "
-        "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns.",
+        "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns. In place of a COMMAND, "
+        "corpus=NAME root=DIR out=DIR writes a public corpus as manifests; corpus=NAME --help lists them.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -153,6 +147,10 @@ def _add_jobs(build: argparse.ArgumentParser) -> None:
 
 def run(argv: list[str]) -> int:
     """Run one subcommand and return its exit code. Raises a SpeechtrainError if it fails."""
+    if any(argument.startswith("corpus=") for argument in argv):
+        from speechtrain.commands._corpus import prepare_corpus
+
+        return prepare_corpus(argv)
     arguments = parser().parse_args(argv)
     for name in ("jobs", "train", "valid", "size"):
         if getattr(arguments, name, 1) < 1:
@@ -169,7 +167,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
     normalise = normaliser(arguments.normaliser)
     texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
-    with writing(out, _FIX):
+    with writing(out, FIX):
         train_sentencepiece(texts, out, arguments.kind, size=arguments.size, character_coverage=coverage)
     made = SentencePiece(str(out), arguments.normaliser)
     unspelt = sum(bool(made.unknown(text)) for text in texts)
@@ -198,90 +196,6 @@ def named_source(arguments: argparse.Namespace) -> Source:
     return open_source(arguments.sources)
 
 
-def cuts_of(source: Source) -> Iterator[Record]:
-    """Yield every cut in lhotse's JSON format. Raises DataError for a repeated id."""
-    seen: set[int] = set()  # keys, not ids: 60 MB for a million
-    for part in parts_of(source):
-        if isinstance(part, Manifest):
-            for entry in part.entries():
-                if (key := key_of(str(entry.cut["id"]))) in seen:
-                    raise part.bad(entry.line, f"cut id {entry.cut['id']!r} is repeated; ids must be unique")
-                seen.add(key)
-                _tell(entry.cut, part.facts)
-                if part.kind in _MEASURED:
-                    yield measured(entry.cut, counts_samples=part.kind == "fairseq")
-                else:
-                    yield entry.cut
-        else:
-            yield from (cut.to_dict() for cut in part.cuts())
-
-
-def _tell(cut: Record, facts: Facts) -> None:
-    """Give a cut the language of its set, and transcripts by the set's normaliser."""
-    for supervision in cut.get("supervisions") or ():
-        supervision |= {"language": facts.language} if facts.language else {}
-        if facts.normaliser and supervision.get("text"):
-            supervision["text"] = normaliser(facts.normaliser)(supervision["text"])
-
-
-def measured(cut: Record, counts_samples: bool = False) -> Record:
-    """Set the rate, length and channels of a cut of one file from its recording's header, if readable.
-
-    NeMo's and MLPerf's lines lack them, and lhotse refuses a recording that differs from its file.
-    The cut's end moves by at most 0.1 s or 1 %, the tolerance of rounded durations. If the manifest
-    ``counts_samples`` and the header has the same count, the duration becomes the header's.
-    """
-    recording = cut["recording"]
-    info = header(recording["sources"][0]["source"])
-    if info is None:
-        return cut  # kept: it is reported like any other bad recording
-    if counts_samples and info.frames == recording["num_samples"]:
-        cut["duration"] = info.duration
-    channels = list(range(info.channels))
-    recording |= {"sampling_rate": info.samplerate, "num_samples": info.frames, "duration": info.duration}
-    recording["channel_ids"] = recording["sources"][0]["channels"] = channels
-    if len(channels) > 1:  # all of them are averaged, here and in training
-        cut |= {"type": "MultiCut", "channel": channels}
-    over = cut["start"] + cut["duration"] - info.duration
-    if 0 < over <= max(0.1, 0.01 * cut["duration"]):
-        cut["duration"] = info.duration - cut["start"]
-    for supervision in cut["supervisions"]:
-        supervision["duration"] = cut["duration"]
-        supervision["channel"] = cut["channel"]
-    return cut
-
-
-@dataclass
-class Totals:
-    """Totals of a manifest, and its bad recordings by reason."""
-
-    utterances: int = 0
-    seconds: float = 0.0
-    characters: int = 0
-    empty: int = 0
-    bad: Counter[str] = field(default_factory=Counter)
-
-    def add(self, cut: Record) -> None:
-        text = text_of(cut)
-        self.utterances += 1
-        self.seconds += seconds_of(cut)
-        self.characters += len(text)
-        self.empty += not text.strip()
-
-    def refuse(self, name: object, problem: Unusable) -> None:
-        self.bad[problem.reason] += 1
-        told = (shortened(part, 8_000) for part in (str(name), problem.reason, problem.detail))
-        print("bad: " + "\t".join(map(printable, told)), flush=True)
-
-    def describe(self) -> str:
-        empty = f", {self.empty} empty transcripts" if self.empty else ""
-        bad = ", ".join(f"{count} {reason}" for reason, count in sorted(self.bad.items()))
-        return (
-            f"{self.utterances} utterances, {self.seconds / 3600:.2f} h, {self.characters} characters{empty}"
-            + (f"; bad: {bad}" if bad else "")
-        )
-
-
 def write_manifest(arguments: argparse.Namespace) -> int:
     """Write the sources' cuts; return 3 if --check finds a bad recording, else 0."""
     cuts = cuts_of(named_source(arguments))
@@ -289,39 +203,6 @@ def write_manifest(arguments: argparse.Namespace) -> int:
     checked = parallel(_checked, cuts, arguments.jobs) if looks else ((cut, cut) for cut in cuts)
     bad = write_cuts(arguments.out, checked, keeps_bad=not arguments.drop_bad)
     return DataError.exit_code if bad and not arguments.drop_bad else 0
-
-
-def write_cuts(
-    out: Path, checked: Iterable[tuple[Record, Record | Unusable]], keeps_bad: bool = False
-) -> int:
-    """Write the result of each (cut, result) pair, print refusals and totals; return the count of bad ones.
-
-    ``keeps_bad`` writes the original cut of a bad recording. Raises DataError if no recording is left,
-    MachineError if the file cannot be written.
-    """
-    totals = Totals()
-    with opened(out) as file:
-        for cut, made in checked:
-            if isinstance(made, Unusable):
-                totals.refuse(cut["id"], made)
-                if not keeps_bad:
-                    continue
-                made = cut
-            totals.add(made)
-            file.write(_line(made))
-        _refuse_empty(totals, out)
-    print(printable(f"{out}: {totals.describe()}"))
-    return totals.bad.total()
-
-
-def _line(cut: Record) -> bytes:
-    # a lone surrogate becomes the escape \udcxx, as JSON writes it
-    return json.dumps(cut, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _refuse_empty(totals: Totals, out: Path) -> None:
-    if not totals.utterances:
-        raise DataError(f"{out} is not written: no recording is usable; repair the sources")
 
 
 def _checked(cut: Record) -> Record:
@@ -367,7 +248,7 @@ def write_split(arguments: argparse.Namespace) -> int:
         for cut, is_held in zip(cuts_of(source), held.tolist(), strict=True):
             name = names[is_held]
             totals[name].add(cut)
-            files[name].write(_line(cut))
+            files[name].write(line_of(cut))
     for name in names:
         print(printable(f"{arguments.out / name}.jsonl: {totals[name].describe()}"))
     print(f"held out: {len(np.unique(groups[by][held]))} of {len(np.unique(groups[by]))} {by}s")
@@ -400,7 +281,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
         else:
             splits[split].append((name, found))
     totals.utterances = sum(map(len, splits.values()))
-    _refuse_empty(totals, arguments.out)
+    refuse_empty(totals, arguments.out)
     for split, chosen in splits.items():
         if split == "train" or share > 0:
             _write_split(arguments.out / f"{split}.tsv", folder, chosen)
@@ -511,17 +392,8 @@ def convert_to_files(source: Source, arguments: argparse.Namespace, name: str) -
 def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
     """Print the disk space that the conversion needs. Raises MachineError if less is free."""
     need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
-    whole = converter.folder.absolute()
-    folder = next(path for path in (whole, *whole.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    told = f"{converter.folder} needs up to {_size(need)}, {_size(free)} are free"
-    if need + _ROOM > free:
-        raise MachineError(f"{told}; free some space, use another --out, or use --format flac")
+    told = check_room(converter.folder, need, "up to ", "use another --out, or use --format flac")
     print(printable(told), flush=True)
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def write_sample(arguments: argparse.Namespace) -> int:
@@ -536,37 +408,6 @@ def write_sample(arguments: argparse.Namespace) -> int:
         file.write(buffer.getvalue())
     print(printable(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}"))
     return 0
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to write, gzipped if its name ends in ``.gz``; it gets its name only on success.
-
-    Raises MachineError if it cannot be written.
-    """
-    with writing(path, _FIX), atomic(path) as temporary, temporary.open("wb") as raw:
-        if path.suffix == ".gz":
-            with gzip.GzipFile(fileobj=raw, filename="", mode="wb", mtime=0) as file:
-                yield cast("IO[bytes]", file)
-        else:
-            yield raw
-
-
-def parallel(
-    function: Callable[[Item], Made], items: Iterable[Item], jobs: int
-) -> Iterator[tuple[Item, Made | Unusable]]:
-    """Yield (item, result or refusal) in order from ``jobs`` threads; decoding releases Python's lock."""
-
-    def made(item: Item) -> Made | Unusable:
-        try:
-            return function(item)
-        except Unusable as problem:
-            return problem
-
-    remaining = iter(items)
-    with ThreadPoolExecutor(jobs) as pool:
-        while chunk := list(islice(remaining, _CHUNK * jobs)):
-            yield from zip(chunk, pool.map(made, chunk), strict=True)
 
 
 main = console(run)

@@ -39,7 +39,7 @@ keys
   --cfg job                  print the composed config, with every key that can be set, and exit
 
 environment
-  DATASET_DIR                folder of the corpus of data=fsdd
+  DATASET_DIR                folder of the corpus of data=fsdd, and of speechtrain-prepare corpus=NAME
   OUTPUT_DIR                 folder of run directories, instead of runs/
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)

@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -43,7 +43,7 @@ def check(config: DictConfig) -> dict[str, Any]:
 def check_part(group: str, node: Any) -> None:
     """Check the resolved node of one part against its group's interface and its class's constructor."""
     part_class(group, node)
-    _check_node(group, node, OFFERED.get(group, set()))
+    check_node(group, node, OFFERED.get(group, set()))
 
 
 def part_class(group: str, node: Any) -> type:
@@ -106,8 +106,8 @@ def _check_limits(plain: Mapping[str, Any]) -> None:
         )
 
 
-def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
-    """Check one ``_target_`` node and the nodes nested in it; return its class."""
+def check_node(path: str, node: Mapping[str, Any], offered: Collection[str] = ()) -> type:
+    """Check one ``_target_`` node and the nodes nested in it; return its class. Raises ConfigError."""
     found = target_class(str(node["_target_"]), path)
     every = inspect.signature(found).parameters.items()
     parameters = {n: p for n, p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -120,7 +120,7 @@ def _check_node(path: str, node: Mapping[str, Any], offered: set[str]) -> type:
             takes = nearest(str(key), known) or f"; it takes {', '.join(known) or 'nothing'}"
             raise ConfigError(f"{path}.{key}: {found.__name__} takes no {str(key)!r}{takes}")
         for inner, child in _nested(f"{path}.{key}", value):
-            _check_node(inner, child, set())
+            check_node(inner, child)
         if problem := mismatch(value, hints.get(str(key), Any)) or _beyond(str(key), value):
             raise ConfigError(f"{path}.{key}: {problem}")
     for name, parameter in parameters.items():

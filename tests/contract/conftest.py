@@ -15,7 +15,12 @@ from speechtrain.config.targets import ALLOW_TARGETS
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PLUGINS = sorted((ROOT / "examples").glob("*/conf"))
-ALL = sorted((path.parent.name, path.stem) for conf in (CONF, *PLUGINS) for path in conf.glob("*/[!_]*.yaml"))
+ALL = sorted(
+    (path.parent.name, path.stem)
+    for conf in (CONF, *PLUGINS)
+    for path in conf.glob("*/[!_]*.yaml")
+    if path.parent.name != "corpus"  # of speechtrain-prepare: no group of a run
+)
 
 
 def choices(group: str) -> list[str]:

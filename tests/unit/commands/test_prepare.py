@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -414,8 +415,8 @@ def test_conversion_goes_on_past_bad_recordings(capsys: pytest.CaptureFixture[st
 
 def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tone(Path("data/a.wav"), 5.0)
-    full = prepare.shutil._ntuple_diskusage(10, 10, 0)
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: full)
+    full = shutil._ntuple_diskusage(10, 10, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(MachineError, match="needs up to 0 MB, 0 MB are free"):
         prepare.run(["convert", "data", "--out", "out"])
     assert not Path("out").exists()

@@ -1,0 +1,223 @@
+"""speechtrain-prepare corpus=NAME: a public corpus on the disk as manifests that data.train reads."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from speechtrain.commands._choices import corpora
+from speechtrain.commands._cli import Parser, say
+from speechtrain.config.check import check_node
+from speechtrain.data.corpora.downloads import Archive, fetch
+from speechtrain.data.corpora.huggingface import HuggingFace
+from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled, recipe_names
+from speechtrain.data.cut_files import write_cuts
+from speechtrain.errors import ConfigError, DataError, nearest, one_line
+from speechtrain.files import read_json, small_yaml, whole_path, write_json, writing, yaml_text
+
+Node = TypeVar("Node")
+_KEPT = "corpus.json"
+_FIX = "use another out="
+_TYPED = ("corpus", "out", "root", "download")  # a stranger's file chooses no folder, and starts no download
+
+
+@dataclass
+class Corpus:
+    """A corpus by name: what conf/corpus/NAME.yaml says of it, and what is typed."""
+
+    corpus: str
+    out: str
+    root: str = ""
+    download: bool = False
+    jobs: int = 2
+    parts: list[str] | None = None  # null: those that are in root; to download, all
+    page: str = ""
+    language: str = ""
+    folder: str = ""
+    recipe: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
+    sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    train: list[str] = field(default_factory=list)
+    valid: list[str] = field(default_factory=list)
+    training: str = "scratch"
+    normaliser: str = "unicode"
+    url: str = ""
+    archives: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def prepare_corpus(argv: list[str]) -> int:
+    """Write a manifest for each part, after a download if asked; returns the exit code."""
+    build = Parser(prog="speechtrain-prepare corpus=NAME", description=_help())
+    build.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
+    build.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
+    given = build.parse_intermixed_args(argv)
+    pairs = dict(_pair(text) for text in given.pairs)
+    name = pairs["corpus"]
+    if name == "huggingface":
+        return made(HuggingFace, _merged({}, pairs, HuggingFace)).write()
+    corpus = made(Corpus, _merged(_written(name, given.config_dir), pairs, Corpus))
+    if corpus.jobs < 1:
+        raise ConfigError(f"jobs={corpus.jobs}: it must be at least 1")
+    if not (named := corpus.root or os.environ.get("DATASET_DIR", "")):
+        raise ConfigError("root is not set; set root=DIR, or the variable DATASET_DIR")
+    root = whole_path(named)
+    if corpus.download:
+        _download(corpus, root)
+    folder = root / corpus.folder if (root / corpus.folder).is_dir() else root
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; set root=DIR, or download=true")
+    names = {"root": str(root), "folder": str(folder), "language": corpus.language}
+    sets = _wanted(corpus, names)
+    out = whole_path(corpus.out)
+    _keep(out, {"corpus": name, **names, "arguments": corpus.arguments})
+    left = {part: one for part, one in sets.items() if not part or not _manifest(out, part).exists()}
+    for part in sets.keys() - left.keys():
+        say(f"{_manifest(out, part)} is there already; delete it to write it again")
+    for part, cuts in cuts_by_part(left, names, corpus.jobs):
+        cuts = iter(cuts)
+        if (first := next(cuts, None)) is None and "" in sets:
+            continue
+        write_cuts(_manifest(out, part), ((cut, cut) for cut in chain([first] if first else [], cuts)))
+    say(_command(corpus, out, sets))
+    return 0
+
+
+def _help() -> str:
+    return (
+        f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "
+        "huggingface (name=… split=…), or a recipe of lhotse. Keys: root (else DATASET_DIR), out, "
+        "download=true, parts=A,B, jobs, language, url (a mirror), arguments.KEY (of the recipe)."
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is not KEY=VALUE, as in root=DIR")
+    return key, value
+
+
+def _written(name: str, folder: str | None) -> dict[str, Any]:
+    """The content of the corpus's YAML file; of one that has none, lhotse's recipe of this name."""
+    ours = corpora(folder)
+    if name not in ours:
+        if name not in (known := recipe_names()):
+            near = nearest(name, [*ours, "huggingface", *known])
+            told = f"; there are {', '.join(ours)}, huggingface, and lhotse's recipes"
+            raise ConfigError(f"corpus={name}: there is no such corpus{near or told}")
+        return {"recipe": name}
+    try:
+        found = yaml.safe_load(yaml_text(ours[name]))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{ours[name]} cannot be read: {one_line(str(error), 300)}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{ours[name]} has no keys")
+    if taken := [key for key in _TYPED if key in found]:
+        raise ConfigError(f"{ours[name]}: {taken[0]} is typed, and no key of a file; remove it there")
+    return found
+
+
+def _merged(node: dict[str, Any], pairs: Mapping[str, str], kind: type) -> dict[str, Any]:
+    """``node`` with what is typed; texts and lists need no quotes."""
+    hints = typing.get_type_hints(kind)
+    merged = dict(node)
+    for key, text in pairs.items():
+        value: Any = text
+        if hints.get(key) not in (str, None) or "." in key:
+            try:
+                value = yaml.safe_load(small_yaml(text))
+            except (ValueError, yaml.YAMLError):
+                raise ConfigError(f"{key}={text[:200]} cannot be read; put its text in quotes") from None
+        if "list" in str(hints.get(key)) and isinstance(value, str):
+            value = [part.strip() for part in text.split(",")]
+        outer, _, inner = key.partition(".")
+        merged[outer] = {**(merged.get(outer) or {}), inner: value} if inner else value
+    return merged
+
+
+def made(kind: type[Node], node: Mapping[str, Any], where: str = "corpus") -> Node:
+    """A part from its keys. Raises ConfigError for one that is unknown, missing or of another type."""
+    if "_target_" in node:
+        raise ConfigError(f"{where}._target_: a corpus names no class; remove it")
+    check_node(where, {**node, "_target_": f"{kind.__module__}.{kind.__qualname__}"})
+    return kind(**node)
+
+
+def _download(corpus: Corpus, root: Path) -> None:
+    if not corpus.archives:
+        if not corpus.sets:
+            told = f"lhotse download {corpus.corpus} {shlex.quote(str(root))} may know how"
+            raise DataError(f"download: corpus={corpus.corpus} has no archives; {told}")
+        raise DataError(
+            f"download: {corpus.corpus} is given to those who accept its licence, at {corpus.page}; "
+            f"unpack it below {root}, and type the command without download=true"
+        )
+    parts = _known(corpus.parts or [*corpus.sets], corpus.sets)
+    made_of = {name: made(Archive, node, f"archives.{name}") for name, node in corpus.archives.items()}
+    fetch(root, corpus.url, {name: one for name, one in made_of.items() if {*one.parts} & {*parts}})
+
+
+def _known(parts: Sequence[str], sets: Iterable[str]) -> list[str]:
+    for part in parts:
+        if part not in sets:
+            near = nearest(part, sets) or f"; there are {', '.join(sets)}"
+            raise ConfigError(f"parts: there is no {part!r}{near}")
+    return [*parts]
+
+
+def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
+    """The parts to write. Raises DataError for one that is asked for and not in the folder, or if none is."""
+    if not corpus.sets:
+        return {"": Set(corpus.recipe, corpus.arguments)}
+    common = {"recipe": corpus.recipe, "arguments": corpus.arguments, "place": corpus.place}
+    sets = {part: made(Set, common | (node or {}), f"sets.{part}") for part, node in corpus.sets.items()}
+    parts = _known(corpus.parts or [*sets], sets)
+    places = {
+        part: Path(names["folder"], filled(sets[part].place, {**names, "part": part})) for part in parts
+    }
+    there = [part for part in parts if places[part].exists()]
+    if not there or (corpus.parts and len(there) < len(parts)):
+        lost = next(place for part, place in places.items() if part not in there)
+        more = ", or download=true" if corpus.archives else f"; the corpus is at {corpus.page}"
+        raise DataError(f"{lost} does not exist; set root=DIR{more}")
+    return {part: sets[part] for part in there}
+
+
+def _keep(out: Path, told: dict[str, Any]) -> None:
+    """Write down what ``out`` holds. Raises ConfigError if that is another corpus."""
+    if (found := read_json(out / _KEPT)) and found != told:
+        key = next(key for key in {**found, **told} if found.get(key) != told.get(key))
+        raise ConfigError(f"out={out}: it holds manifests with {key}={found.get(key)}; {_FIX}")
+    with writing(out, _FIX):
+        write_json(out / _KEPT, told)
+
+
+def _manifest(out: Path, part: str) -> Path:
+    return out / f"{part}.jsonl.gz"
+
+
+def _command(corpus: Corpus, out: Path, sets: Mapping[str, Set]) -> str:
+    """The command to type next."""
+    files = {path.name.removesuffix(".jsonl.gz"): path for path in sorted(out.glob("*.jsonl.gz"))}
+    train = [p for p in corpus.train if p in files]
+    valid = [p for p in corpus.valid if p in files]
+    if "" in sets:
+        train = [part for part in files if "train" in part] or [*files]
+        valid = [part for part in files if part not in train and re.fullmatch(r"[\w-]+", part)]
+    if not train:
+        typed = ["speechtrain-evaluate", "RUN", *(f"--set {shlex.quote(f'{p}={files[p]}')}" for p in files)]
+        return " ".join(["score a run with:", *typed])
+    pairs = [f"recipe={corpus.training}", "data.train=" + ",".join(str(files[part]) for part in train)]
+    pairs += [f"data.valid.{part}={files[part]}" for part in valid]
+    pairs += [f"tokenizer.normaliser={corpus.normaliser}"] if corpus.normaliser else []
+    return " ".join(["train with: speechtrain-train", *map(shlex.quote, pairs)])
