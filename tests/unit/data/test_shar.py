@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.data.audio import files_of, read_cut
+from speechtrain.data.audio import files_of, read_cut, recording_of
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.shar import Shar
 from speechtrain.data.sources import open_source
-from speechtrain.data.statistics import recording_of
 from speechtrain.data.tars import file_of
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters
