@@ -22,7 +22,7 @@ from typing import IO, TypeVar
 
 from speechtrain.data.tars import file_of
 from speechtrain.errors import DataError
-from speechtrain.files import atomic, open_regular
+from speechtrain.files import atomic, open_append, open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class Stager:
             except (OSError, ValueError):  # whoever decodes it reports it
                 return
             copy.parent.mkdir(0o700, parents=True, exist_ok=True)
-            lock = stack.enter_context((copy.parent / ".lock").open("wb"))
+            lock = stack.enter_context(open_append(copy.parent / ".lock"))
             stack.enter_context(contextlib.suppress(BlockingIOError, _NotNow))  # others may copy it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_copy(copy, status):
@@ -168,10 +168,10 @@ class Stager:
             if not _is_copy(copy, status):  # it would be copied again and again
                 raise OSError(errno.EINVAL, "it does not keep the time of a file")
 
-    def _write(self, source: IO[bytes], path: Path, status: os.stat_result) -> None:
+    def _write(self, source: IO[bytes], temporary: Path, status: os.stat_result) -> None:
         """Write all of ``source``, and its time. Raises _NotNow if that is not possible, or it changes."""
         left = status.st_size
-        with path.open("wb") as target:
+        with temporary.open("wb") as target:
             while left and not self._ended.is_set():
                 try:
                     block = source.read(min(left, _BLOCK))
@@ -182,4 +182,4 @@ class Stager:
                 left -= target.write(block)
         if left or _stamp(os.fstat(source.fileno())) != _stamp(status):
             raise _NotNow
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.utime(temporary, ns=(status.st_atime_ns, status.st_mtime_ns))
