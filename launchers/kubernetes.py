@@ -39,6 +39,7 @@ _WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
 _KUBECTL_SECONDS = 120.0
 _LAST_WORDS_SECONDS = 5.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
 _KLOG = re.compile(r"[IWEF]\d{4} ")
 
@@ -92,6 +93,8 @@ class Kubernetes(Launcher):
             raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
         if self.kind not in _KINDS:
             raise ValueError(f"kind={self.kind}: it must be {' or '.join(_KINDS)}")
+        if self.namespace is not None and not _NAMESPACE.fullmatch(self.namespace):
+            raise ValueError(f"namespace={self.namespace!r}: small letters, digits and -, at most 63")
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(f"name={self.name!r}: use 1 to 50 of a-z, 0-9 and -, a letter first, no - last")
         self._mounts = {claim: str(path) for claim, path in (self.volumes or {}).items()}

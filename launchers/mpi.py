@@ -9,9 +9,9 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from speechtrain.errors import ConfigError
+from speechtrain.files import read_bytes
 from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment
 from speechtrain.supervision.rendezvous import rendezvous_port, why_taken
 from speechtrain.supervision.supervise import supervise
@@ -109,7 +109,7 @@ class Mpi(Launcher):
         if self.hostfile is None:
             return "127.0.0.1"
         try:
-            lines = Path(self.hostfile).read_text().splitlines()
+            lines = read_bytes(self.hostfile, follow=True).decode().splitlines()
         except (OSError, ValueError) as error:
             cause = getattr(error, "strerror", error)
             raise ConfigError(f"launcher.hostfile={self.hostfile}: {cause}; set another") from None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError, one_line
-from speechtrain.files import write_text
+from speechtrain.files import read_bytes, write_text
 from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
 from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
 from speechtrain.supervision.rendezvous import RESTARTABLE, agent_command, rendezvous_port
@@ -89,7 +89,7 @@ class Ssh(Launcher):
 
     def _hosts(self) -> list[str]:
         try:
-            lines = Path(self.hostfile).read_text().splitlines()
+            lines = read_bytes(self.hostfile, follow=True).decode().splitlines()
         except (OSError, ValueError) as error:
             cause = getattr(error, "strerror", error)
             raise ConfigError(

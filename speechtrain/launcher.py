@@ -172,13 +172,16 @@ class World:
 
         Torchrun's come first (an agent may itself run under Slurm or MPI), then those of Open MPI, of
         Slurm's steps, and of MPICH and Intel MPI. Raises MachineError naming the variable if only some
-        are set or one is not a number.
+        are set, one is not a number, or the rank is none of the group's.
         """
         for names in _STARTERS:
             known = [name in environ for name in names[:2]]
             if all(known) or (any(known) and names is _STARTERS[0]):
                 fallbacks = (None, None, "0", "1")
                 values = [_number(environ, n, f) for n, f in zip(names, fallbacks, strict=True)]
+                if values[0] >= max(values[1], 1):
+                    told = f"{names[0]} is {values[0]} and {names[1]} is {values[1]}"
+                    raise MachineError(f"environment: {told}; ranks are counted from 0")
                 return cls(*values)
         return cls()
 

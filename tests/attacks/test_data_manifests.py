@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -360,8 +361,8 @@ def no_files(place: Place) -> dict[str, str]:
     os.mkfifo(place.folder / "fifo")
     (place.folder / "sparse").touch()
     os.truncate(place.folder / "sparse", 10 * 2**30)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(place.folder / "socket"))
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(place.folder):  # its path has 107 bytes
+        server.bind("socket")
     (place.folder / "loop").symlink_to("loop")
     return {
         **{name: str(place.folder / name) for name in ("fifo", "socket", "loop", "sparse", "none")},

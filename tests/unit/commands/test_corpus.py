@@ -222,7 +222,7 @@ def test_what_is_not_there_is_one_line(
     assert guarded(lambda: prepare.run([*argv, "out=out"])) == 3
     *before, error = capsys.readouterr().err.splitlines()
     assert told in error
-    assert not [line for line in before if line and "it/s" not in line]  # bars of lhotse, imported by another test
+    assert not [line for line in before if line and "it/s" not in line]  # bars of lhotse
 
 
 def test_shorten_is_refused_with_its_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
