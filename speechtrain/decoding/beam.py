@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, TransducerScorer
+from speechtrain.decoding.fusion import Fusion
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
+from speechtrain.files import FilePath
+from speechtrain.text.ngram import NGram
 
 NEVER = -torch.inf
 _SPARE = 2  # hypotheses more than ``width`` that a transducer's search follows (NeMo's expansion_beta)
@@ -31,13 +34,15 @@ class Beam:
     before: Tensor  # the key without the last label
     last: Tensor  # the last label; the blank where there is none
     node: Tensor  # of the trail
+    extra: Tensor  # what the fusion adds to the score
+    state: Tensor  # of the fusion
 
     @classmethod
     def start(cls, rows: int, width: int, blank: int, device: torch.device) -> Beam:
         zeros = torch.zeros(rows, width, dtype=torch.int64, device=device)
         score = torch.full((rows, width), NEVER, device=device)
         score[:, 0] = 0.0
-        return cls(score, zeros + 1, zeros, zeros + blank, zeros - 1)
+        return cls(score, zeros + 1, zeros, zeros + blank, zeros - 1, score.clamp(0, 0), zeros)
 
     def take(self, places: Tensor) -> Beam:
         return Beam(*(getattr(self, field.name).gather(1, places) for field in fields(self)))
@@ -137,17 +142,30 @@ class BeamSearch(Decoder):
     ``normalise_score`` (the blank at the start counts as one, as in NeMo), else the highest score.
     """
 
-    def __init__(self, width: int = 4, nbest: int = 4, normalise_score: bool = True) -> None:
+    def __init__(
+        self,
+        width: int = 4,
+        nbest: int = 4,
+        normalise_score: bool = True,
+        lm: FilePath | None = None,
+        lm_weight: float = 0.5,
+        word_bonus: float = 0.0,
+        hotwords: Sequence[str] = (),
+        hotword_bonus: float = 5.0,
+    ) -> None:
         for name, size in {"width": width, "nbest": nbest}.items():
             if size < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1")
         self.width, self.nbest, self.normalise_score = width, nbest, normalise_score
+        model = NGram(lm) if lm else None
+        self.fusion = Fusion(model, lm_weight, word_bonus, phrases=hotwords, phrase_bonus=hotword_bonus)
 
     @abstractmethod
     def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[Found]], Tensor]:
         """The ``width`` best of each row, the best first, and the scores (B, W) that the search summed."""
 
     def _decode(self, scorer: Any, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
+        self.fusion.begin(scorer.tokenizer)
         greedy = Greedy().decode(scorer, frames, lengths)
         found, _ = self.search(scorer, frames, lengths)
         seconds = scorer.frame_seconds
@@ -192,7 +210,7 @@ class BeamSearch(Decoder):
         rows: list[int],
         labels: list[tuple[int, ...]],
     ) -> list[float]:
-        """The model's log-probability of each of ``labels``, for the frames of its row."""
+        """The score of each of ``labels``: the model's log-probability and what the fusion adds."""
         symbols = [len(one) for one in labels]
         padded = [[*one, *[0] * (max(symbols) - len(one))] for one in labels]
         targets = torch.tensor(padded, dtype=torch.int64).view(len(labels), max(symbols)).to(frames.device)
@@ -204,7 +222,7 @@ class BeamSearch(Decoder):
             most = max(symbols[part])
             given = (frames[row[part]], lengths[row[part]], targets[part, :most], counts[part])
             scores += scorer.log_likelihood(*given).tolist()
-        return scores
+        return [score + self.fusion.total(one) for score, one in zip(scores, labels, strict=True)]
 
 
 class TransducerBeam(BeamSearch):
@@ -223,8 +241,13 @@ class TransducerBeam(BeamSearch):
         normalise_score: bool = True,
         max_symbols_per_step: int = 5,
         gamma: float = 7.0,
+        lm: FilePath | None = None,
+        lm_weight: float = 0.5,
+        word_bonus: float = 0.0,
+        hotwords: Sequence[str] = (),
+        hotword_bonus: float = 5.0,
     ) -> None:
-        super().__init__(width, nbest, normalise_score)
+        super().__init__(width, nbest, normalise_score, lm, lm_weight, word_bonus, hotwords, hotword_bonus)
         if max_symbols_per_step < 1:
             raise ValueError(f"max_symbols_per_step is {max_symbols_per_step}; it must be at least 1")
         if gamma <= 0:
@@ -244,7 +267,8 @@ class TransducerBeam(BeamSearch):
         search = _TransducerSearch(self, scorer, frames, lengths)
         for frame in range(int(lengths.max())):
             search.advance(frame)
-        place = search.beam.score.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
+        total = search.beam.score + search.beam.extra
+        place = total.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
         best = search.beam.take(place)
         return search.trail.found(best), best.score
 
@@ -256,6 +280,7 @@ class _TransducerSearch:
         self, settings: TransducerBeam, scorer: TransducerScorer, frames: Tensor, lengths: Tensor
     ) -> None:
         self.settings, self.scorer, self.frames, self.lengths = settings, scorer, frames, lengths
+        self.fusion = settings.fusion
         self.rows, self.width = len(frames), settings.width + _SPARE
         self.beam = Beam.start(self.rows, self.width, scorer.blank, frames.device)
         self.trail = Trail()
@@ -269,7 +294,7 @@ class _TransducerSearch:
         arcs = self._fold(scores, live, frame)
         ended = beam.score + torch.where(live, scores[..., -1], 0.0)
         # what is less likely before its blank cannot be among the best after it
-        floor = ended.topk(self.width).values[:, -1:]
+        floor = (ended + beam.extra).topk(self.width).values[:, -1:]
         labels = self._likely(beam.score[..., None] + scores[..., :-1], scores)
         reached = beam.without(arcs, labels.masked_fill(~live[..., None], NEVER))
         beam.score, source = ended, beam
@@ -293,7 +318,8 @@ class _TransducerSearch:
 
     def _joined(self, frames: Tensor, prediction: Tensor) -> Tensor:
         """The log-probabilities (N, V) after N hypotheses at their frames (N, H)."""
-        return self.scorer.joint(frames, prediction).float().log_softmax(-1)
+        scores: Tensor = self.scorer.joint(frames, prediction).float().log_softmax(-1)
+        return scores
 
     def _likely(self, reached: Tensor, scores: Tensor) -> Tensor:
         highest = scores.max(-1, keepdim=True).values
@@ -331,8 +357,9 @@ class _TransducerSearch:
         Appends them to ``levels``, with the row of each in the predictions and states (N, ·) that follow.
         """
         labels = reached.shape[2]
-        score, place = reached.flatten(1).topk(self.width)
-        score = score.masked_fill(score <= floor, NEVER)
+        bonus = self.fusion.next(source.extra, source.state)
+        total, place = (reached + bonus).flatten(1).topk(self.width)
+        score = reached.flatten(1).gather(1, place).masked_fill(total <= floor, NEVER)
         alive = (score > NEVER).flatten().nonzero()[:, 0]
         if not len(alive):
             return None
@@ -341,24 +368,24 @@ class _TransducerSearch:
         wide = scores.gather(1, parent[..., None].expand(-1, -1, scores.shape[2]))[..., :-1]
         sure = (wide.gather(2, label[..., None])[..., 0] - wide.logsumexp(2)).exp().clamp(max=1.0)
         node = self.trail.add(old.node, label, frame, sure)
-        level = Beam(score, extended(old.key, label), old.key, label, node)
+        extra = bonus.expand_as(reached).flatten(1).gather(1, place)
+        state = self.fusion.advance(old.state, label, score > NEVER)
+        level = Beam(score, extended(old.key, label), old.key, label, node, extra, state)
         base = torch.arange(self.rows, device=place.device)[:, None] * self.width
-        origin = (base + parent).flatten()[alive]
-        state = self.state
+        origin, known = (base + parent).flatten()[alive], self.state
         if levels:
-            origin, state = levels[-1][1][origin], levels[-1][3]
-        prediction, state = self.scorer.step(
-            label.flatten()[alive], self.scorer.prediction.take(origin, state)
-        )
+            origin, known = levels[-1][1][origin], levels[-1][3]
+        known = self.scorer.prediction.take(origin, known)
+        prediction, known = self.scorer.step(label.flatten()[alive], known)
         row = torch.zeros(self.rows * self.width, dtype=torch.int64, device=place.device)
         row[alive] = torch.arange(len(alive), device=place.device)
-        levels.append((level, row, prediction, state))
+        levels.append((level, row, prediction, known))
         return level, alive
 
     def _keep_best(self, levels: list[tuple[Beam, Tensor, Tensor, Any]]) -> None:
         """Replace the beam by the best of itself and of its extensions, with their states."""
         pool = self.beam.joined([level for level, *_ in levels]).merged()
-        place = pool.score.topk(self.width).indices
+        place = (pool.score + pool.extra).topk(self.width).indices
         self.beam = pool.take(place)
         level, slot = place.div(self.width, rounding_mode="floor").flatten(), place % self.width
         base = torch.arange(self.rows, device=place.device)[:, None] * self.width

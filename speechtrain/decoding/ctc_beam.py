@@ -43,7 +43,11 @@ class CTCBeam(BeamSearch):
             silent = torch.where(live, beam.score + scores[..., -1], silent)
             voiced = torch.where(live, stay.masked_fill(beam.last == scorer.blank, NEVER), voiced)
             new = beam.without(arcs, reached[..., :-1]).masked_fill(~live[..., None], NEVER).flatten(1)
-            score, place = torch.cat((torch.logaddexp(silent, voiced), new), 1).topk(width)
+            bonus = self.fusion.next(beam.extra, beam.state).expand(-1, -1, labels).flatten(1)
+            pool = torch.cat((torch.logaddexp(silent, voiced), new), 1)
+            extra = torch.cat((beam.extra, bonus), 1)
+            place = (pool + extra).topk(width).indices
+            score, extra = pool.gather(1, place), extra.gather(1, place)
             is_new, made = place >= width, (place - width).clamp(min=0)
             parent = torch.where(is_new, made.div(labels, rounding_mode="floor"), place)
             label, old = made % labels, beam.take(parent)
@@ -54,6 +58,8 @@ class CTCBeam(BeamSearch):
                 torch.where(is_new, old.key, old.before),
                 torch.where(is_new, label, old.last),
                 torch.where(is_new, node, old.node),
+                extra,
+                torch.where(is_new, self.fusion.advance(old.state, label, is_new), old.state),
             )
             silent = silent.gather(1, parent).masked_fill(is_new, NEVER)
             voiced = torch.where(is_new, score, voiced.gather(1, parent))

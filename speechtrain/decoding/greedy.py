@@ -88,8 +88,8 @@ class Greedy(Decoder):
         for row, total in enumerate(totals):
             kept = symbols[:, row] >= 0
             begins = places[kept, row]
-            parts = (symbols[kept, row], begins, begins + 1, chances[kept, row])
-            hypotheses.append(scorer.hypothesis(*(part.tolist() for part in parts), total))
+            spans = (begins.tolist(), (begins + 1).tolist(), chances[kept, row].tolist())
+            hypotheses.append(scorer.hypothesis(symbols[kept, row].tolist(), *spans, score=total))
         return hypotheses
 
 
@@ -103,7 +103,7 @@ def _best_path(scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> list[Hypot
         ends = np.append(begins[1:], length)
         chances = np.maximum.reduceat(chances, begins) if length else chances
         kept = path[begins] != scorer.blank
-        parts = (path[begins][kept], begins[kept], ends[kept], chances[kept])
+        spans = (begins[kept].tolist(), ends[kept].tolist(), chances[kept].tolist())
         score = float(best[row, :length].sum())
-        hypotheses.append(scorer.hypothesis(*(part.tolist() for part in parts), score))
+        hypotheses.append(scorer.hypothesis(path[begins][kept].tolist(), *spans, score=score))
     return hypotheses

@@ -115,7 +115,9 @@ def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
         assert one.score == pytest.approx(-float(loss), abs=1e-5)
         assert len(one.times) == len(one.ends) == len(one.confidences) == len(one.labels)
         assert list(one.times) == sorted(one.times)
-        assert all(0 <= begin < end <= lengths[row] * 0.5 for begin, end in zip(one.times, one.ends))
+        assert all(
+            0 <= begin < end <= lengths[row] * 0.5 for begin, end in zip(one.times, one.ends, strict=True)
+        )
         assert all(0 < sure <= 1 for sure in one.confidences)
 
 
@@ -125,7 +127,7 @@ def test_a_text_does_not_depend_on_its_batch(seed: int) -> None:
     decoder = TransducerBeam()
     together = [one.labels for one in decoder.decode(scorer, frames[:32], lengths[:32])]
     for size in (1, 7):
-        parts = zip(frames[:32].split(size), lengths[:32].split(size))
+        parts = zip(frames[:32].split(size), lengths[:32].split(size), strict=True)
         assert together == [one.labels for part in parts for one in decoder.decode(scorer, *part)]
 
 
@@ -146,7 +148,7 @@ def test_the_order_is_that_of_the_score_or_of_the_score_per_label() -> None:
 
 
 def test_a_ctc_model_is_sent_to_the_other_beam() -> None:
-    with pytest.raises(ConfigError, match="decoder=beam searches transducers.*ctc_beam"):
+    with pytest.raises(ConfigError, match=r"decoder=beam searches transducers.*ctc_beam"):
         TransducerBeam().decode(CTCScorer(Letters(), 0.5), torch.zeros(1, 1, 4), torch.tensor([1]))
 
 

@@ -78,5 +78,5 @@ def test_rows_without_frames_have_no_text() -> None:
 
 def test_a_transducer_is_sent_to_the_other_beam() -> None:
     scorer = TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Joint())
-    with pytest.raises(ConfigError, match="decoder=ctc_beam searches CTC models.*choose beam"):
+    with pytest.raises(ConfigError, match=r"decoder=ctc_beam searches CTC models.*choose beam"):
         CTCBeam().decode(scorer, torch.zeros(1, 1, 4), torch.tensor([1]))
