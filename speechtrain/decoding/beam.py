@@ -22,6 +22,7 @@ from speechtrain.text.ngram import NGram
 
 NEVER = -torch.inf
 _SPARE = 2  # hypotheses more than ``width`` that a transducer's search follows (NeMo's expansion_beta)
+_MOST_WIDTH = 1000
 _AT_ONCE = 2**24  # numbers of repeated frames in memory while texts are scored
 
 
@@ -148,17 +149,17 @@ class BeamSearch(Decoder):
         nbest: int = 4,
         normalise_score: bool = True,
         lm: FilePath | None = None,
-        lm_weight: float = 0.5,
+        lm_weight: float = 0.3,
         word_bonus: float = 0.0,
-        hotwords: Sequence[str] = (),
+        hotwords: list[str] | None = None,
         hotword_bonus: float = 5.0,
     ) -> None:
         for name, size in {"width": width, "nbest": nbest}.items():
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1")
+            if not 1 <= size <= _MOST_WIDTH:
+                raise ValueError(f"{name} is {size}; it must be 1 to {_MOST_WIDTH}")
         self.width, self.nbest, self.normalise_score = width, nbest, normalise_score
         model = NGram(lm) if lm else None
-        self.fusion = Fusion(model, lm_weight, word_bonus, phrases=hotwords, phrase_bonus=hotword_bonus)
+        self.fusion = Fusion(model, lm_weight, word_bonus, phrases=hotwords or (), phrase_bonus=hotword_bonus)
 
     @abstractmethod
     def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[Found]], Tensor]:
@@ -242,9 +243,9 @@ class TransducerBeam(BeamSearch):
         max_symbols_per_step: int = 5,
         gamma: float = 7.0,
         lm: FilePath | None = None,
-        lm_weight: float = 0.5,
+        lm_weight: float = 0.3,
         word_bonus: float = 0.0,
-        hotwords: Sequence[str] = (),
+        hotwords: list[str] | None = None,
         hotword_bonus: float = 5.0,
     ) -> None:
         super().__init__(width, nbest, normalise_score, lm, lm_weight, word_bonus, hotwords, hotword_bonus)
