@@ -6,6 +6,7 @@ alignment of U labels: the labels with blanks around each.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,22 +102,20 @@ def _alignments(
         live = (frame < lengths[row])[:, None]
         reached = torch.where(live, best + frames[row, frame].gather(1, padded), reached)
         steps.append(torch.where(live, step, 0).to(torch.int8))
-    ends = torch.tensor([len(one) - 1 for one in states], device=device)
-    last = torch.stack((ends, (ends - 1).clamp(min=0)))
+    final = torch.tensor([len(one) - 1 for one in states], device=device)
+    last = torch.stack((final, (final - 1).clamp(min=0)))
     at = last.gather(0, reached.gather(1, last.T).max(1).indices[None])[0]
     path = list[Tensor]()
     for frame in range(count - 1, -1, -1):
         path.append(at)
         at = at - steps[frame].gather(1, at[:, None])[:, 0]
-    places = torch.stack(path[::-1], 1).cpu() if path else torch.zeros(len(texts), 0)
-    sure = frames - frames[..., :-1].logsumexp(-1, keepdim=True)
-    found = []
-    for text, index, walk in zip(texts, rows, places, strict=True):
-        begins, ends_of, chances = list[int](), list[int](), list[float]()
-        for number, label in enumerate(text):
-            inside = (walk[: int(lengths[index])] == 2 * number + 1).nonzero()[:, 0]
-            begins.append(int(inside[0]))
-            ends_of.append(int(inside[-1]) + 1)
-            chances.append(min(1.0, float(sure[index, begins[-1] : ends_of[-1], label].max().exp())))
-        found.append(Found(text, tuple(begins), tuple(ends_of), tuple(chances)))
+    walks = torch.stack(path[::-1], 1).cpu().numpy() if path else np.zeros((len(texts), 0))
+    sure = (frames - frames[..., :-1].logsumexp(-1, keepdim=True)).exp().clamp(max=1.0).cpu().numpy()
+    found, counts = [], lengths.tolist()
+    for text, index, walk in zip(texts, rows, walks, strict=True):
+        odd = np.arange(1, 2 * len(text), 2)  # the states of labels
+        begins, ends = (walk[: counts[index]].searchsorted(odd, side).tolist() for side in ("left", "right"))
+        spans = zip(begins, ends, text, strict=True)
+        chances = (float(sure[index, a:b, label].max(initial=0.0)) for a, b, label in spans)
+        found.append(Found(text, tuple(begins), tuple(ends), tuple(chances)))
     return found

@@ -105,7 +105,7 @@ def test_a_language_model_reads_normalised_transcripts(capsys: pytest.CaptureFix
     with pytest.raises(ConfigError, match=r"--order 9: it must be 1 to 6"):
         prepare.run(["lm", "a.jsonl", "--out", "lm.arpa", "--order", "9"])
     (Path("folder") / "lm.arpa").mkdir(parents=True)
-    with pytest.raises(MachineError, match="folder.*cannot be written.*use another --out"):
+    with pytest.raises(MachineError, match=r"folder.*cannot be written.*use another --out"):
         prepare.run(["lm", "a.jsonl", "--out", "folder/lm.arpa"])
 
 

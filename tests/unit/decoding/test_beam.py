@@ -147,6 +147,12 @@ def test_the_order_is_that_of_the_score_or_of_the_score_per_label() -> None:
         assert other.score / (len(other.labels) + 1) >= one.score / (len(one.labels) + 1) - 1e-6
 
 
+def test_a_model_without_meaning_does_not_end_an_evaluation() -> None:
+    scorer, frames, lengths = lattices(1)
+    found = TransducerBeam().decode(scorer, torch.full_like(frames[:3], torch.nan), lengths[:3])
+    assert len(found) == 3
+
+
 def test_a_ctc_model_is_sent_to_the_other_beam() -> None:
     with pytest.raises(ConfigError, match=r"decoder=beam searches transducers.*ctc_beam"):
         TransducerBeam().decode(CTCScorer(Letters(), 0.5), torch.zeros(1, 1, 4), torch.tensor([1]))

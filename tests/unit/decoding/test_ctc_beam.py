@@ -76,6 +76,12 @@ def test_rows_without_frames_have_no_text() -> None:
     assert [(one.text, one.score == 0) for one in found] == [("", True), ("ab", False)]
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_model_without_meaning_does_not_end_an_evaluation(value: float) -> None:
+    frames = torch.full((2, 5, BLANK + 1), value)
+    assert len(CTCBeam().decode(FRAMES, frames, torch.tensor([5, 3]))) == 2
+
+
 def test_a_transducer_is_sent_to_the_other_beam() -> None:
     scorer = TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Joint())
     with pytest.raises(ConfigError, match=r"decoder=ctc_beam searches CTC models.*choose beam"):
