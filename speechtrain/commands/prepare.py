@@ -18,6 +18,7 @@ import numpy as np
 import soundfile
 
 from speechtrain.commands._cli import Parser, console
+from speechtrain.commands._language_model import add_lm
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
@@ -99,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     _add_jobs(stats)
     stats.set_defaults(act=write_stats)
 
+    add_lm(commands, _add_sources, lambda given: map(text_of, cuts_of(named_source(given))))
     _add_tsv(commands)
     _add_digits(commands)
     return build

@@ -7,14 +7,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from speechtrain.losses.ctc import ctc_loss
+from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import Prediction
 from speechtrain.text.vocabulary import Tokenizer
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a hypothesis."""
+
+    text: str
+    start: float  # seconds
+    end: float
+    confidence: float  # the lowest of its labels'
 
 
 @dataclass(frozen=True)
@@ -23,8 +36,34 @@ class Hypothesis:
 
     labels: tuple[int, ...]
     text: str
-    score: float  # log-probability of the path that the search followed
+    score: float  # log-probability: greedy's is that of its path, a beam's of all paths, with what it added
     times: tuple[float, ...]  # seconds at which each label's frame begins
+    ends: tuple[float, ...] = ()  # seconds at which each label's last frame ends
+    confidences: tuple[float, ...] = ()  # of each label: its probability there, were the blank impossible
+    alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, the best first
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def words(self) -> tuple[Word, ...]:
+        """The words of ``text``, each with its times and its confidence."""
+        tokenizer, spans = self.tokenizer, list[tuple[int, int]]()
+        if tokenizer is None or not self.ends:
+            return ()
+        for at in range(len(self.labels)):
+            if not tokenizer.decode(self.labels[at : at + 1]).strip():
+                continue  # it separates words
+            # what stands between two labels shows when both are written
+            is_new = not spans or len(tokenizer.decode(self.labels[spans[-1][1] : at + 1]).split()) > 1
+            spans.append((at, at)) if is_new else spans.__setitem__(-1, (spans[-1][0], at))
+        return tuple(
+            Word(
+                tokenizer.decode(self.labels[first : last + 1]).strip(),
+                self.times[first],
+                self.ends[last],
+                min(self.confidences[first : last + 1]),
+            )
+            for first, last in spans
+        )
 
 
 @dataclass
@@ -41,9 +80,33 @@ class Scorer:
     def text(self, labels: Sequence[int]) -> str:
         return self.tokenizer.decode(labels)
 
+    def hypothesis(
+        self,
+        labels: Sequence[int],
+        begins: Sequence[int],
+        ends: Sequence[int],
+        confidences: Sequence[float],
+        score: float,
+    ) -> Hypothesis:
+        """A hypothesis whose labels lie in the frames ``begins`` to before ``ends``."""
+        seconds = self.frame_seconds
+        return Hypothesis(
+            labels=tuple(labels),
+            text=self.text(labels),
+            score=score,
+            times=tuple(frame * seconds for frame in begins),
+            ends=tuple(frame * seconds for frame in ends),
+            confidences=tuple(confidences),
+            tokenizer=self.tokenizer,
+        )
+
 
 class CTCScorer(Scorer):
     """A model whose frames are log-probabilities (B, T, V) already."""
+
+    def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
+        """The log-probability (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count: minus the loss."""
+        return -ctc_loss(frames.float(), labels, lengths, symbols=symbols, blank=self.blank)
 
 
 @dataclass
@@ -62,6 +125,20 @@ class TransducerScorer(Scorer):
         """Return the prediction (B, H) and the state after one more label per row (B,)."""
         output, state = self.prediction.step(labels, state)
         return self.joint.prediction(output), state
+
+    def log_likelihood(self, frames: Tensor, lengths: Tensor, labels: Tensor, symbols: Tensor) -> Tensor:
+        """The log-probability (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count: minus the loss."""
+        joint = self.joint
+        return -transducer_loss(
+            frames.float(),
+            joint.prediction(self.prediction(labels)).float(),
+            weight=joint.output.weight,
+            bias=joint.output.bias,
+            labels=labels,
+            encoder_lengths=lengths,
+            label_lengths=symbols,
+            blank=self.blank,
+        )
 
 
 class Decoder(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,13 +10,15 @@ from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, Tr
 from speechtrain.errors import ConfigError
 
 _LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
+_WINDOW = 8  # frames that are joined at once: the blanks before a label cost no step of the prediction
+_STEPS_PER_READ = 4  # a device waits for every read by the host
 
 
 class Greedy(Decoder):
     """The most likely symbol at each point; the results do not depend on the batch.
 
-    Transducer: every row has its own frame pointer, so one iteration emits a label in some rows and moves
-    to the next frame in others. A blank keeps the prediction state; a label replaces it. A frame ends after
+    Transducer: every row has its own frame pointer, and each step looks for its next label in the frames of
+    a window. A blank keeps the prediction state; a label replaces it. A frame ends after
     ``max_symbols_per_step`` labels, a row after ``max_symbols`` (MLPerf: 300); None allows 50 per second of
     audio, twice the characters of the fastest speech. With 300, the labels are those of MLPerf's reference
     decoder, which takes one utterance at a time.
@@ -45,47 +48,62 @@ class Greedy(Decoder):
         limits = torch.full_like(lengths, self.max_symbols or 0)
         if self.max_symbols is None:
             limits = (lengths * (_LABELS_PER_SECOND * scorer.frame_seconds)).ceil().long()
-        index = torch.arange(rows, device=frames.device)
+        index, ahead = (torch.arange(n, device=frames.device) for n in (rows, _WINDOW))
         frame = torch.zeros(rows, dtype=torch.int64, device=frames.device)
         in_frame, emitted = torch.zeros_like(frame), torch.zeros_like(frame)
         scores = torch.zeros(rows, device=frames.device)
-        found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]  # labels and their times
+        found, sure = list[Tensor](), list[Tensor]()
         active = frame < lengths
-        while bool(active.any()):  # an iteration is one joint for all rows and up to four host reads
-            logits = scorer.joint(frames[index, frame.clamp(max=most - 1)], prediction).float()
-            labels = logits.argmax(-1)
-            best = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-            scores += best.masked_fill(~active, 0.0)
-            emits = active & (labels != scorer.blank)
-            in_frame = torch.where(emits, in_frame + 1, torch.zeros_like(in_frame))
-            emitted = emitted + emits
-            moves = active & (~emits | (in_frame >= self.max_symbols_per_step))
-            if bool(emits.any()):
-                for row, label, at in torch.stack((index, labels, frame), 1)[emits].tolist():
-                    found[row].append((label, at * scorer.frame_seconds))
-                advanced, new_state = scorer.step(torch.where(emits, labels, torch.zeros_like(labels)), state)
+        while bool(active.any()):
+            for _ in range(_STEPS_PER_READ):
+                at = frame[:, None] + ahead
+                near = frames[index[:, None], at.clamp(max=most - 1)].flatten(0, 1)
+                logits = scorer.joint(near, prediction.repeat_interleave(_WINDOW, 0)).float()
+                logits = logits.view(rows, _WINDOW, -1)
+                highest, labels = logits.max(-1)
+                inside = active[:, None] & (at < lengths[:, None])
+                hits = inside & (labels != scorer.blank)
+                emits = hits.any(1)
+                blanks = torch.where(emits, hits.int().argmax(1), _WINDOW)
+                seen = inside & (ahead <= blanks[:, None])
+                scores += (highest - logits.logsumexp(-1)).masked_fill(~seen, 0.0).sum(1)
+                here = (index, blanks.clamp(max=_WINDOW - 1))
+                label = torch.where(emits, labels[here], 0)
+                found.append(torch.stack((torch.where(emits, label, -1), frame + blanks)))
+                sure.append((highest[here] - logits[here][:, :-1].logsumexp(-1)).exp().clamp(max=1.0))
+                advanced, new_state = scorer.step(label, state)
                 prediction = torch.where(emits[:, None], advanced, prediction)
                 state = scorer.prediction.select(emits, new_state, state)
-            frame = frame + moves
-            in_frame = torch.where(moves, torch.zeros_like(in_frame), in_frame)
-            active = (frame < lengths) & (emitted < limits)
-        return [_hypothesis(scorer, *pair) for pair in zip(found, scores.tolist(), strict=True)]
+                in_frame = torch.where(emits, in_frame * (blanks == 0) + 1, 0)
+                is_full = in_frame >= self.max_symbols_per_step
+                in_frame = in_frame.masked_fill(is_full, 0)
+                frame = torch.where(active, frame + blanks + is_full, frame)
+                emitted += emits
+                active = active & (frame < lengths) & (emitted < limits)
+        if not found:
+            return [scorer.hypothesis((), (), (), (), 0.0) for _ in range(rows)]
+        symbols, places = torch.stack(found, 1).cpu().numpy()
+        chances, totals = torch.stack(sure).cpu().numpy(), scores.tolist()
+        hypotheses = []
+        for row, total in enumerate(totals):
+            kept = symbols[:, row] >= 0
+            begins = places[kept, row]
+            spans = (begins.tolist(), (begins + 1).tolist(), chances[kept, row].tolist())
+            hypotheses.append(scorer.hypothesis(symbols[kept, row].tolist(), *spans, score=total))
+        return hypotheses
 
 
 def _best_path(scorer: CTCScorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-    best, classes = (values.cpu() for values in frames.max(-1))
-    changed = torch.ones_like(classes, dtype=torch.bool)
-    changed[:, 1:] = classes[:, 1:] != classes[:, :-1]
-    kept = changed & (classes != scorer.blank)
+    best, classes = frames.max(-1)
+    sure = (best - frames[..., :-1].logsumexp(-1)).exp().clamp(max=1.0)
     hypotheses = []
-    for row, keep, scores, length in zip(classes, kept, best, lengths.tolist(), strict=True):
-        at = keep[:length].nonzero()[:, 0]
-        pairs = zip(row[at].tolist(), (at * scorer.frame_seconds).tolist(), strict=True)
-        hypotheses.append(_hypothesis(scorer, list(pairs), float(scores[:length].sum())))
+    for row, length in enumerate(lengths.tolist()):
+        path, chances = classes[row, :length].cpu().numpy(), sure[row, :length].cpu().numpy()
+        begins = np.flatnonzero(np.diff(path, prepend=-1))  # of runs of equal classes
+        ends = np.append(begins[1:], length)
+        chances = np.maximum.reduceat(chances, begins) if length else chances
+        kept = path[begins] != scorer.blank
+        spans = (begins[kept].tolist(), ends[kept].tolist(), chances[kept].tolist())
+        score = float(best[row, :length].sum())
+        hypotheses.append(scorer.hypothesis(path[begins][kept].tolist(), *spans, score=score))
     return hypotheses
-
-
-def _hypothesis(scorer: Scorer, found: list[tuple[int, float]], score: float) -> Hypothesis:
-    labels = tuple(label for label, _ in found)
-    times = tuple(time for _, time in found)
-    return Hypothesis(labels=labels, text=scorer.text(labels), score=score, times=times)

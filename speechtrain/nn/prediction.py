@@ -44,6 +44,10 @@ class Prediction(nn.Module, ABC):
     def select(self, mask: Tensor, new: Any, old: Any) -> Any:
         """Return the state ``new`` in rows where ``mask`` (B,) is True, else ``old``."""
 
+    def take(self, rows: Tensor, state: Any) -> Any:
+        """Return the state of ``rows`` (N,), as a beam search needs it; here, a tensor's first axis is B."""
+        return state[rows]
+
 
 def _check(dropout: float, **sizes: int) -> None:
     for name, size in sizes.items():
@@ -93,6 +97,9 @@ class LSTMPrediction(Prediction):
     def select(self, mask: Tensor, new: State, old: State) -> State:
         rows = mask[None, :, None]  # states are (layers, B, hidden)
         return torch.where(rows, new[0], old[0]), torch.where(rows, new[1], old[1])
+
+    def take(self, rows: Tensor, state: State) -> State:
+        return state[0][:, rows], state[1][:, rows]
 
 
 class StatelessPrediction(Prediction):

@@ -94,6 +94,22 @@ def test_a_tokenizer_too_large_names_the_largest_size() -> None:
         prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--normaliser", "lowr"])
 
 
+def test_a_language_model_reads_normalised_transcripts(capsys: pytest.CaptureFixture[str]) -> None:
+    from speechtrain.text.ngram import NGram
+
+    nemo(Path("a.jsonl"), *((f"{i}.wav", 1.0, t) for i, t in enumerate(["One two", "two THREE one"])))
+    assert prepare.run(["lm", "a.jsonl", "--out", "lm.arpa", "--order", "2"]) == 0
+    model = NGram("lm.arpa")
+    assert model.score(("one",), "two") > model.score(("one",), "three")
+    told = capsys.readouterr().out
+    assert f"decoder.lm={Path('lm.arpa').absolute()}" in told
+    with pytest.raises(ConfigError, match=r"--order 9: it must be 1 to 6"):
+        prepare.run(["lm", "a.jsonl", "--out", "lm.arpa", "--order", "9"])
+    (Path("folder") / "lm.arpa").mkdir(parents=True)
+    with pytest.raises(MachineError, match=r"folder.*cannot be written.*use another --out"):
+        prepare.run(["lm", "a.jsonl", "--out", "folder/lm.arpa"])
+
+
 def test_the_embedded_corpus_needs_no_manifest() -> None:
     assert prepare.run(["tokenizer", "--corpus", "digits", "--out", "t.model", "--size", "20"]) == 0
     with pytest.raises(ConfigError, match="SOURCE"):

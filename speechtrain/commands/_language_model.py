@@ -1,0 +1,41 @@
+"""speechtrain-prepare lm: an n-gram model of transcripts, for decoder.lm."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from speechtrain.errors import ConfigError, printable
+from speechtrain.files import writing
+from speechtrain.text.ngram import write_ngram
+from speechtrain.text.normalise import normaliser
+
+_MOST_ORDER = 6
+
+
+def add_lm(
+    commands: Any,
+    add_sources: Callable[[argparse.ArgumentParser], None],
+    texts_of: Callable[[argparse.Namespace], Iterable[str]],
+) -> None:
+    """Add the command to a parser; ``texts_of`` reads the transcripts of its sources."""
+    build = commands.add_parser("lm", help="make a language model of transcripts, for decoder.lm")
+    add_sources(build)
+    build.add_argument("--out", type=Path, required=True, metavar="FILE.arpa")
+    build.add_argument("--order", type=int, default=3, metavar="N", help="words of an n-gram, 1 to 6 (3)")
+    build.add_argument("--normaliser", default="lower", help="equal to tokenizer.normaliser (lower)")
+    build.set_defaults(act=lambda given: _make(given, texts_of(given)))
+
+
+def _make(arguments: argparse.Namespace, texts: Iterable[str]) -> int:
+    out, order = arguments.out, arguments.order
+    if not 1 <= order <= _MOST_ORDER:
+        raise ConfigError(f"--order {order}: it must be 1 to {_MOST_ORDER}")
+    with writing(out, "use another --out"):
+        count, sizes = write_ngram(map(normaliser(arguments.normaliser), texts), out, order)
+    told = f"{out}: {count} transcripts, n-grams of 1 to {len(sizes)} words: {', '.join(map(str, sizes))}"
+    print(printable(told))
+    print(printable(f"use it with: decoder=beam (ctc_beam for CTC) decoder.lm={out.absolute()}"))
+    return 0

@@ -1,0 +1,132 @@
+"""n-gram language models: read from an ARPA file, and made of transcripts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from speechtrain.errors import DataError
+from speechtrain.files import MOST_LOG_BYTES, open_regular, write_text
+
+_MOST_ORDER, _MOST_LINE = 9, 2**16
+_MOST_GRAMS = 10**7  # about 200 bytes of memory each
+_LN_10 = math.log(10)
+BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+
+
+class NGram:
+    """A backoff model over words, of an ARPA file. Raises DataError for a file that is none.
+
+    A word that the model lacks is ``<unk>``, and as unlikely as the rarest word where the model lacks that.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.order = 0
+        self._scores: dict[str, tuple[float, float]] = {}  # natural logarithms: probability, backoff
+        try:
+            self._read()
+        except OSError as error:
+            raise DataError(f"decoder.lm: {path}: {error.strerror}; correct the path") from None
+        if UNKNOWN not in self._scores:
+            words = (score for name, (score, _) in self._scores.items() if " " not in name)
+            self._scores[UNKNOWN] = (min(words), 0.0)
+
+    def _read(self) -> None:
+        with open_regular(self.path, MOST_LOG_BYTES) as file:
+            lines = iter(lambda: file.readline(_MOST_LINE), b"")
+            for number, line in enumerate(lines, 1):
+                try:
+                    if self._is_last(line.decode().strip()):
+                        return
+                except ValueError as error:
+                    raise self._bad(f":{number}: {error}") from None
+        raise self._bad(": it has no \\end\\")
+
+    def _bad(self, what: str) -> DataError:
+        return DataError(
+            f"decoder.lm: {self.path}{what}; give an ARPA file, as speechtrain-prepare lm writes it"
+        )
+
+    def _is_last(self, line: str) -> bool:
+        """Take a line; returns whether it ends the model. Raises ValueError."""
+        if line == "\\end\\":
+            if not self._scores:
+                raise ValueError("the model is empty")
+            return True
+        if line.startswith("\\") and line.endswith("-grams:"):
+            if line != f"\\{self.order + 1}-grams:" or self.order == _MOST_ORDER:
+                raise ValueError(f"orders must be 1 to at most {_MOST_ORDER}, one after the other")
+            self.order += 1
+        elif line and self.order:
+            parts = [part for part in line.replace("\t", " ").split(" ") if part]
+            if len(parts) not in (self.order + 1, self.order + 2):
+                raise ValueError(
+                    f"it is no {self.order}-gram: a number, {self.order} words, a number or none"
+                )
+            numbers = [float(number) * _LN_10 for number in (parts[0], *parts[self.order + 1 :], "0")][:2]
+            if not all(map(math.isfinite, numbers)) or numbers[0] > 0:
+                raise ValueError("a probability is no logarithm of one")
+            if len(self._scores) >= _MOST_GRAMS:
+                raise ValueError(f"it has more than {_MOST_GRAMS} n-grams; prune it")
+            self._scores[" ".join(parts[1 : self.order + 1])] = (numbers[0], numbers[1])
+        return False
+
+    def score(self, context: tuple[str, ...], word: str) -> float:
+        """The logarithm of the probability of ``word`` after ``context``."""
+        total, word = 0.0, word if word in self._scores else UNKNOWN
+        for begin in range(len(context) + 1):
+            before = " ".join(context[begin:])
+            found = self._scores.get(f"{before} {word}" if before else word)
+            if found:
+                return total + found[0]
+            total += self._scores.get(before, (0.0, 0.0))[1]
+        raise AssertionError  # each word or <unk> is there
+
+    def after(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
+        """The context of the word that follows."""
+        known = word if word in self._scores else UNKNOWN
+        return (*context, known)[1 - self.order :] if self.order > 1 else ()
+
+
+def write_ngram(texts: Iterable[str], path: Path, order: int = 3) -> tuple[int, list[int]]:
+    """Write an ARPA file of normalised texts; returns the number of texts and of n-grams of each order.
+
+    Probabilities are interpolated as Witten and Bell (1991) do: a context that was followed by many
+    different words leaves more to the shorter one. Raises DataError where there is no word, OSError.
+    """
+    followers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    sentences = 0
+    for text in texts:
+        words = [BEGIN, *(word for word in text.split() if word not in (BEGIN, END, UNKNOWN)), END]
+        sentences += len(words) > 2
+        for at in range(1, len(words) if len(words) > 2 else 0):
+            for begin in range(max(0, at - order + 1), at + 1):
+                followers[" ".join(words[begin:at])][words[at]] += 1
+    if not sentences:
+        raise DataError("lm: every transcript is empty; use sources with transcripts")
+    chances: dict[str, float] = {UNKNOWN: 0.0}
+    floor = 1 / (len(followers[""]) + 1)  # each word and <unk> alike
+    levels: list[list[str]] = [[] for _ in range(order)]
+    for context in sorted(followers, key=lambda name: (len(name.split()), name)):
+        counts = followers[context]
+        shorter = context.partition(" ")[2]
+        rest = len(counts) / (counts.total() + len(counts))
+        for word in sorted([*counts, UNKNOWN] if not context else counts):
+            below = chances[f"{shorter} {word}" if shorter else word] if context else floor
+            name = f"{context} {word}" if context else word
+            chances[name] = counts[word] / (counts.total() + len(counts)) + rest * below
+            levels[len(context.split())].append(name)
+    levels[0].append(BEGIN)
+    lines = ["\\data\\", *(f"ngram {n}={len(names)}" for n, names in enumerate(levels, 1) if names)]
+    for number, names in enumerate(filter(None, levels), 1):
+        lines += ["", f"\\{number}-grams:"]
+        for name in names:
+            counts = followers.get(name, Counter())
+            rest = len(counts) / (counts.total() + len(counts)) if counts else 1.0
+            chance = math.log10(chances[name]) if name != BEGIN else -99.0
+            lines.append(f"{chance:.6f}\t{name}" + (f"\t{math.log10(rest):.6f}" if counts else ""))
+    write_text(path, "\n".join([*lines, "", "\\end\\", ""]))
+    return sentences, [len(names) for names in levels if names]

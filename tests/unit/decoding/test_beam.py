@@ -1,0 +1,164 @@
+"""Beam search of transducers against all label sequences, and what an n-best list promises."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from speechtrain.decoding.base import CTCScorer, TransducerScorer
+from speechtrain.decoding.beam import TransducerBeam
+from speechtrain.decoding.greedy import Greedy
+from speechtrain.errors import ConfigError
+from speechtrain.losses.transducer import transducer_loss
+from speechtrain.nn.joint import Joint
+from speechtrain.nn.prediction import LSTMPrediction, Prediction, StatelessPrediction
+
+from .test_greedy import BLANK, Letters
+
+LONGEST = 6  # labels of a sequence that the exhaustive search visits
+
+
+def small(seed: int, prediction: str = "lstm") -> TransducerScorer:
+    torch.manual_seed(seed)
+    network: Prediction = (
+        LSTMPrediction(embedding=4, hidden=8, layers=1, dropout=0.0)
+        if prediction == "lstm"
+        else StatelessPrediction(embedding=4, hidden=8, dropout=0.0)
+    )
+    network.connect(BLANK)
+    joint = Joint(hidden=8, dropout=0.0)
+    joint.connect(8, network.width, BLANK + 1)
+    with torch.no_grad():
+        joint.output.weight *= 4
+        joint.prediction.weight *= 3
+        joint.output.bias[BLANK] += 1
+    return TransducerScorer(Letters(), 0.5, prediction=network.eval(), joint=joint.eval())
+
+
+def every_sequence(
+    scorer: TransducerScorer, frames: Tensor, lengths: Tensor
+) -> list[dict[tuple[int, ...], float]]:
+    """The log-probability, in fp64, of each sequence of at most LONGEST labels, for frames (B, T, H)."""
+    rows, most = frames.shape[:2]
+    totals: list[dict[tuple[int, ...], float]] = [{} for _ in range(rows)]
+    prediction, state = scorer.start(1)
+    names: list[tuple[int, ...]] = [()]
+    entering = torch.full((rows, 1, most), -torch.inf, dtype=torch.float64)
+    entering[..., 0] = 0
+    for _ in range(LONGEST + 1):
+        logits = scorer.joint(frames[:, None], prediction[:, None])
+        scores = logits.double().log_softmax(-1)
+        reached, ended = [], []
+        inside = torch.full((rows, len(names)), -torch.inf, dtype=torch.float64)
+        for t in range(most):
+            inside = torch.logaddexp(inside, entering[:, :, t])
+            reached.append(inside[..., None] + scores[:, :, t, :BLANK])
+            inside = inside + scores[:, :, t, BLANK]
+            ended.append(inside)
+        for row, length in enumerate(lengths.tolist()):
+            totals[row] |= dict(zip(names, ended[length - 1][row].tolist(), strict=True))
+        names = [(*name, label) for name in names for label in range(BLANK)]
+        labels = torch.arange(BLANK).repeat(len(prediction))
+        repeated = torch.arange(len(prediction)).repeat_interleave(BLANK)
+        entering = torch.stack(reached, -1).flatten(1, 2)
+        prediction, state = scorer.step(labels, scorer.prediction.take(repeated, state))
+    return totals
+
+
+@cache
+def lattices(seed: int) -> tuple[TransducerScorer, Tensor, Tensor]:
+    """A model and 50 utterances of 2 to 5 frames."""
+    scorer = small(seed, "lstm" if seed % 2 else "stateless")
+    return scorer, torch.randn(50, 5, 8), torch.arange(50) % 4 + 2
+
+
+@torch.no_grad()
+def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
+    found = 0
+    for seed in range(10):
+        scorer, frames, lengths = lattices(seed)
+        every = every_sequence(scorer, frames, lengths)
+        decoder = TransducerBeam(width=8, nbest=8)
+        sequences, sums = decoder.search(scorer, frames, lengths)
+        decoded = decoder.decode(scorer, frames, lengths)
+        greedy = Greedy().decode(scorer, frames, lengths)
+        for row, totals in enumerate(every):
+            for searched, total in zip(sequences[row], sums[row].tolist(), strict=False):
+                assert total <= totals.get(searched.labels, 0.0) + 1e-5, "a path is counted twice"
+            listed = (decoded[row], *decoded[row].alternatives)
+            for one in listed:
+                assert one.score == pytest.approx(totals.get(one.labels, one.score), abs=1e-5)
+            assert listed[0].score >= totals.get(greedy[row].labels, -torch.inf) - 1e-5
+            assert len({one.labels for one in listed}) == len(listed)
+            found += max(totals, key=lambda name: totals[name]) in {one.labels for one in listed}
+    assert found >= 0.99 * 500
+
+
+@torch.no_grad()
+def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
+    scorer, frames, lengths = lattices(1)
+    for row, one in enumerate(TransducerBeam().decode(scorer, frames, lengths)):
+        labels = torch.tensor([one.labels], dtype=torch.int64).view(1, -1)
+        loss = transducer_loss(
+            frames[row, None],
+            scorer.joint.prediction(scorer.prediction(labels)),
+            weight=scorer.joint.output.weight,
+            bias=scorer.joint.output.bias,
+            labels=labels,
+            encoder_lengths=lengths[row, None],
+            label_lengths=torch.tensor([labels.shape[1]]),
+            blank=BLANK,
+        )
+        assert one.score == pytest.approx(-float(loss), abs=1e-5)
+        assert len(one.times) == len(one.ends) == len(one.confidences) == len(one.labels)
+        assert list(one.times) == sorted(one.times)
+        assert all(
+            0 <= begin < end <= lengths[row] * 0.5 for begin, end in zip(one.times, one.ends, strict=True)
+        )
+        assert all(0 < sure <= 1 for sure in one.confidences)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_text_does_not_depend_on_its_batch(seed: int) -> None:
+    scorer, frames, lengths = lattices(seed)
+    decoder = TransducerBeam()
+    together = [one.labels for one in decoder.decode(scorer, frames[:32], lengths[:32])]
+    for size in (1, 7):
+        parts = zip(frames[:32].split(size), lengths[:32].split(size), strict=True)
+        assert together == [one.labels for part in parts for one in decoder.decode(scorer, *part)]
+
+
+def test_rows_without_frames_have_no_text() -> None:
+    scorer, frames, _ = lattices(1)
+    found = TransducerBeam().decode(scorer, frames[:3], torch.tensor([0, 3, 0]))
+    assert [one.text == "" and one.score == 0 for one in found] == [True, False, True]
+
+
+def test_the_order_is_that_of_the_score_or_of_the_score_per_label() -> None:
+    scorer, frames, lengths = lattices(1)
+    plain = TransducerBeam(width=8, nbest=8, normalise_score=False).decode(scorer, frames, lengths)
+    scaled = TransducerBeam(width=8, nbest=8, normalise_score=True).decode(scorer, frames, lengths)
+    for one, other in zip(plain, scaled, strict=True):
+        scores = [found.score for found in (one, *one.alternatives)]
+        assert scores == sorted(scores, reverse=True)
+        assert other.score / (len(other.labels) + 1) >= one.score / (len(one.labels) + 1) - 1e-6
+
+
+def test_a_model_without_meaning_does_not_end_an_evaluation() -> None:
+    scorer, frames, lengths = lattices(1)
+    found = TransducerBeam().decode(scorer, torch.full_like(frames[:3], torch.nan), lengths[:3])
+    assert len(found) == 3
+
+
+def test_a_ctc_model_is_sent_to_the_other_beam() -> None:
+    with pytest.raises(ConfigError, match=r"decoder=beam searches transducers.*ctc_beam"):
+        TransducerBeam().decode(CTCScorer(Letters(), 0.5), torch.zeros(1, 1, 4), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("key", ["width", "nbest", "max_symbols_per_step", "gamma"])
+def test_a_setting_out_of_range_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key} is 0"):
+        TransducerBeam(**{key: 0})

@@ -1,0 +1,88 @@
+"""Prefix beam search of CTC against all label sequences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import groupby, product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from speechtrain.decoding.base import TransducerScorer
+from speechtrain.decoding.ctc_beam import CTCBeam
+from speechtrain.decoding.greedy import Greedy
+from speechtrain.errors import ConfigError
+from speechtrain.nn.joint import Joint
+
+from .test_greedy import BLANK, FRAMES, Counting, Letters, one_hot
+
+LENGTHS = torch.arange(500) % 4 + 2
+
+
+def lattices() -> Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(500, 5, BLANK + 1) * 1.5).log_softmax(-1)
+
+
+def every_sequence(scores: Tensor) -> dict[tuple[int, ...], float]:
+    """The log-probability of each sequence: the sum over all paths (4 to the number of frames)."""
+    paths = np.array(list(product(range(BLANK + 1), repeat=len(scores))))
+    chances = np.exp(scores.double().numpy()[np.arange(len(scores)), paths].sum(1))
+    totals: dict[tuple[int, ...], float] = defaultdict(float)
+    for path, chance in zip(paths.tolist(), chances, strict=True):
+        totals[tuple(label for label, _ in groupby(path) if label != BLANK)] += chance
+    return {labels: float(np.log(chance)) for labels, chance in totals.items()}
+
+
+def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
+    frames, decoder = lattices(), CTCBeam(width=8, nbest=8)
+    sequences, sums = decoder.search(FRAMES, frames, LENGTHS)
+    decoded, greedy = decoder.decode(FRAMES, frames, LENGTHS), Greedy().decode(FRAMES, frames, LENGTHS)
+    found = 0
+    for row, length in enumerate(LENGTHS.tolist()):
+        totals = every_sequence(frames[row, :length])
+        for searched, total in zip(sequences[row], sums[row].tolist(), strict=False):
+            assert total <= totals[searched.labels] + 1e-5, "a path is counted twice"
+        listed = (decoded[row], *decoded[row].alternatives)
+        for one in listed:
+            assert one.score == pytest.approx(totals[one.labels], abs=1e-5)
+        assert listed[0].score >= totals[greedy[row].labels] - 1e-5
+        assert len({one.labels for one in listed}) == len(listed)
+        found += max(totals, key=lambda name: totals[name]) in {one.labels for one in listed}
+    assert found >= 0.99 * 500
+
+
+def test_a_text_does_not_depend_on_its_batch() -> None:
+    frames, lengths, decoder = lattices()[:32], LENGTHS[:32], CTCBeam()
+    together = [one.labels for one in decoder.decode(FRAMES, frames, lengths)]
+    for size in (1, 7):
+        parts = zip(frames.split(size), lengths.split(size), strict=True)
+        assert together == [one.labels for part in parts for one in decoder.decode(FRAMES, *part)]
+
+
+def test_a_label_lasts_from_its_first_frame_to_its_last() -> None:
+    scores = one_hot(3, 0, 0, 3, 0, 1, 1)[None]
+    (found,) = CTCBeam().decode(FRAMES, scores, torch.tensor([7]))
+    (greedy,) = Greedy().decode(FRAMES, scores, torch.tensor([7]))
+    assert (found.text, found.times, found.ends) == ("aab", (0.5, 2.0, 2.5), (1.5, 2.5, 3.5))
+    assert (greedy.text, greedy.times, greedy.ends) == (found.text, found.times, found.ends)
+    assert found.confidences == pytest.approx(greedy.confidences, abs=1e-6)
+
+
+def test_rows_without_frames_have_no_text() -> None:
+    found = CTCBeam().decode(FRAMES, one_hot(0, 1)[None].expand(2, 2, 4), torch.tensor([0, 2]))
+    assert [(one.text, one.score == 0) for one in found] == [("", True), ("ab", False)]
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_model_without_meaning_does_not_end_an_evaluation(value: float) -> None:
+    frames = torch.full((2, 5, BLANK + 1), value)
+    assert len(CTCBeam().decode(FRAMES, frames, torch.tensor([5, 3]))) == 2
+
+
+def test_a_transducer_is_sent_to_the_other_beam() -> None:
+    scorer = TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Joint())
+    with pytest.raises(ConfigError, match=r"decoder=ctc_beam searches CTC models.*choose beam"):
+        CTCBeam().decode(scorer, torch.zeros(1, 1, 4), torch.tensor([1]))
