@@ -417,7 +417,7 @@ class SpeechData(DataModule):
             shown = " ".join(map(repr, sorted(symbols)[:10])) + (" …" if len(symbols) > 10 else "")
             raise DataError(
                 f"the tokenizer cannot encode {bad} of {len(looked)} transcripts of data.train, such as "
-                f"{first!r}: unknown symbols {shown}; change tokenizer.normaliser or the vocabulary"
+                f"{first!r}: unknown symbols {shown}; change tokenizer.normaliser, or tokenizer=auto"
             )
 
     def _is_too_many(self, bad: int, looked: int) -> bool:

@@ -220,6 +220,7 @@ def test_a_run_directory_that_no_pod_sees_is_refused(run_dir: str) -> None:
     [
         *({"nodes": 0}, {"restarts": -1}, {"grace_seconds": 0}, {"shutdown_seconds": 0}, {"poll_seconds": 0}),
         *({"kind": "pod"}, {"name": "Upper"}, {"name": "a" * 51}, {"volumes": {"shared": "relative"}}),
+        {"namespace": "a\nb"},
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any]) -> None:
