@@ -101,9 +101,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     if result["status"] == "preempted":
         raise Preempted(f"saved at step {result.get('steps')} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
-    if config.from_data and _has_learnt_nothing(result):
-        say("it does not write what was said yet: set a longer trainer.max_hours, or add recordings")
-    _conclude(config, command)
+    _conclude(config, command, result)
     return result
 
 
@@ -116,8 +114,10 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
     return Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
 
 
-def _conclude(config: DictConfig, command: Command) -> None:
-    """Write the report of a finished run; print its path and, after an example, the line for own data."""
+def _conclude(config: DictConfig, command: Command, result: Mapping[str, Any]) -> None:
+    """Write the report of a finished run; print its path, and what may be done next."""
+    if config.from_data and _has_learnt_nothing(result):
+        say("it does not write what was said yet: set a longer trainer.max_hours, or add recordings")
     if "console" in (config.tracking.get("trackers") or {}):  # people follow this run
         from speechtrain.report import page, run  # half a second of imports
 

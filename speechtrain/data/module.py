@@ -122,9 +122,7 @@ class SpeechData(DataModule):
             if value <= 0:
                 raise ValueError(f"{name}={value}: it must be above 0")
         if workers < -1 or shapes < 0:
-            raise ValueError(
-                f"workers={workers}, shapes={shapes}: need workers >= -1 (-1: automatic), shapes >= 0"
-            )
+            raise ValueError(f"workers={workers}, shapes={shapes}: need workers >= -1, shapes >= 0")
         _check_crop(crop_seconds, tokenizer)
         _check_sources(train, valid)
         speed_grid(speed or (1.0, 1.0))

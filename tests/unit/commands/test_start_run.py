@@ -322,7 +322,7 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     assert "</html>" in (run_dir / "report.html").read_text()
     (run_dir / "report.html").unlink()
     command = read(["model=rnnt", "precision=bf16", "data.train.utterances=16", f"run_dir={run_dir}"])
-    _conclude(load(run_dir / "config.yaml"), command)
+    _conclude(load(run_dir / "config.yaml"), command, {})
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
     own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
@@ -335,5 +335,5 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
         [{"path": "a.csv"}],
     ):
         config.data.train = own_files
-        _conclude(config, command)
+        _conclude(config, command, {})
         assert capsys.readouterr().out.startswith("report: ")
