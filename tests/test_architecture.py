@@ -214,8 +214,6 @@ TOUCH_FILES = {
     "commands/_continue_run.py": "the user's own YAML files",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
-    "launchers/ssh.py": "the user's hostfile",
-    "launchers/mpi.py": "the user's hostfile",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
     "files.py": "the door",
 }
