@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -40,7 +40,7 @@ _TRANSFORMS: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-_thread = threading.local()  # ``read`` of the cut that a thread loads: ``prepare`` has several threads
+_thread = threading.local()  # ``own`` functions of the cut that a thread loads: ``prepare`` has several
 
 
 class UnknownPart(ValueError):
@@ -172,15 +172,15 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tu
     Raises UnknownPart, and whatever ``decode`` or lhotse raise.
     """
     import torch
-    from lhotse.audio import backend, source
-    from lhotse.augmentation import torchaudio
     from lhotse.cut.set import deserialize_cut
 
     known = known_cut(cut)
     tracks = [*known.get("tracks", [{"cut": known}]), known.get("snr_reference", {"cut": {}})]
     growth, held = max(_growth(track["cut"].get("recording", {})) for track in tracks), 0.0
 
-    def read(path: str, offset: float, duration: float | None) -> tuple[Samples, int]:
+    def read(
+        path: str, offset: float = 0.0, duration: float | None = None, **_: object
+    ) -> tuple[Samples, int]:
         nonlocal held
         samples, rate = decode(path, offset, duration)
         held += samples.size * growth
@@ -193,18 +193,33 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tu
         return lambda audio: torch.from_numpy(np.stack([*map(convert, audio.numpy())]))
 
     loaded: Any = deserialize_cut(known)
+    _watch_lhotse()
     # its fallbacks run a shell on file names: lhotse opens no recording and starts no program itself;
     # its filters for rates without a common divisor have gigabytes, and it keeps them all
-    source.read_audio = lambda path, offset=0.0, duration=None, **_: getattr(_thread, "read", decode)(
-        path, offset, duration
-    )
-    torchaudio.get_or_create_resampler = resampler
-    backend.run = source.run = _refuse
-    _thread.read = read
+    _thread.own = {"read_audio": read, "get_or_create_resampler": resampler, "run": _refuse}
     try:
         return np.atleast_2d(loaded.load_audio()), int(loaded.sampling_rate)
     finally:
-        del _thread.read
+        del _thread.own
+
+
+@cache
+def _watch_lhotse() -> None:
+    """Let a thread replace functions of lhotse; what others do with lhotse stays as it is."""
+    from lhotse.audio import backend, source
+    from lhotse.augmentation import torchaudio
+
+    def watched(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(_thread, "own", {}).get(name, theirs)(*args, **kwargs)
+
+    places = (
+        (source, "read_audio"),
+        (torchaudio, "get_or_create_resampler"),
+        (backend, "run"),
+        (source, "run"),
+    )
+    for module, name in places:
+        setattr(module, name, watched(name, getattr(module, name)))
 
 
 def _refuse(*arguments: object, **options: object) -> None:

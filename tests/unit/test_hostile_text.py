@@ -61,7 +61,7 @@ def prints_of(path: Path) -> list[str]:
 
 NUMBERS_ONLY = {
     "prepare.py: f'{unspelt} transcripts have symbols outside the coverage; training skips them'",
-    "prepare.py: f'held out: {len(held)} of {len(seconds[by])} {by}s'",
+    "prepare.py: f'held out: {len(np.unique(groups[by][held]))} of {len(np.unique(groups[by]))} {by}s'",
     "prepare.py: f'{totals.bad.total()} of {len(names)} recordings are bad and are in neither file'",
     "export.py: f\"checked against Hugging Face's model on the same audio: largest difference "
     '{max(known):.1e}"',

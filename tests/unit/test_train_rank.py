@@ -157,18 +157,21 @@ def test_weights_of_another_vocabulary_are_not_taken_over(tmp_path: Path, part: 
         assert value.equal(fresh[name] if name in OF_THE_VOCABULARY else before[name]), name
 
 
-def test_weights_of_the_same_vocabulary_or_of_none_known_are_taken_over(tmp_path: Path) -> None:
+def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_unknown(tmp_path: Path) -> None:
     run = untrained(tmp_path / "run", *TINY, FORWARD, "seed=7")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("another: program's")
     bare = tmp_path / "checkpoints/bare.safetensors"
     shutil.copy(run / "checkpoints/step-00000001/model.safetensors", bare)
     before = load_file(bare)
-    for start, now in ((run, FORWARD), (bare, FORWARD), (bare, BACKWARD)):
-        config = compose([*TINY, now, "tokenizer.normaliser=none", f"init_from={start}"])
+    for start, lost in ((run, set[str]()), (bare, OF_THE_VOCABULARY)):
+        config = compose([*TINY, FORWARD, "tokenizer.normaliser=none", f"init_from={start}"])
         task, tokenizer = build_task(config)
-        assert _begin_with(config, task, tokenizer) == {"tensors taken over": len(before), "fresh": 0}
-        assert all(value.equal(before[name]) for name, value in task.state_dict().items())
+        told = _begin_with(config, task, tokenizer)
+        assert (told["tensors taken over"], told["fresh"]) == (len(before) - len(lost), len(lost))
+        assert set(told.get("fresh for another vocabulary", "").split(", ")) - {""} == lost
+        kept = {name: value for name, value in task.state_dict().items() if name not in lost}
+        assert all(value.equal(before[name]) for name, value in kept.items())
 
 
 def planned(*overrides: str) -> tuple[Schedule, int | None]:

@@ -282,3 +282,14 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
             server.bind(str(path))
     with pytest.raises(Unusable, match=r"unreadable: .*(regular|No such device)"):
         read_file(str(path), RATE)
+
+
+def test_lhotse_reads_as_before_for_others(tmp_path: Path) -> None:
+    """In a notebook that has read one of our mixtures: recordings in memory, which we refuse."""
+    from lhotse import Recording
+
+    soundfile.write(tmp_path / "a.wav", TONE, RATE)
+    held = recording(str(tmp_path / "a.wav"))
+    read_cut(mixed(track(held)), RATE)
+    inside = Recording.from_bytes((tmp_path / "a.wav").read_bytes(), "a")
+    assert inside.load_audio().shape == (1, len(TONE))
