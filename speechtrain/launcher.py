@@ -180,8 +180,8 @@ class World:
                 fallbacks = (None, None, "0", "1")
                 values = [_number(environ, n, f) for n, f in zip(names, fallbacks, strict=True)]
                 if values[0] >= max(values[1], 1):
-                    told = f"{names[0]} is {values[0]} and {names[1]} is {values[1]}"
-                    raise MachineError(f"environment: {told}; ranks are counted from 0")
+                    told = f"environment variable {names[0]} is {values[0]}, and {names[1]} is {values[1]}"
+                    raise MachineError(f"{told}; ranks are counted from 0")
                 return cls(*values)
         return cls()
 

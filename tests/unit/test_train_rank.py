@@ -129,7 +129,13 @@ def test_a_signal_is_a_request(number: int) -> None:
             signal.signal(n, handler)
 
 
-@pytest.mark.parametrize("environ", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        *({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "x", "WORLD_SIZE": "2"}),
+        *({"RANK": "2", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "2"}),
+    ],
+)
 def test_half_a_world_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(MachineError, match="environment variable"):
         World.from_environment(environ)

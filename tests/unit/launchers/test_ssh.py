@@ -46,6 +46,11 @@ def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
         Ssh(str(tmp_path / "nowhere")).check(job(tmp_path))
 
 
+def test_a_hostfile_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        Ssh("/dev/zero").check(job(tmp_path))
+
+
 @pytest.mark.parametrize("key", ["nodes", "login_seconds", "shutdown_seconds", "rejoin_seconds"])
 def test_counts_begin_at_one(key: str) -> None:
     with pytest.raises(ValueError, match=f"{key}=0"):

@@ -166,6 +166,15 @@ def test_every_chart_says_its_values_to_those_who_cannot_see_it(tmp_path: Path) 
     assert len(labels) == 8
 
 
+def test_a_log_of_thousands_of_metrics_has_a_bounded_number_of_charts(tmp_path: Path) -> None:
+    run_dir = _whole_run(tmp_path)
+    row = {"event": "valid", "time": 0.0, "step": 1, "set": "a", **{f"m{i}": 1.0 for i in range(400)}}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    charts = [a for _, a in Page(page([read_run(run_dir)])).tags if a.get("role") == "img"]
+    assert len(charts) == 200
+
+
 def test_errors_of_transcripts_are_marked(tmp_path: Path) -> None:
     text = page([read_run(_whole_run(tmp_path))])
     assert re.search(r'class="word replace"><span[^>]*>two</span><span[^>]*>too</span>', text)
