@@ -162,7 +162,7 @@ class _Jobs:
             if os.getpid() != self.process:
                 started_together(None)  # refuses several processes for one job of a sweep
             if is_sweep:
-                say(f"job {len(self.ended) + 1}: {named}")
+                say(f"job {settings.job.num + 1}: {named}")
             result = _start(job, config, settings)
             self.ended.append((named, result))
             metric: float | None = result.get("metric")

@@ -419,8 +419,11 @@ def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
     logs = [
         path.read_text() for path in (tmp_path / "runs").rglob("*_log.out")
     ]  # submitit's jobs write there
-    lines = [line for line in (done.stdout + "".join(logs)).splitlines() if "speechtrain.train_rank" in line]
-    assert len({line.split()[-1] for line in lines}) == 2
+    printed = (done.stdout + "".join(logs)).splitlines()
+    lines = [line for line in printed if "speechtrain.train_rank" in line]
+    assert len({line.split()[-1] for line in lines}) == 2, printed
+    jobs = {line for line in printed if line.startswith("job ")}
+    assert jobs == {"job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004"}
     assert all("--nproc-per-node=2" in line for line in lines)
 
 
