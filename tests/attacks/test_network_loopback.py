@@ -6,6 +6,7 @@ import base64
 import contextlib
 import os
 import pickle
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -37,37 +38,42 @@ def training(run_dir: Path, *more: str) -> Iterator[Started]:
             finish(process)
 
 
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Address and port of what a process and its descendants listen on."""
-    process, found = psutil.Process(pid), set()
+def listening(pid: int) -> dict[tuple[str, int], bool]:
+    """Address and port of what a process and its descendants listen on, and whether it is torchrun's store.
+
+    The ranks listen too, where gloo awaits its pairs: a client of a store waits there for ever.
+    """
+    process, found = psutil.Process(pid), {}
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
+            is_store = "speechtrain.distributed.local_agent" in one.cmdline()
             sockets = [s for s in one.net_connections("inet") if s.status == psutil.CONN_LISTEN]
-            found |= {(s.laddr.ip, s.laddr.port) for s in sockets}
+            found |= {(s.laddr.ip.removeprefix("::ffff:"), s.laddr.port): is_store for s in sockets}
     return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_nothing_of_a_neighbour_is_unpickled(restarts: int, tmp_path: Path) -> None:
-    """He adds torchrun's keys and replaces all others. The run may end, and runs nothing."""
+    """He adds and replaces keys of torchrun, and writes to the ranks. The run may end, and runs nothing."""
     canary = tmp_path / "canary"
-    call = base64.b64encode(pickle.dumps(Calls(os.system, f"touch {canary}")))
+    pickled = pickle.dumps(Calls(os.system, f"touch {canary}"))
+    call = base64.b64encode(pickled)
     with training(tmp_path / "run", "launcher=torchrun", f"launcher.max_restarts={restarts}") as process:
-        ports = listening(process.pid)
-        assert ports
-        assert all(ip_address(address.removeprefix("::ffff:")).is_loopback for address, _ in ports), ports
-        reached = 0
-        for _, port in ports:
-            with contextlib.suppress(RuntimeError):
-                store = TCPStore(
-                    "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3)
-                )
-                keys = store.list_keys()
-                reached += 1
-                for key in [*keys, "torch.rendezvous.none", "torch.rendezvous.", "torchelastic/x"]:
-                    store.set(key, call)
-        assert reached
+        found = listening(process.pid)
+        assert all(ip_address(address).is_loopback for address, _ in found), found
+        stores = [port for (_, port), is_store in found.items() if is_store]
+        assert len(stores) == 1, found
+        assert len(found) == 3, found
+        for _, port in found:
+            if port not in stores:
+                with socket.create_connection(("127.0.0.1", port), timeout=30) as rank:
+                    rank.sendall(pickled)
+        store = TCPStore(
+            "127.0.0.1", stores[0], is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        for key in [*store.list_keys(), "torch.rendezvous.none", "torch.rendezvous.", "torchelastic/x"]:
+            store.set(key, call)
         begun = time.monotonic()
         while process.poll() is None and time.monotonic() - begun < 10:
             assert not canary.exists()
