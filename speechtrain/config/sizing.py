@@ -40,7 +40,7 @@ _BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings, and thos
 _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
 _PIECES = ((500.0, 1000), (50.0, 300))  # hours, and pieces of SentencePiece; below: characters
 _MOST_CHARACTERS = 100  # of an alphabet that pieces may replace
-_MASKED_PASSES = 8.0  # SpecAugment costs more than it gives in fewer
+_MASKED_PASSES = 24.0  # SpecAugment costs more than it gives in fewer
 _HELD_OUT = (0.05, 0.5, 0.1)  # a share, at most so many hours; the share of fewer than 200 recordings
 # of a pretrained Transformer: hours, the share of the updates before it learns, and that of masked frames
 _FREEZING = ((10.0, 0.1, 0.65), (1.0, 0.2, 0.5), (0.2, 0.3, 0.25), (0.0, 0.3, 0.0))

@@ -297,6 +297,14 @@ def test_a_malformed_manifest_is_refused_with_file_and_line(
     assert f"{path}:{line}:" in message if line else str(path) in message
 
 
+def test_what_a_file_that_is_no_manifest_holds_is_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "shadow"
+    path.write_text("root:$6$secret:19000:0:99999:7:::\n")
+    message = refusal(str(path))
+    assert f"{path}:1: not a manifest" in message
+    assert "secret" not in message
+
+
 def test_a_truncated_gzip_file_is_named(tmp_path: Path, lhotse_line: Any) -> None:
     path = Path(write(tmp_path / "cuts.gz", [lhotse_line(str(i)) for i in range(500)], "gzip"))
     path.write_bytes(path.read_bytes()[:-20])

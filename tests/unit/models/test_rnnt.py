@@ -180,3 +180,8 @@ def test_evaluation_reports_corpus_sums() -> None:
 def test_a_tokenizer_without_text_is_refused() -> None:
     with pytest.raises(ConfigError, match="learns from transcripts"):
         built(tokenizer=NoText())
+
+
+def test_a_negative_fastemit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fastemit=-0\.1: it must be at least 0"):
+        built("model.fastemit=-0.1")
