@@ -37,7 +37,7 @@ _NETWORKS: tuple[tuple[float, float, dict[str, Any]], ...] = (
     (20.0, 75.0, {"hidden": 512, "pre_layers": 2, "post_layers": 3, "joint": 384, "lr": 1e-3}),
     (0.0, 0.0, {"hidden": 256, "pre_layers": 1, "post_layers": 2, "joint": 256, "lr": 2e-3}),
 )
-_BATCHES = ((20_000, 32), (5_000, 16), (100, 8), (0, 4))  # recordings, and those of a batch
+_BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings, and those of a batch
 _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
 _PIECES = ((500.0, 1000), (50.0, 300))  # hours, and pieces of SentencePiece; below: characters
 _MOST_CHARACTERS = 100  # of an alphabet that pieces may replace

@@ -230,7 +230,7 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
     train = lines(tmp_path, ["a quick brown fox jumps over it all"] * 50)
     base = ["recipe=scratch", f"data.train={train}"]
     free = followed(*base)
-    assert (free.encoder.features.splice, free.encoder.stack_time, free.data.batch.count) == (3, 1, 4)
+    assert (free.encoder.features.splice, free.encoder.stack_time, free.data.batch.count) == (2, 1, 4)
     typed = followed(*base, "encoder.stack_time=3", "optimizer=lamb", "data.batch.count=7")
     assert (typed.encoder.stack_time, typed.data.batch.count, typed.optimizer.lr) == (3, 7, 4e-3)
     assert not keys_from_data(typed.from_data) & {"encoder.stack_time", "optimizer.lr", "data.batch.count"}
