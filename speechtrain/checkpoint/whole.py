@@ -137,6 +137,16 @@ def validated(folder: Path) -> dict[str, Any]:
     return metrics if isinstance(metrics, dict) else {}
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """The saved state of each part of a run, from its checkpoint. Raises RunError for a damaged file."""
+    try:
+        names_in_archive(folder / "state.pt")  # refuses a bomb
+        return dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
+    except Exception as error:  # whatever a damaged file makes the readers raise
+        cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
+        raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
+
+
 def _score(value: Any) -> float:
     """A stored metric; infinite where it is not known, or was not finite."""
     return math.inf if (known := number(value)) is None else known
@@ -357,12 +367,7 @@ class Checkpointer:
                 then = f"trying {folders[before - 1].name}" if before else end
                 _LOG.warning(f"checkpoint not loaded: {error}; set aside as {aside.name}, {then}")
                 continue
-            try:
-                names_in_archive(folder / "state.pt")  # refuses a bomb
-                saved = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
-            except Exception as error:  # whatever a damaged file makes the readers raise
-                cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
-                raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
+            saved = read_state(folder)
             if set(saved) != set(states):
                 found = one_line(str([*saved]), 200)
                 raise RunError(f"{folder} holds {found}, but this run needs {sorted(states)}")

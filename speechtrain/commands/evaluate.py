@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console, json_text
-from speechtrain.errors import ConfigError, MachineError, printable
+from speechtrain.errors import ConfigError, MachineError, RunError, printable
 from speechtrain.files import atomic, finite, writing
 from speechtrain.run_directory import is_error_rate, metric
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from speechtrain.data.module import SpeechData
 
 _FIX = "name a file in a writable folder"  # for --out
 
@@ -56,6 +60,7 @@ def run(argv: list[str]) -> int:
     from speechtrain.commands._load_run import open_run
     from speechtrain.config.build import build_data
     from speechtrain.config.check import part_class
+    from speechtrain.data.module import SpeechData
     from speechtrain.distributed.group import SingleProcess
     from speechtrain.training.evaluation import evaluate
 
@@ -64,6 +69,8 @@ def run(argv: list[str]) -> int:
     _choose_sets(opened.config, named, arguments.run)
     data = build_data(opened.config, opened.tokenizer, opened.task)
     try:
+        if isinstance(data, SpeechData) and data.hold_out:
+            _warn_of_other_sides(opened.checkpoint, data)
         task, device, policy = opened.task, opened.device, opened.policy
         outcomes = evaluate(task, data.valid(), device, policy=policy, group=SingleProcess(), examples=None)
     finally:
@@ -110,6 +117,18 @@ def _choose_sets(config: DictConfig, named: dict[str, str], run_dir: Path) -> No
         raise ConfigError(f"{run_dir} has no evaluation set; give one with --set NAME=FILE")
     if config.data._target_ == "speechtrain.data.module.SpeechData" and config.data.valid:
         config.data.train = ""  # opened at first use, and never used here
+
+
+def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
+    """Warn where the set ``held_out`` is not the one that the run held out."""
+    from speechtrain.checkpoint.whole import read_state
+
+    with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
+        trained = read_state(checkpoint).get("data")
+        if isinstance(trained, dict) and trained.get("held_out") != data.sides:
+            why = "data.train has changed, or the run is of a release that held out others"
+            line = f"held_out is not what the run held out ({why}): it may have trained on some of it"
+            print(f"speechtrain: warning: {line}; --set NAME=FILE names a set", file=sys.stderr)
 
 
 def _check_writable(path: Path) -> None:

@@ -181,7 +181,7 @@ class SpeechData(DataModule):
         return rows[held]
 
     @cached_property
-    def _sides(self) -> str:
+    def sides(self) -> str:
         """A digest of what is held out."""
         return digest(self.index.keys[self._held].tolist())
 
@@ -438,7 +438,7 @@ class SpeechData(DataModule):
             "content": self.index.content,
             "texts": self.index.texts,
             "cuts": len(self.index),
-            "held_out": self._sides,
+            "held_out": self.sides,
             "skipped": dict(self.skips.reasons),
         }
 
@@ -455,7 +455,7 @@ class SpeechData(DataModule):
         if state.get("texts", self.index.texts) != self.index.texts:
             changed = "the transcripts of data.train have changed since the checkpoint"
             raise DataError(f"{changed}; restore them, or use another run_dir")
-        if self.hold_out and state.get("held_out") != self._sides:
+        if self.hold_out and state.get("held_out") != self.sides:
             other = "the run was begun by a release that holds out other recordings"
             raise DataError(f"{other}, so it would validate on what it has trained on; use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))

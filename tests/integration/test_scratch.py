@@ -44,7 +44,7 @@ def scratch(folder: Path, tmp_path: Path, environment: dict[str, str]) -> Comman
     return made
 
 
-def test_one_line_trains_on_a_folder(scratch: Command) -> None:
+def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
     done = scratch.run()
     assert done.returncode == 0, done.stderr
     assert "speechtrain: error" not in done.stderr
@@ -61,6 +61,11 @@ def test_one_line_trains_on_a_folder(scratch: Command) -> None:
     assert (last["set"], last["step"]) == ("held_out", scratch.result()["steps"])
     evaluated = scratch.tool("evaluate", str(scratch.run_dir), "--json")
     assert list(json.loads(evaluated.stdout)["metrics"]) == ["held_out"]
+    assert "held_out" not in evaluated.stderr
+    for path in list(folder.iterdir()):
+        path.rename(folder / f"other-{path.name}")
+    evaluated = scratch.tool("evaluate", str(scratch.run_dir))
+    assert "warning: held_out is not what the run held out" in evaluated.stderr
 
 
 def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:
