@@ -65,7 +65,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         job = replace(job, environment={**job.environment, **here})
     if config.dry_run:
         text = errors.printable(launcher.render(job), keep="\n\t")
-        print(f"{text}\n", end="", flush=True)  # one write: jobs of a sweep share stdout
+        print(text + "\n", end="", flush=True)  # one write: jobs of a sweep share stdout
     refuse(launcher.lacking(job), is_warning=config.dry_run)
     if config.dry_run:
         return {"status": "dry run", "metric": None}

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from speechtrain.data.module import SpeechData
 
 _FIX = "name a file in a writable folder"  # for --out
+_OTHER_SIDES = (
+    "speechtrain: warning: held_out is not what the run held out, so it may have trained on some of it: "
+    "data.train has changed, or the run is of another release; --set NAME=FILE names a set"
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,9 +130,7 @@ def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
     with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
         trained = read_state(checkpoint).get("data")
         if isinstance(trained, dict) and trained.get("held_out") != data.sides:
-            why = "data.train has changed, or the run is of a release that held out others"
-            line = f"held_out is not what the run held out ({why}): it may have trained on some of it"
-            print(f"speechtrain: warning: {line}; --set NAME=FILE names a set", file=sys.stderr)
+            print(_OTHER_SIDES, file=sys.stderr)
 
 
 def _check_writable(path: Path) -> None:
