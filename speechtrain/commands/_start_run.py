@@ -64,8 +64,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         here = host_environment(device, job.world_size, memory, run_dir=run_dir, is_dry=config.dry_run)
         job = replace(job, environment={**job.environment, **here})
     if config.dry_run:
-        text = errors.printable(launcher.render(job), keep="\n\t")
-        print(text + "\n", end="", flush=True)  # one write: jobs of a sweep share stdout
+        print(errors.printable(f"{launcher.render(job)}\n", keep="\n\t"), end="", flush=True)  # one write
     refuse(launcher.lacking(job), is_warning=config.dry_run)
     if config.dry_run:
         return {"status": "dry run", "metric": None}
