@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
+from speechtrain.errors import ConfigError
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics as ``name: (sum, count)`` scalar tensors; the reporter divides, after all reductions."""
@@ -87,9 +88,12 @@ class Task(nn.Module, ABC):
     def evaluate(self, batch: Batch) -> Evaluation:
         """Compute the metrics of one evaluation batch, as sums; called without gradients in ``eval`` mode."""
 
-    def transcribe(self, batch: Batch) -> list[str]:
-        """Return the text of each row, for tasks that recognise speech. Raises TypeError for others."""
-        raise TypeError(f"{type(self).__name__} does not transcribe speech")
+    def transcribe(self, batch: Batch) -> list[Any]:
+        """Return each row's text with its times (``speechtrain.decoding.base.Hypothesis``).
+
+        Raises ConfigError for a task that does not recognise speech.
+        """
+        raise ConfigError(f"{type(self).__name__} does not transcribe speech")
 
     def advance(self, step: int, seed: int) -> None:
         """Prepare for the next update after ``step`` updates (temperatures, freezing); called once for each.

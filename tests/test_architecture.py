@@ -63,7 +63,9 @@ MAY_IMPORT = {
     | {"optim.ema", "optim.schedules", "supervision", "text.vocabulary", "tracking", "training"},
     # they compose the parts and show them; blocks of networks and trackers are none of their business
     "commands": {"checkpoint", "config", "data", "devices", "distributed", "interop", "report", "supervision"}
-    | {"text", "train_rank", "training"},
+    | {"text", "train_rank", "training"}
+    # types of what is shown
+    | {"decoding.base", "encoders.base"},
 }
 
 

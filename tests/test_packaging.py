@@ -27,6 +27,8 @@ SMALL = (
     *("trainer.log_every=1", "tracking=jsonl"),
 )
 OWN_MODEL = '''
+from dataclasses import replace
+
 from speechtrain.models.rnnt import RNNT
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import LSTMPrediction
@@ -42,7 +44,7 @@ class Shouting(RNNT):
         self.volume = volume
 
     def transcribe(self, batch):
-        return [text.upper() for text in super().transcribe(batch)]
+        return [replace(found, text=found.text.upper()) for found in super().transcribe(batch)]
 '''
 
 

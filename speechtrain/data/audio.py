@@ -16,7 +16,7 @@ import torch
 
 from speechtrain.data.lhotse_cuts import MOST_SAMPLES, Samples, is_simple, load_audio
 from speechtrain.data.manifests import SEGMENT, seconds_of
-from speechtrain.data.recordings import Unusable, open_recording, or_unusable, read_header
+from speechtrain.data.recordings import Unusable, open_recording, or_unusable
 
 _LARGEST_BANK = 2**20  # coefficients, 4 MiB: 11,025 to 16,000 Hz needs 282,240; 16,001 would need a gigabyte
 _BLOCK = 2**24  # values that a filter reads at once, 64 MiB
@@ -37,14 +37,16 @@ def read_cut(cut: Mapping[str, Any], sample_rate: int, most_seconds: float = mat
     for more than ``most_seconds``, of which nothing is decoded.
     """
     with or_unusable(next(iter(files_of(cut)), "")):
-        _check_seconds(seconds_of(cut), most_seconds, next(iter(files_of(cut)), ""))
+        check_seconds(seconds_of(cut), most_seconds, next(iter(files_of(cut)), ""))
         return _read_file(cut, sample_rate) if is_simple(cut) else _read_mixed(cut, sample_rate)
 
 
-def read_file(path: str, sample_rate: int, most_seconds: float = math.inf) -> Samples:
-    """Return a whole audio file (S,), mono, at ``sample_rate``. Raises Unusable, as ``read_cut`` does."""
-    _check_seconds(read_header(path).duration, most_seconds, path)
-    samples, rate = _decode(path, 0.0, None)
+def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | None = None) -> Samples:
+    """Return an audio file (S,) or a part of it, mono, at ``sample_rate``.
+
+    Raises Unusable, as ``read_cut`` does.
+    """
+    samples, rate = _decode(path, start, seconds)
     return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
 
 
@@ -83,7 +85,8 @@ def _bank(taken: int, given: int) -> Any:
     return Resample(taken, given)
 
 
-def _check_seconds(found: float, most: float, path: str) -> None:
+def check_seconds(found: float, most: float, path: str) -> None:
+    """Raise Unusable for a recording of more than ``most`` seconds."""
     if found > most:
         raise Unusable("too_long", f"{path}: {found:.0f} s, data.max_decoded_seconds={most:g}")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, key_of, uniform_at
-from speechtrain.data.audio import DECODED_SECONDS, change_speed, files_of, read_cut, read_file, standardise
+from speechtrain.data.audio import DECODED_SECONDS, change_speed, files_of, read_cut, standardise
 from speechtrain.data.index import Index
 from speechtrain.data.lhotse_cuts import Samples
 from speechtrain.data.manifests import Record, seconds_of, text_of
@@ -198,21 +198,13 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
     )
 
 
-def audio_row(
-    path: str, sample_rate: int, normalise: bool = False, most_seconds: float = DECODED_SECONDS
-) -> _Row:
-    """Return a whole audio file as a row without a transcript, for ``collate``; its id is the path.
+def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = False) -> _Row:
+    """Return samples (S,) as a row without a transcript, for ``collate``; ``name`` seeds its dither.
 
     ``normalise`` gives it zero mean and unit variance, as in the task's training.
-    Raises DataError that names a file that cannot be read.
     """
-    try:
-        samples = read_file(path, sample_rate, most_seconds)
-    except Unusable as problem:
-        raise DataError(f"{problem.detail}: {REASONS[problem.reason]}") from None
-    if normalise:
-        samples = standardise(samples)
-    return _Row(path, samples, weight=1.0, seconds=len(samples) / sample_rate)
+    samples = standardise(samples) if normalise else samples
+    return _Row(name, samples, weight=1.0, seconds=len(samples) / sample_rate)
 
 
 @contextlib.contextmanager

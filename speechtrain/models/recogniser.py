@@ -78,5 +78,5 @@ class Recogniser(Task, PolicyAware):
         metrics["loss"] = ((per_row * batch.weight).sum(), batch.weight.sum())
         return Evaluation(metrics, examples)
 
-    def transcribe(self, batch: Batch) -> list[str]:
-        return [hypothesis.text for hypothesis in self.hypotheses(*self.encoder.encode(batch))]
+    def transcribe(self, batch: Batch) -> list[Hypothesis]:
+        return self.hypotheses(*self.encoder.encode(batch))

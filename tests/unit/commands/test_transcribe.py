@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,10 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare, transcribe
-from speechtrain.errors import ConfigError, RunError
+from speechtrain.commands._transcripts import Segment, Transcript, written
+from speechtrain.decoding.base import Hypothesis
+from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.text.vocabulary import Characters
 
 ONE = "device.threads=1"
 
@@ -37,7 +42,11 @@ def test_files_are_transcribed_in_order(
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [name for name, _ in lines] == ["stereo.flac", "b=c.wav", "a.wav"]
     assert transcribe.run([str(run_dir), "a.wav", ONE, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"audio": "a.wav", "text": lines[2][1]}
+    found = json.loads(capsys.readouterr().out)
+    assert (found["audio"], found["text"]) == ("a.wav", lines[2][1])
+    assert "".join(found["text"].split()) == "".join(word["word"] for word in found["words"]).replace(" ", "")
+    assert 0 <= found["words"][0]["start"] < found["words"][-1]["end"] < found["seconds"] + 0.1
+    assert all(0 < word["confidence"] <= 1 and word["start"] < word["end"] for word in found["words"])
 
 
 def test_a_file_that_cannot_be_used_stops_no_other(
@@ -61,9 +70,130 @@ def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.C
 
 
 def test_usage(run_dir: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="name one or more audio files"):
+    with pytest.raises(ConfigError, match="name one or more recordings"):
         transcribe.run([str(run_dir), ONE])
     with pytest.raises(ConfigError, match="--batch 0"):
         transcribe.run([str(run_dir), "a.wav", "--batch", "0"])
+    with pytest.raises(ConfigError, match=r"--piece-seconds 0\.5"):
+        transcribe.run([str(run_dir), "a.wav", "--piece-seconds", "0.5"])
+    with pytest.raises(ConfigError, match=r"--format srt .* --out DIR"):
+        transcribe.run([str(run_dir), "a.wav", "b.wav", "--format", "srt"])
+    (folder / "file").touch()
+    with pytest.raises(MachineError, match=r"--out .*file cannot be written"):
+        transcribe.run([str(run_dir), "a.wav", "--out", str(folder / "file")])
     with pytest.raises(RunError):
         transcribe.run([str(folder), str(folder / "a.wav")])
+
+
+def long_recording(folder: Path, path: Path, times: int) -> Path:
+    """The utterance of ``folder`` several times, with pauses."""
+    samples, rate = soundfile.read(folder / "a.wav")
+    soundfile.write(path, np.tile(np.concatenate([samples, np.zeros(rate // 2)]), times), rate)
+    return path
+
+
+def test_a_long_recording_does_not_depend_on_the_batch(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = long_recording(folder, tmp_path / "long.flac", 8)
+    seconds = soundfile.info(path).duration
+    found = []
+    for batch in ("1", "7", "32"):
+        files = [str(path), str(folder / "a.wav")]
+        more = ["--piece-seconds", "6", "--json", "--batch", batch]
+        assert transcribe.run([str(run_dir), *files, ONE, *more]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] == found[2]
+    whole, short = map(json.loads, found[0].splitlines())
+    assert whole["seconds"] == round(seconds, 3)
+    starts = [word["start"] for word in whole["words"]]
+    assert starts == sorted(starts)
+    assert starts[-1] > 0.8 * seconds
+    assert len(whole["words"]) > 4 * len(short["words"])
+
+
+FORM = {
+    "srt": r"1\n00:00:\d\d,\d{3} --> 00:00:\d\d,\d{3}\n\S.*\n\n",
+    "vtt": r"WEBVTT\n\n00:00:\d\d\.\d{3} --> 00:00:\d\d\.\d{3}\n\S.*\n\n",
+    "ctm": r"a 1 \d+\.\d{3} \d+\.\d{3} \S+ [01]\.\d{3}\n",
+    "text": r".*a\.wav\t\S.*\n",
+    "json": r"\{.*\}\n",
+}
+
+
+@pytest.mark.parametrize("form", FORM)
+def test_each_form_is_printed_and_written(
+    run_dir: Path, folder: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = [str(run_dir), str(folder / "a.wav"), ONE, "--format", form]
+    assert transcribe.run(one) == 0
+    printed = capsys.readouterr().out
+    assert re.match(FORM[form], printed)
+    (tmp_path / "in").mkdir()
+    shutil.copy(folder / "a.wav", tmp_path / "in")
+    (tmp_path / "in" / "sub").mkdir()
+    shutil.copy(folder / "a.wav", tmp_path / "in" / "sub")
+    (tmp_path / "in" / "bad.wav").touch()
+    out = tmp_path / "out" / "deep"
+    assert transcribe.run([str(run_dir), str(tmp_path / "in"), ONE, "--format", form, "--out", str(out)]) == 3
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    suffix = "txt" if form == "text" else form
+    assert sorted(path.name for path in out.iterdir()) == [f"a-2.{suffix}", f"a.{suffix}"]
+    assert re.match(FORM[form], (out / f"a.{suffix}").read_text())
+
+
+def test_captions_have_two_lines_and_end_at_pauses() -> None:
+    tokenizer = Characters()
+    text = "seven " * 40
+    labels = tuple(tokenizer.encode(text.strip()))
+    times = tuple(0.1 * number + (5.0 if number > 100 else 0.0) for number in range(len(labels)))
+    hypothesis = Hypothesis(
+        labels=labels,
+        text=text.strip(),
+        score=-1.0,
+        times=times,
+        ends=tuple(time + 0.1 for time in times),
+        confidences=(0.5,) * len(labels),
+        tokenizer=tokenizer,
+    )
+    transcript = Transcript("a b.wav", "a b.wav", 40.0, (Segment(1.0, 40.0, hypothesis),), delay=0.5)
+    captions = list(transcript.captions())
+    assert " ".join(caption for *_, caption in captions) == text.strip()
+    assert all(len(caption) <= 84 and end - start <= 7.0 for start, end, caption in captions)
+    assert not [1 for start, end, _ in captions if start < 11.0 < end]
+    assert captions[0][0] == pytest.approx(0.5)  # 1.0 of the segment, less the delay
+    assert written(transcript, "ctm").splitlines()[0] == "a_b 1 0.500 0.500 seven 0.500"
+
+
+def test_a_manifest_is_transcribed_by_its_ids(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"audio_filepath": str(folder / "a.wav"), "text": "one"}, {"audio_filepath": "none.wav"}]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert transcribe.run([str(run_dir), str(tmp_path / "m.jsonl"), ONE, "--json"]) == 3
+    told = capsys.readouterr()
+    (found,) = map(json.loads, told.out.splitlines())
+    assert found["audio"] == str(folder / "a.wav")
+    assert found["id"] != found["audio"]
+    assert "none.wav: the file does not exist" in told.err
+
+
+def test_control_characters_of_a_name_are_escaped(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a\x1b[31m\n.wav"
+    shutil.copy(folder / "a.wav", path)
+    for form in FORM:
+        assert transcribe.run([str(run_dir), str(path), ONE, "--format", form]) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+def test_another_decoder_gives_its_other_texts(
+    run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["decoder=beam", "decoder.nbest=3", ONE, "--json"]
+    assert transcribe.run([str(run_dir), str(folder / "a.wav"), *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["alternatives"]) == 2

@@ -355,7 +355,7 @@ def test_silence_and_filler_stay_silent(manifest: str, recordings: Any) -> None:
 
 def test_files_are_normalised_as_in_training(recordings: Any) -> None:
     path = str(recordings.tone("a.wav"))
-    rows = [audio_row(path, RATE, normalise=flag) for flag in (False, True)]
+    rows = [audio_row(path, read_file(path, RATE), RATE, normalise=flag) for flag in (False, True)]
     plain, normal = (torch.from_numpy(row.samples) for row in rows)
     torch.testing.assert_close(
         normal, torch.nn.functional.layer_norm(plain, plain.shape), atol=1e-6, rtol=1e-5

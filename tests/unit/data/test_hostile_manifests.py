@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import struct
 import tracemalloc
@@ -15,11 +14,13 @@ import numpy as np
 import pytest
 import soundfile
 
+from speechtrain.commands._loaded_run import LONGEST_SECONDS as LONGEST
 from speechtrain.data import audio, manifests
-from speechtrain.data.audio import DECODED_SECONDS, change_rate, read_cut, read_file
+from speechtrain.data.audio import change_rate, read_cut, read_file
 from speechtrain.data.batches import _MANY_LABELS, BatchLoader
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
+from speechtrain.data.pieces import Recording, recordings
 from speechtrain.data.recordings import MOST_CHANNELS, Unusable
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
@@ -214,9 +215,12 @@ def test_an_evaluation_recording_above_the_key_is_not_decoded(tmp_path: Path) ->
 
 def test_a_file_above_a_length_is_refused_by_its_header(tmp_path: Path) -> None:
     corpus(tmp_path, 3.0, "")
-    with pytest.raises(Unusable, match="too_long"):
-        read_file(str(tmp_path / "a.wav"), 16_000, 2.0)
-    assert len(read_file(str(tmp_path / "a.wav"), 16_000, 3.0)) == 48_000
+    (refused,) = recordings(str(tmp_path / "a.wav"), 16_000, 2.0)
+    assert isinstance(refused, DataError)
+    assert "data.max_decoded_seconds=2" in str(refused)
+    (taken,) = recordings(str(tmp_path / "a.wav"), 16_000, 3.0)
+    assert isinstance(taken, Recording)
+    assert [len(samples) for _, samples in taken.pieces(20.0)] == [48_000]
     with pytest.raises(Unusable, match="too_long"):
         read_cut(cut(duration=1e9), 16_000, 3600.0)
 
@@ -231,9 +235,10 @@ def test_a_sparse_recording_is_refused_before_it_is_decoded(tmp_path: Path, rate
         file.truncate(44 + size)
     tracemalloc.start()
     try:
-        for most in (DECODED_SECONDS, math.inf):
-            with pytest.raises(Unusable):
-                read_file(str(path), 16_000, most)
+        with pytest.raises(Unusable):
+            read_file(str(path), 16_000)
+        for found in recordings(str(path), 16_000, LONGEST):
+            assert isinstance(found, DataError) or len(next(found.pieces(20.0))[1]) <= 320_000
         assert tracemalloc.get_traced_memory()[1] < 100 * MIB
     finally:
         tracemalloc.stop()

@@ -1,0 +1,231 @@
+"""A run for use from Python: ``speechtrain.load("RUN").transcribe(["a.wav"])``."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from speechtrain.commands._load_run import OpenedRun, choose, open_run, set_key
+from speechtrain.commands._transcripts import Segment, Transcript
+from speechtrain.config.build import build
+from speechtrain.counter_rng import key_of, seed_at
+from speechtrain.data.audio import change_rate
+from speechtrain.data.batches import audio_row, collate
+from speechtrain.data.lhotse_cuts import Samples
+from speechtrain.data.pieces import Recording, recordings
+from speechtrain.errors import ConfigError, DataError
+from speechtrain.task import Task
+
+if TYPE_CHECKING:
+    from speechtrain.batch import Batch
+    from speechtrain.encoders.base import Encoder
+
+PIECE_SECONDS = 20.0
+"""Longest piece of a recording: few utterances of speech corpora are longer."""
+
+LONGEST_SECONDS = 86_400.0
+"""Longest recording, unless data.max_decoded_seconds is set: a small file may claim years."""
+
+Audio = str | Path | Tensor | np.ndarray | tuple[Any, int]
+"""A file, a folder or a manifest; or samples (S,) at the run's rate, or with their rate in Hz."""
+
+
+@dataclass
+class _Pending:
+    """A recording some of whose pieces are not decoded yet."""
+
+    recording: Recording
+    segments: list[Segment] = field(default_factory=list)
+    waiting: int = 1  # pieces, and one while there are more to read
+    error: DataError | None = None
+
+
+class LoadedRun:
+    """A run's model with the weights of one checkpoint, ready for use; it neither prints nor writes.
+
+    ``transcribe``, ``features`` and ``evaluate`` raise a SpeechtrainError that names the file or the key.
+    """
+
+    def __init__(self, opened: OpenedRun, most_seconds: float = LONGEST_SECONDS) -> None:
+        self.opened = opened
+        self.checkpoint = opened.checkpoint
+        self.sample_rate = int(OmegaConf.select(opened.config, "data.sample_rate") or 16_000)
+        self._most_seconds = most_seconds
+
+    def transcribe(
+        self,
+        audio: Audio | Iterable[Audio],
+        decoder: str = "",
+        batch: int = 8,
+        piece_seconds: float = PIECE_SECONDS,
+        **options: Any,
+    ) -> list[Transcript]:
+        """Return what was said in each recording.
+
+        ``decoder`` is a choice of the group of this name, and ``options`` are its keys, as in
+        ``transcribe(["a.wav"], decoder="beam", width=8)``; by default the run's own decoder searches.
+        Recordings are cut at pauses into pieces of at most ``piece_seconds``, of which ``batch`` are
+        decoded together; the texts do not depend on it. Raises DataError for the first recording that
+        cannot be read.
+        """
+        task = self.opened.task
+        before, task.decoder = task.decoder, self._decoder(decoder, options)
+        try:
+            found = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
+        finally:
+            task.decoder = before
+        for one in found:
+            if isinstance(one, DataError):
+                raise one
+        return cast("list[Transcript]", found)
+
+    def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
+        """Return the encoder's frames (T, W) of each recording, fp32; one frame is ``frame_seconds`` long.
+
+        A recording is encoded whole. Raises ConfigError for a model without an encoder.
+        """
+        encoder = self._encoder()
+        found = []
+        for recording in self.recordings(audio):
+            if isinstance(recording, DataError):
+                raise recording
+            for _, samples in recording.pieces(recording.seconds):
+                batch = self._batch([(recording.name, samples)])
+                with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
+                    frames, lengths = encoder.encode(batch)
+                found.append(frames[0, : int(lengths[0])].float().cpu().numpy())
+        return found
+
+    @property
+    def frame_seconds(self) -> float:
+        """Seconds from one frame of ``features`` to the next."""
+        return float(100 / self._encoder().frames(100 * self.sample_rate))
+
+    def _decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
+        if not choice and not options:
+            return self.opened.task.decoder
+        config = copy.deepcopy(self.opened.config)
+        if choice:
+            choose(config, "decoder", choice, None)
+        for key, value in options.items():
+            set_key(config, f"decoder.{key}", value)
+        return build(config, "decoder")
+
+    def recordings(self, audio: Audio | Iterable[Audio]) -> Iterator[Recording | DataError]:
+        """The recordings that are named or given, each opened when it is asked for."""
+        is_one = isinstance(audio, str | Path | Tensor | np.ndarray | tuple)
+        for number, given in enumerate([audio] if is_one else audio):  # type: ignore[arg-type]
+            if isinstance(given, str | Path):
+                yield from recordings(str(given), self.sample_rate, self._most_seconds)
+            else:
+                yield self._of_samples(given, f"recording {number + 1}")
+
+    def _of_samples(self, given: Any, name: str) -> Recording:
+        samples, rate = given if isinstance(given, tuple) else (given, self.sample_rate)
+        samples = np.asarray(samples, dtype=np.float32)
+        if samples.ndim != 1 or not len(samples) or not np.isfinite(samples).all():
+            raise DataError(f"{name}: samples of shape {samples.shape}; give finite ones of shape (S,)")
+        samples = change_rate(samples, int(rate), self.sample_rate)
+
+        def part(start: float, seconds: float) -> Samples:
+            first = round(start * self.sample_rate)
+            return samples[first : first + round(seconds * self.sample_rate)]
+
+        return Recording(name, "", len(samples) / self.sample_rate, part, self.sample_rate)
+
+    def transcripts(
+        self,
+        found: Iterable[Recording | DataError],
+        batch: int = 8,
+        piece_seconds: float = PIECE_SECONDS,
+    ) -> Iterator[Transcript | DataError]:
+        """Yield the transcript of each recording in order, or why there is none, as soon as it is known."""
+        if type(self.opened.task).transcribe is Task.transcribe:
+            raise ConfigError(f"{type(self.opened.task).__name__} does not transcribe speech")
+        queue, rows = deque[_Pending | DataError](), list[tuple[_Pending, float, Samples]]()
+        for recording in found:
+            if isinstance(recording, DataError):
+                queue.append(recording)
+                continue
+            queue.append(one := _Pending(recording))
+            try:
+                for start, samples in recording.pieces(piece_seconds):
+                    rows.append((one, start, samples))
+                    one.waiting += 1
+                    if len(rows) == batch:
+                        self._decode(rows)
+                        yield from _ready(queue)
+            except DataError as error:
+                one.error = error
+            one.waiting -= 1
+        self._decode(rows)
+        yield from _ready(queue)
+
+    def _decode(self, rows: list[tuple[_Pending, float, Samples]]) -> None:
+        """Add a segment for each row to its recording, and empty ``rows``."""
+        if not rows:
+            return
+        batch = self._batch(
+            [
+                (f"{one.recording.name} {start:g}" if start else one.recording.name, samples)
+                for one, start, samples in rows
+            ]
+        )
+        opened = self.opened
+        with torch.no_grad(), opened.policy.autocast(opened.device.name):
+            hypotheses = opened.task.transcribe(batch)
+        opened.device.mark_step()
+        for (one, start, samples), hypothesis in zip(rows, hypotheses, strict=True):
+            one.segments.append(Segment(start, start + len(samples) / self.sample_rate, hypothesis))
+            one.waiting -= 1
+        rows.clear()
+
+    def _batch(self, named: Sequence[tuple[str, Samples]]) -> Batch:
+        """Named samples as a batch on the device."""
+        normalise = self.opened.task.normalise_audio
+        batch = collate([audio_row(*one, self.sample_rate, normalise) for one in named], self.sample_rate)
+        batch = self.opened.task.prepare(batch, seed_at(*(key_of(name) for name in batch.ids)))
+        return self.opened.device.move(batch)
+
+    def _encoder(self) -> Encoder:
+        encoder = getattr(self.opened.task, "encoder", None)
+        if encoder is None:
+            raise ConfigError(f"{type(self.opened.task).__name__} has no encoder, and so no features")
+        return cast("Encoder", encoder)
+
+
+def load(
+    run: str | Path, *overrides: str, checkpoint: str = "best", config_dir: str | None = None
+) -> LoadedRun:
+    """Load a run: the directory that speechtrain-train printed.
+
+    ``overrides`` are KEY=VALUE on the run's config, such as ``"device.threads=1"`` or ``"device=cuda"``;
+    ``checkpoint`` is ``best``, ``last`` or a folder's name, and ``config_dir`` a folder of one's own
+    choices. Raises RunError where there is no run or no usable checkpoint, ConfigError for a key that the
+    run lacks.
+    """
+    opened = open_run(Path(run), checkpoint, overrides, config_dir)
+    is_set = any(override.startswith("data.max_decoded_seconds=") for override in overrides)
+    return LoadedRun(opened, float(opened.config.data.max_decoded_seconds) if is_set else LONGEST_SECONDS)
+
+
+def _ready(queue: deque[_Pending | DataError]) -> Iterator[Transcript | DataError]:
+    """Take what is complete from the head of ``queue``."""
+    while queue and (isinstance(one := queue[0], DataError) or not one.waiting):
+        queue.popleft()
+        if isinstance(one, DataError):
+            yield one
+        elif one.error:
+            yield one.error
+        else:
+            found = one.recording
+            yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments))
