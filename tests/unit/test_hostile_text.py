@@ -72,7 +72,7 @@ NUMBERS_ONLY = {
     "_cli.py: f'speechtrain: error: {one_line(str(error))}'",
     "_cli.py: f'speechtrain: error: stdout: {cause}'",
     "_cli.py: f'speechtrain: internal error: {told} (trace in {path})'",
-    "transcribe.py: f'speechtrain: error: {one_line(str(error))}'",
+    "transcribe.py: f'speechtrain: error: {one_line(str(one))}'",
     "_start_run.py: f'no report: {type(error).__name__}: {errors.one_line(str(error))}'",
     "_start_jobs.py: f'speechtrain: error: {line}'",
 }

@@ -102,9 +102,10 @@ def test_a_long_recording_does_not_depend_on_the_batch(
         files = [str(path), str(folder / "a.wav")]
         more = ["--piece-seconds", "6", "--json", "--batch", batch]
         assert transcribe.run([str(run_dir), *files, ONE, *more]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1] == found[2]
-    whole, short = map(json.loads, found[0].splitlines())
+        found.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
+    texts = [[(one["text"], [word["word"] for word in one["words"]]) for one in each] for each in found]
+    assert texts[0] == texts[1] == texts[2]
+    whole, short = found[0]
     assert whole["seconds"] == round(seconds, 3)
     starts = [word["start"] for word in whole["words"]]
     assert starts == sorted(starts)
