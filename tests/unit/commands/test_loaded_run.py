@@ -1,0 +1,97 @@
+"""A run for use from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from speechtrain.commands import prepare
+from speechtrain.commands._loaded_run import LoadedRun, load
+from speechtrain.errors import ConfigError, DataError, RunError
+from tests.unit.commands.conftest import untrained
+
+ONE = "device.threads=1"
+
+
+@pytest.fixture(scope="module")
+def loaded(run_dir: Path) -> LoadedRun:
+    return load(run_dir, ONE)
+
+
+@pytest.fixture(scope="module")
+def wav(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audio") / "a.wav"
+    prepare.run(["sample", str(path)])
+    return path
+
+
+def test_files_arrays_and_tensors_have_one_text(
+    loaded: LoadedRun, wav: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    samples, rate = soundfile.read(wav, dtype="float32")
+    (found,) = loaded.transcribe(wav)
+    assert found.text
+    assert found.audio == str(wav)
+    given = (
+        [(samples, rate), torch.from_numpy(samples), samples]
+        if rate == loaded.sample_rate
+        else [(samples, rate)]
+    )
+    # the dither of an evaluation follows the name
+    texts = {one.text for one in loaded.transcribe(given[:1]) + loaded.transcribe([given[-1]])}
+    assert len(texts) == 1
+    assert len(loaded.transcribe([wav, str(wav), wav.parent])) == 3
+    assert loaded.transcribe([]) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_decoder_is_chosen_for_one_call(loaded: LoadedRun, wav: Path) -> None:
+    (greedy,), (beam,) = loaded.transcribe(wav), loaded.transcribe(wav, decoder="beam", width=3, nbest=2)
+    assert len(beam.segments[0].hypothesis.alternatives) == 1
+    assert loaded.transcribe(wav)[0].segments[0].hypothesis == greedy.segments[0].hypothesis
+    assert len(loaded.transcribe(wav, max_symbols=1)[0].segments[0].hypothesis.labels) == 1
+    with pytest.raises(ConfigError, match=r"decoder\.wdith"):
+        loaded.transcribe(wav, decoder="beam", wdith=3)
+    with pytest.raises(ConfigError, match="decoder"):
+        loaded.transcribe(wav, decoder="best")
+
+
+def test_features_are_the_encoders_frames(loaded: LoadedRun, wav: Path) -> None:
+    (frames,) = loaded.features(wav)
+    seconds = soundfile.info(wav).duration
+    assert frames.dtype == np.float32
+    assert len(frames) == pytest.approx(seconds / loaded.frame_seconds, abs=2)
+    (again,) = loaded.features([wav])
+    np.testing.assert_array_equal(frames, again)
+
+
+def test_a_pretrained_model_has_features_and_no_text(cache: Path, wav: Path, tmp_path: Path) -> None:
+    small = ("encoder.layers=1", "encoder.width=16", "encoder.heads=2")
+    run = load(
+        untrained(tmp_path / "run", "model=wav2vec2_small", "data=manifest", "data.train=x", *small), ONE
+    )
+    (frames,) = run.features(wav)
+    assert frames.shape[1] == 16
+    assert run.frame_seconds == pytest.approx(0.02, rel=0.02)
+    with pytest.raises(ConfigError, match="Wav2Vec2 does not transcribe speech"):
+        run.transcribe(wav)
+
+
+def test_errors_name_what_is_wrong(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.wav: the file does not exist"):
+        loaded.transcribe([wav, tmp_path / "none.wav"])
+    for samples in (np.zeros((2, 100)), np.zeros(0), np.array([np.nan])):
+        with pytest.raises(DataError, match="recording 1: samples of shape"):
+            loaded.transcribe([samples])
+    with pytest.raises(RunError):
+        load(tmp_path)
+
+
+def test_the_limit_of_a_recordings_length_can_be_set(run_dir: Path, wav: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.max_decoded_seconds=1"):
+        load(run_dir, ONE, "data.max_decoded_seconds=1").transcribe(wav)
