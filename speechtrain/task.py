@@ -32,12 +32,23 @@ class Example:
     id: str
     reference: str
     hypothesis: str
+    span: tuple[float, float] | None = None  # seconds: start of the first word, end of the last
+
+    def row(self) -> dict[str, str]:
+        """What is logged and written of it."""
+        return {"id": self.id, "reference": self.reference, "hypothesis": self.hypothesis}
 
 
-def examples_of(batch: Batch, hypotheses: Sequence[str]) -> tuple[Example, ...]:
-    """The decoded utterances of a batch, without padding rows."""
+def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:
+    """The utterances of a batch with their ``speechtrain.decoding.base.Hypothesis``, no padding rows."""
     rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
-    return tuple(Example(name, reference, text) for name, reference, text in rows if name)
+    return tuple(
+        Example(
+            name, reference, found.text, (words[0].start, words[-1].end) if (words := found.words) else None
+        )
+        for name, reference, found in rows
+        if name
+    )
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,9 @@ class Task(nn.Module, ABC):
 
     planned_updates: int = 0
     """The number of updates that were planned when the run began; 0 if that is not known."""
+
+    sample_rate: int = 16_000
+    """Hz of the audio that it expects."""
 
     normalise_audio: bool = False
     """Whether each recording is normalised to zero mean and unit variance before cropping and padding."""

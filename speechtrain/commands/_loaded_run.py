@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from speechtrain.checkpoint.whole import validated
 from speechtrain.commands._load_run import OpenedRun, choose, open_run, set_key
 from speechtrain.commands._transcripts import Segment, Transcript
 from speechtrain.config.build import build
@@ -23,7 +24,9 @@ from speechtrain.data.batches import audio_row, collate
 from speechtrain.data.lhotse_cuts import Samples
 from speechtrain.data.pieces import Recording, recordings
 from speechtrain.errors import ConfigError, DataError
+from speechtrain.run_directory import number
 from speechtrain.task import Task
+from speechtrain.training.word_delays import END, START
 
 if TYPE_CHECKING:
     from speechtrain.batch import Batch
@@ -60,6 +63,8 @@ class LoadedRun:
         self.checkpoint = opened.checkpoint
         self.sample_rate = int(OmegaConf.select(opened.config, "data.sample_rate") or 16_000)
         self._most_seconds = most_seconds
+        stored = validated(opened.checkpoint)
+        self.delays = (number(stored.get(START)) or 0.0, number(stored.get(END)) or 0.0)
 
     def transcribe(
         self,
@@ -123,11 +128,11 @@ class LoadedRun:
     def recordings(self, audio: Audio | Iterable[Audio]) -> Iterator[Recording | DataError]:
         """The recordings that are named or given, each opened when it is asked for."""
         is_one = isinstance(audio, str | Path | Tensor | np.ndarray | tuple)
-        for number, given in enumerate([audio] if is_one else audio):  # type: ignore[arg-type]
+        for place, given in enumerate([audio] if is_one else audio):  # type: ignore[arg-type]
             if isinstance(given, str | Path):
                 yield from recordings(str(given), self.sample_rate, self._most_seconds)
             else:
-                yield self._of_samples(given, f"recording {number + 1}")
+                yield self._of_samples(given, f"recording {place + 1}")
 
     def _of_samples(self, given: Any, name: str) -> Recording:
         samples, rate = given if isinstance(given, tuple) else (given, self.sample_rate)
@@ -163,12 +168,12 @@ class LoadedRun:
                     one.waiting += 1
                     if len(rows) == batch:
                         self._decode(rows)
-                        yield from _ready(queue)
+                        yield from _ready(queue, self.delays)
             except DataError as error:
                 one.error = error
             one.waiting -= 1
         self._decode(rows)
-        yield from _ready(queue)
+        yield from _ready(queue, self.delays)
 
     def _decode(self, rows: list[tuple[_Pending, float, Samples]]) -> None:
         """Add a segment for each row to its recording, and empty ``rows``."""
@@ -218,7 +223,9 @@ def load(
     return LoadedRun(opened, float(opened.config.data.max_decoded_seconds) if is_set else LONGEST_SECONDS)
 
 
-def _ready(queue: deque[_Pending | DataError]) -> Iterator[Transcript | DataError]:
+def _ready(
+    queue: deque[_Pending | DataError], delays: tuple[float, float]
+) -> Iterator[Transcript | DataError]:
     """Take what is complete from the head of ``queue``."""
     while queue and (isinstance(one := queue[0], DataError) or not one.waiting):
         queue.popleft()
@@ -228,4 +235,4 @@ def _ready(queue: deque[_Pending | DataError]) -> Iterator[Transcript | DataErro
             yield one.error
         else:
             found = one.recording
-            yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments))
+            yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments), delays)

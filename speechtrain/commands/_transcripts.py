@@ -37,7 +37,7 @@ class Transcript:
     audio: str  # the file, if there is one
     seconds: float
     segments: tuple[Segment, ...]
-    delay: float = 0.0  # seconds by which the model writes a word late, which ``words`` leave out
+    delays: tuple[float, float] = (0.0, 0.0)  # seconds by which words begin and end late, taken off
 
     @property
     def text(self) -> str:
@@ -51,12 +51,14 @@ class Transcript:
     @property
     def words(self) -> tuple[Word, ...]:
         """The words with start and end in seconds of the recording, and their confidence."""
-        return tuple(
-            replace(word, start=max(0.0, word.start + moved), end=max(0.0, word.end + moved))
-            for segment in self.segments
-            for moved in (segment.start - self.delay,)
-            for word in segment.hypothesis.words
-        )
+        late_start, late_end = self.delays
+        found = []
+        for segment in self.segments:
+            for word in segment.hypothesis.words:
+                start = max(0.0, segment.start + word.start - late_start)
+                end = min(max(start, segment.start + word.end - late_end), self.seconds)
+                found.append(replace(word, start=start, end=end))
+        return tuple(found)
 
     def captions(self) -> Iterator[tuple[float, float, str]]:
         """Start, end and text of captions: whole words, at most two lines and 7 s, none over a pause."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._cli import Parser, console, json_text
 from speechtrain.errors import ConfigError, MachineError, RunError, printable
 from speechtrain.files import atomic, finite, writing
-from speechtrain.run_directory import is_error_rate, metric
+from speechtrain.run_directory import is_error_rate, metric, shown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -80,8 +80,8 @@ def run(argv: list[str]) -> int:
     finally:
         data.close()
     if arguments.out:
-        named_rows = ((name, row) for name, outcome in outcomes.items() for row in outcome.examples)
-        text = "".join(json_text({"set": name, **vars(row)}) + "\n" for name, row in named_rows)
+        named_rows = ((name, one) for name, outcome in outcomes.items() for one in outcome.examples)
+        text = "".join(json_text({"set": name, **one.row()}) + "\n" for name, one in named_rows)
         with writing(f"--out {arguments.out}", _FIX), atomic(arguments.out) as temporary:
             temporary.write_text(text, encoding="utf-8")
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
@@ -92,8 +92,8 @@ def run(argv: list[str]) -> int:
     print(printable(f"checkpoint {opened.checkpoint}"))
     for name, outcome in outcomes.items():
         totals = {k: f" ({e:.0f} of {n:.0f})" for k, (e, n) in outcome.totals.items() if is_error_rate(k)}
-        shown = ", ".join(metric(k, v) + totals.get(k, "") for k, v in outcome.metrics.items())
-        print(printable(f"{name}: {shown}"))
+        figures = ", ".join(metric(k, v) + totals.get(k, "") for k, v in shown(outcome.metrics).items())
+        print(printable(f"{name}: {figures}"))
     return 0
 
 

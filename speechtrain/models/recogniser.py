@@ -36,7 +36,7 @@ class Recogniser(Task, PolicyAware):
             raise ConfigError("encoder=none: this model needs one; choose it with encoder=NAME")
         self.tokenizer = tokenizer
         self.encoder = encoder
-        self.normalise_audio = encoder.normalise_audio
+        self.sample_rate, self.normalise_audio = encoder.sample_rate, encoder.normalise_audio
         self.freeze_encoder_steps = freeze_encoder_steps
         self.skips_parameters = freeze_encoder_steps > 0
         self.decoder = Greedy()
@@ -73,7 +73,7 @@ class Recogniser(Task, PolicyAware):
     def evaluate(self, batch: Batch) -> Evaluation:
         encoded, lengths = self.encoder.encode(batch)
         per_row, _ = self.losses(encoded, lengths, batch)
-        examples = examples_of(batch, [h.text for h in self.hypotheses(encoded, lengths)])
+        examples = examples_of(batch, self.hypotheses(encoded, lengths))
         metrics = error_rates((e.reference, e.hypothesis) for e in examples)
         metrics["loss"] = ((per_row * batch.weight).sum(), batch.weight.sum())
         return Evaluation(metrics, examples)

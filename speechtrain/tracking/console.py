@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import SPELLING, ConfigError, printable
 from speechtrain.files import append_line
-from speechtrain.run_directory import metric, outcome
+from speechtrain.run_directory import metric, outcome, shown
 from speechtrain.tracking.base import Tracker, metrics_of
 
 if TYPE_CHECKING:
@@ -210,15 +210,15 @@ def figures(values: Mapping[str, Any]) -> list[str]:
         ("data_wait", "wait {:>4.0%}"),
         ("memory_mib", "mem {:>6,.0f} MiB"),
     )
-    shown = [form.format(values[name]) for name, form in columns if values.get(name) is not None]
-    return shown + [metric(name, value) for name, value in metrics_of(values).items()]
+    found = [form.format(values[name]) for name, form in columns if values.get(name) is not None]
+    return found + [metric(name, value) for name, value in metrics_of(values).items()]
 
 
 def valid_line(values: Mapping[str, Any]) -> str:
     """``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
-    shown = [metric(name, value) for name, value in metrics_of(values).items()]
+    told = [metric(name, value) for name, value in shown(metrics_of(values)).items()]
     took = [f"{values['seconds']:.1f} s"] if _known(values.get("seconds")) else []
-    return "  ".join([f"valid    {values.get('step', '')}", str(values.get("set", "")), *shown, *took])
+    return "  ".join([f"valid    {values.get('step', '')}", str(values.get("set", "")), *told, *took])
 
 
 def end_line(values: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.metrics import MetricSums
 from speechtrain.task import Example, Task
+from speechtrain.training.word_delays import WordDelays
 
 
 class Interrupted(Exception):
@@ -52,7 +53,7 @@ def evaluate(
     try:
         for name, batches in sets.items():
             begun = time.perf_counter()
-            sums = MetricSums()
+            sums, delays = MetricSums(), WordDelays()
             kept: list[Example] = []
             for batch in batches:
                 if stop_requested():
@@ -62,9 +63,13 @@ def evaluate(
                     result = task.evaluate(device.move(batch))
                 device.mark_step()
                 sums.add(result.metrics)
+                delays.add(batch, result.examples, task.sample_rate)
                 kept.extend(result.examples[: None if examples is None else max(0, examples - len(kept))])
             sums.reduce(group.sum)
-            outcomes[name] = Outcome(sums.means(), sums.totals(), tuple(kept), time.perf_counter() - begun)
+            late = delays.medians(group.sum) if task.writes_text else {}
+            outcomes[name] = Outcome(
+                sums.means() | late, sums.totals(), tuple(kept), time.perf_counter() - begun
+            )
     finally:
         task.train(training)
     return outcomes

@@ -90,7 +90,7 @@ class Validation:
         for name, outcome in outcomes.items():
             values = {"step": step, "set": name, "seconds": outcome.seconds, **outcome.metrics}
             self.tracker.log("valid", values)
-            rows = [vars(example) for example in outcome.examples]
+            rows = [example.row() for example in outcome.examples]
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
 
 

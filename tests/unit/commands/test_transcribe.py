@@ -159,13 +159,13 @@ def test_captions_have_two_lines_and_end_at_pauses() -> None:
         confidences=(0.5,) * len(labels),
         tokenizer=tokenizer,
     )
-    transcript = Transcript("a b.wav", "a b.wav", 40.0, (Segment(1.0, 40.0, hypothesis),), delay=0.5)
+    transcript = Transcript("a b.wav", "a b.wav", 40.0, (Segment(1.0, 40.0, hypothesis),), delays=(0.5, 0.4))
     captions = list(transcript.captions())
     assert " ".join(caption for *_, caption in captions) == text.strip()
     assert all(len(caption) <= 84 and end - start <= 7.0 for start, end, caption in captions)
     assert not [1 for start, end, _ in captions if start < 11.0 < end]
-    assert captions[0][0] == pytest.approx(0.5)  # 1.0 of the segment, less the delay
-    assert written(transcript, "ctm").splitlines()[0] == "a_b 1 0.500 0.500 seven 0.500"
+    assert captions[0][0] == pytest.approx(0.5)  # 1.0 of the segment, less its delay
+    assert written(transcript, "ctm").splitlines()[0] == "a_b 1 0.500 0.600 seven 0.500"
 
 
 def test_a_manifest_is_transcribed_by_its_ids(
