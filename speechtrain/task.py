@@ -88,6 +88,9 @@ class Task(nn.Module, ABC):
     writes_text: bool = False
     """Whether evaluation decodes, so that the task needs a decoder."""
 
+    beam: str = ""
+    """The choice of the group ``decoder`` that sums over a text's paths, if there is one for this task."""
+
     decoder: Any = None
     """The search of every evaluation (``speechtrain.decoding.base.Decoder``); the builder sets it."""
 

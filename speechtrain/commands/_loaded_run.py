@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,26 +13,37 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import validated
+from speechtrain.checkpoint.whole import read_state, validated
 from speechtrain.commands._load_run import OpenedRun, choose, open_run, set_key
 from speechtrain.commands._transcripts import Segment, Transcript
-from speechtrain.config.build import build
+from speechtrain.config.build import build, build_data
+from speechtrain.config.check import part_class
 from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.data.audio import change_rate
 from speechtrain.data.batches import audio_row, collate
 from speechtrain.data.lhotse_cuts import Samples
+from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recordings
-from speechtrain.errors import ConfigError, DataError
+from speechtrain.distributed.group import SingleProcess
+from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.run_directory import number
 from speechtrain.task import Task
+from speechtrain.training.evaluation import Outcome, evaluate
 from speechtrain.training.word_delays import END, START
 
 if TYPE_CHECKING:
     from speechtrain.batch import Batch
     from speechtrain.encoders.base import Encoder
+
+_log = logging.getLogger(__name__)
+
+_OTHER_SIDES = (
+    "speechtrain: warning: held_out is not what the run held out, so it may have trained on some of it: "
+    "data.train has changed, or the run is of another release; --set NAME=FILE names a set"
+)
 
 PIECE_SECONDS = 20.0
 """Longest piece of a recording: few utterances of speech corpora are longer."""
@@ -61,7 +74,7 @@ class LoadedRun:
     def __init__(self, opened: OpenedRun, most_seconds: float = LONGEST_SECONDS) -> None:
         self.opened = opened
         self.checkpoint = opened.checkpoint
-        self.sample_rate = int(OmegaConf.select(opened.config, "data.sample_rate") or 16_000)
+        self.sample_rate = opened.task.sample_rate
         self._most_seconds = most_seconds
         stored = validated(opened.checkpoint)
         self.delays = (number(stored.get(START)) or 0.0, number(stored.get(END)) or 0.0)
@@ -114,6 +127,29 @@ class LoadedRun:
     def frame_seconds(self) -> float:
         """Seconds from one frame of ``features`` to the next."""
         return float(100 / self._encoder().frames(100 * self.sample_rate))
+
+    def evaluate(self, sets: Mapping[str, str] | None = None) -> dict[str, Outcome]:
+        """Score the run's evaluation sets, or ``sets`` of manifests and folders by name.
+
+        An outcome has ``metrics``, such as ``wer`` (a fraction), and ``examples``, all that was decoded.
+        """
+        opened, config = self.opened, copy.deepcopy(self.opened.config)
+        part_class("data", config.data)
+        _choose_sets(config, sets or {})
+        data = build_data(config, opened.tokenizer, opened.task)
+        try:
+            if isinstance(data, SpeechData) and data.hold_out:
+                _warn_of_other_sides(self.checkpoint, data)
+            return evaluate(
+                opened.task,
+                data.valid(),
+                opened.device,
+                policy=opened.policy,
+                group=SingleProcess(),
+                examples=None,
+            )
+        finally:
+            data.close()
 
     def _decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
         if not choice and not options:
@@ -236,3 +272,23 @@ def _ready(
         else:
             found = one.recording
             yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments), delays)
+
+
+def _choose_sets(config: DictConfig, named: Mapping[str, str]) -> None:
+    """Replace the run's evaluation sets by ``named``, if any; its training data is not opened."""
+    if named:
+        if "valid" not in config.data:
+            raise ConfigError(f"--set: {config.data._target_} takes no evaluation set; remove --set")
+        config.data.valid = dict(named)
+    if "valid" in config.data and not (config.data.valid or config.data.get("hold_out")):
+        raise ConfigError(f"{config.run_dir} has no evaluation set; give one with --set NAME=FILE")
+    if config.data._target_ == "speechtrain.data.module.SpeechData" and config.data.valid:
+        config.data.train = ""  # opened at first use, and never used here
+
+
+def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
+    """Warn where the set ``held_out`` is not the one that the run held out."""
+    with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
+        trained = read_state(checkpoint).get("data")
+        if isinstance(trained, dict) and trained.get("held_out") != data.sides:
+            _log.warning(_OTHER_SIDES)

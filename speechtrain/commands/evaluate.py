@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console, json_text
-from speechtrain.errors import ConfigError, MachineError, RunError, printable
+from speechtrain.errors import ConfigError, MachineError, printable
 from speechtrain.files import atomic, finite, writing
 from speechtrain.run_directory import is_error_rate, metric, shown
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from speechtrain.data.module import SpeechData
-
 _FIX = "name a file in a writable folder"  # for --out
-_OTHER_SIDES = (
-    "speechtrain: warning: held_out is not what the run held out, so it may have trained on some of it: "
-    "data.train has changed, or the run is of another release; --set NAME=FILE names a set"
-)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +39,13 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="FILE", help="write references and hypotheses, one JSON object per line"
     )
     build.add_argument(
+        "--worst",
+        type=int,
+        default=5,
+        metavar="N",
+        help="show the N worst utterances (default 5)",
+    )
+    build.add_argument(
         "--json", action="store_true", help="print one JSON object; a value that is not finite is null"
     )
     return build
@@ -61,39 +57,39 @@ def run(argv: list[str]) -> int:
     named = _named_sets(arguments.set)
     if arguments.out:
         _check_writable(arguments.out)
-    from speechtrain.commands._load_run import open_run
-    from speechtrain.config.build import build_data
-    from speechtrain.config.check import part_class
-    from speechtrain.data.module import SpeechData
-    from speechtrain.distributed.group import SingleProcess
-    from speechtrain.training.evaluation import evaluate
+    if arguments.worst < 0:
+        raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
+    from speechtrain.commands._loaded_run import load
+    from speechtrain.commands._mistakes import lines_of, mistakes
 
-    opened = open_run(arguments.run, arguments.checkpoint, arguments.overrides, arguments.config_dir)
-    part_class("data", opened.config.data)
-    _choose_sets(opened.config, named, arguments.run)
-    data = build_data(opened.config, opened.tokenizer, opened.task)
-    try:
-        if isinstance(data, SpeechData) and data.hold_out:
-            _warn_of_other_sides(opened.checkpoint, data)
-        task, device, policy = opened.task, opened.device, opened.policy
-        outcomes = evaluate(task, data.valid(), device, policy=policy, group=SingleProcess(), examples=None)
-    finally:
-        data.close()
+    loaded = load(
+        arguments.run,
+        *arguments.overrides,
+        checkpoint=arguments.checkpoint,
+        config_dir=arguments.config_dir,
+    )
+    outcomes = loaded.evaluate(named)
     if arguments.out:
         named_rows = ((name, one) for name, outcome in outcomes.items() for one in outcome.examples)
         text = "".join(json_text({"set": name, **one.row()}) + "\n" for name, one in named_rows)
         with writing(f"--out {arguments.out}", _FIX), atomic(arguments.out) as temporary:
             temporary.write_text(text, encoding="utf-8")
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
+    wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
+    for name, outcome in outcomes.items():
+        if outcome.contradiction:
+            print(printable(f"speechtrain: warning: {name}: {outcome.contradiction}"), file=sys.stderr)
     if arguments.json:
-        found = {"checkpoint": str(opened.checkpoint), "metrics": finite(metrics)}
+        found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
         print(json_text(found))
         return 0
-    print(printable(f"checkpoint {opened.checkpoint}"))
+    print(printable(f"checkpoint {loaded.checkpoint}"))
     for name, outcome in outcomes.items():
         totals = {k: f" ({e:.0f} of {n:.0f})" for k, (e, n) in outcome.totals.items() if is_error_rate(k)}
         figures = ", ".join(metric(k, v) + totals.get(k, "") for k, v in shown(outcome.metrics).items())
         print(printable(f"{name}: {figures}"))
+        for line in lines_of(wrong[name]) if name in wrong else ():
+            print(line)
     return 0
 
 
@@ -109,28 +105,6 @@ def _named_sets(pairs: list[str]) -> dict[str, str]:
             )
         named[name] = file
     return named
-
-
-def _choose_sets(config: DictConfig, named: dict[str, str], run_dir: Path) -> None:
-    """Replace the run's evaluation sets by ``named``, if any; its training data is not opened."""
-    if named:
-        if "valid" not in config.data:
-            raise ConfigError(f"--set: {config.data._target_} takes no evaluation set; remove --set")
-        config.data.valid = named
-    if "valid" in config.data and not (config.data.valid or config.data.get("hold_out")):
-        raise ConfigError(f"{run_dir} has no evaluation set; give one with --set NAME=FILE")
-    if config.data._target_ == "speechtrain.data.module.SpeechData" and config.data.valid:
-        config.data.train = ""  # opened at first use, and never used here
-
-
-def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
-    """Warn where the set ``held_out`` is not the one that the run held out."""
-    from speechtrain.checkpoint.whole import read_state
-
-    with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
-        trained = read_state(checkpoint).get("data")
-        if isinstance(trained, dict) and trained.get("held_out") != data.sides:
-            print(_OTHER_SIDES, file=sys.stderr)
 
 
 def _check_writable(path: Path) -> None:

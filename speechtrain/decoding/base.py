@@ -147,6 +147,9 @@ class Decoder(ABC):
     searches = True
     """Whether it finds text; False for the null object."""
 
+    sums_paths = False
+    """Whether a text's score is that of all its paths, not of its best one."""
+
     @abstractmethod
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         """Return the best hypothesis of each row of ``frames`` (B, T, ·) of ``lengths`` (B,)."""

@@ -143,6 +143,8 @@ class BeamSearch(Decoder):
     ``normalise_score`` (the blank at the start counts as one, as in NeMo), else the highest score.
     """
 
+    sums_paths = True
+
     def __init__(
         self,
         width: int = 4,

@@ -19,6 +19,8 @@ class CTC(Recogniser):
     An utterance whose labels do not fit its frames adds 0 to the loss. ``dropout`` is on encoder frames.
     """
 
+    beam = "ctc_beam"
+
     def __init__(
         self, tokenizer: Tokenizer, encoder: Encoder, dropout: float = 0.1, freeze_encoder_steps: float = 0
     ) -> None:

@@ -29,6 +29,8 @@ class RNNT(Recogniser):
     ``ctc_weight`` adds a CTC loss on the encoder; ``fastemit`` is the lambda of Yu et al. (2021).
     """
 
+    beam = "beam"
+
     def __init__(
         self,
         tokenizer: Tokenizer,

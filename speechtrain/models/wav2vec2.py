@@ -127,7 +127,7 @@ class Wav2Vec2(Task, PolicyAware):
         if not 0 <= target_dropout < 1:
             raise ConfigError(f"target_dropout is {target_dropout}; it must be from 0 to below 1")
         self.encoder = encoder
-        self.normalise_audio = encoder.normalise_audio
+        self.sample_rate, self.normalise_audio = encoder.sample_rate, encoder.normalise_audio
         self.quantizer = GumbelQuantizer(
             encoder.extractor.channels, code_width, codebooks, entries=codes, init_std=code_init
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
@@ -25,6 +25,7 @@ class Validation:
     tracker: Tracker
     target: float | None
     stop_requested: Callable[[], bool]
+    _told: set[str] = field(default_factory=set)  # the sets of which a contradiction was told
 
     def is_due(self, parts: Parts, status: str, every: int) -> bool:
         """True where the weights must be evaluated before anything else.
@@ -92,6 +93,9 @@ class Validation:
             self.tracker.log("valid", values)
             rows = [example.row() for example in outcome.examples]
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
+            if outcome.contradiction and name not in self._told:
+                self._told.add(name)
+                self.tracker.log("warning", {"step": step, "message": f"{name}: {outcome.contradiction}"})
 
 
 def _noting(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:

@@ -54,10 +54,26 @@ def test_a_model_is_shared_without_the_state_of_its_training(
 
 def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.run([str(run_dir), ONE]) == 0
-    (line,) = capsys.readouterr().out.splitlines()[1:]
+    line, kinds, frequent, *told = capsys.readouterr().out.splitlines()[1:]
     found = re.fullmatch(r"unheard: cer [\d.]+ % .*, loss [\d.]+, wer ([\d.]+) % \((\d+) of (\d+)\)", line)
     assert found, line
     assert float(found[1]) == pytest.approx(100 * int(found[2]) / int(found[3]), abs=0.01)
+    counted = re.match(
+        rf"  {found[3]} words in 4 utterances: (\d+) substituted, (\d+) deleted, (\d+) ins", kinds
+    )
+    assert counted, kinds
+    assert sum(map(int, counted.groups())) == int(found[2])
+    low, high = map(float, re.findall(r"WER ([\d.]+) to ([\d.]+) %", kinds)[0])
+    assert low <= float(found[1]) <= high
+    assert frequent.startswith("  most frequent: ")
+    assert len(told) == 3 * 4
+    assert evaluate.run([str(run_dir), ONE, "--worst", "1", "--json"]) == 0
+    of_set = printed(capsys)["mistakes"]["unheard"]
+    assert len(of_set["worst"]) == 1
+    assert told[:3] == [f"  worst: {of_set['worst'][0]['id']}"] + [
+        f"    {key}  {of_set['worst'][0][name]}"
+        for key, name in (("ref", "reference"), ("hyp", "hypothesis"))
+    ]
 
 
 def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN
+from speechtrain.decoding.base import Decoder
+from speechtrain.decoding.beam import TransducerBeam
+from speechtrain.decoding.greedy import Greedy
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.task import Evaluation, Example, Loss, Task
@@ -81,3 +84,56 @@ def test_a_stop_leaves_no_figures_and_the_task_as_it_was() -> None:
             stop_requested=lambda: next(answers),
         )
     assert task.training
+
+
+class Stops(Task):
+    """A recogniser whose hypotheses have ``part`` of the references, at ``nats`` a character."""
+
+    writes_text = True
+    beam = "beam"
+
+    def __init__(self, part: float, nats: float, decoder: object) -> None:
+        super().__init__()
+        self.part, self.nats, self.decoder = part, nats, decoder
+
+    def forward(self, batch: Batch) -> Loss:
+        raise AssertionError
+
+    def evaluate(self, batch: Batch) -> Evaluation:
+        text = "abcdefghij"
+        count = torch.tensor(float(len(batch.ids)))
+        metrics = {"loss": (10 * self.nats * count, count), "cer": (count, 10 * count)}
+        heard = text[: round(self.part * 10)]
+        return Evaluation(metrics, tuple(Example(name, text, heard) for name in batch.ids))
+
+
+@pytest.mark.parametrize(
+    ("part", "nats", "decoder", "is_told"),
+    [
+        (0.5, 0.01, Greedy(), True),
+        (0.5, 0.01, TransducerBeam(), False),
+        (0.5, 2.0, Greedy(), False),  # a model that is plainly wrong
+        (0.9, 0.01, Greedy(), False),
+    ],
+)
+def test_texts_that_are_too_short_for_the_loss_are_told(
+    part: float, nats: float, decoder: Decoder, is_told: bool
+) -> None:
+    task = Stops(part, nats, decoder)
+    outcome = evaluate(task, {"dev": [batch_of(ROWS)]}, CPU(), PLAIN, SingleProcess())["dev"]
+    assert bool(outcome.contradiction) == is_told
+    assert not is_told or ("decoder=beam" in outcome.contradiction and "50%" in outcome.contradiction)
+    assert "length" not in outcome.metrics
+
+
+def test_the_worst_are_kept() -> None:
+    hypotheses = ["one two", "one", "", "one two three"]
+
+    class Heard(Errors):
+        def evaluate(self, batch: Batch) -> Evaluation:
+            given = (Example(n, "one two", hypotheses[int(n)]) for n in batch.ids)
+            return Evaluation({}, tuple(given))
+
+    batches = [batch_of(ROWS[:2]), batch_of(ROWS[2:], 2)]
+    outcome = evaluate(Heard(), {"dev": batches}, CPU(), PLAIN, SingleProcess(), examples=3)["dev"]
+    assert [example.id for example in outcome.examples] == ["2", "1", "3"]
