@@ -1,3 +1,29 @@
-"""speechtrain: train speech models on whatever hardware a team owns, from one command."""
+"""speechtrain: train speech models on whatever hardware a team owns, from one command.
+
+From Python, ``load`` opens a trained run, and ``transducer_loss`` serves any model. Both are imported when
+they are first used: ``import speechtrain`` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from speechtrain.commands._loaded_run import load
+    from speechtrain.losses.transducer import transducer_loss
 
 __version__ = "0.1.0"
+__all__ = ("__version__", "load", "transducer_loss")
+
+_HOMES = {"load": "speechtrain.commands._loaded_run", "transducer_loss": "speechtrain.losses.transducer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
