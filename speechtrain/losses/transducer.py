@@ -1,4 +1,4 @@
-"""The exact transducer (RNN-T) loss of a ReLU joint, without its (B, T, U + 1, V) lattice.
+"""The exact transducer (RNN-T) loss of an additive joint, without its (B, T, U + 1, V) lattice.
 
 Joint, dropout, softmax and loss are one autograd function. It processes the lattice in chunks of cells
 and keeps two log-probabilities per cell, of blank and of the next label. The recursion over them gives
@@ -41,6 +41,7 @@ def transducer_loss(
     label_lengths: Tensor,
     *,
     blank: int,
+    activation: str = "relu",
     dropout: float = 0.0,
     seed: int | Tensor = 0,
     fastemit: float = 0.0,
@@ -51,6 +52,8 @@ def transducer_loss(
     static: bool = False,
 ) -> Tensor:
     """Negative log-likelihood (B,) of each utterance under ``Linear(dropout(relu(encoder + prediction)))``.
+
+    ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
 
     ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections, ``weight``
     (V, H) and ``bias`` (V,) its output layer, ``labels`` (B, U) the targets. Values beyond the lengths
@@ -76,7 +79,7 @@ def transducer_loss(
     Raises ValueError for invalid shapes, lengths, labels or rates (with ``static``, lengths and labels are
     not checked, since reading them would stall a device).
     """
-    _check_settings(dropout, fastemit, compute_dtype, chunk=chunk)
+    _check_settings(activation, dropout, fastemit, compute_dtype, chunk=chunk)
     # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     given = _Given(encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
@@ -85,7 +88,14 @@ def transducer_loss(
         _check_contents(given, blank)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
     joint = _Joint(
-        blank, dropout, fastemit, dtype=compute_dtype, skip_below=skip_below, chunk=chunk, keep=keep
+        blank,
+        activation,
+        dropout,
+        fastemit,
+        dtype=compute_dtype,
+        skip_below=skip_below,
+        chunk=chunk,
+        keep=keep,
     )
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
     function = _StaticLoss if static else _RaggedLoss
@@ -104,7 +114,11 @@ class _Given(NamedTuple):
     keys: Tensor  # (2,) int32, the halves of the seed
 
 
-def _check_settings(dropout: float, fastemit: float, compute_dtype: torch.dtype, chunk: int) -> None:
+def _check_settings(
+    activation: str, dropout: float, fastemit: float, compute_dtype: torch.dtype, chunk: int
+) -> None:
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be {' or '.join(_ACTIVATIONS)}")
     if not (dropout >= 0 and round(dropout * 65536) < 65536):
         raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
     if fastemit < 0 or chunk < 1:
@@ -140,6 +154,7 @@ class _Joint:
     """Settings shared by forward and backward."""
 
     blank: int
+    activation: str
     dropout: float
     fastemit: float
     dtype: torch.dtype  # of matrix products
@@ -161,6 +176,20 @@ class _Joint:
     def scale(self) -> float:
         """The scale of kept units, applied to the weight, which has fewer elements."""
         return 65536 / (65536 - self.dropped)
+
+    def slope(self, hidden: Tensor) -> Tensor:
+        """The derivative of units that are 0 where they were dropped; it overwrites them.
+
+        A comparison that makes a new tensor takes three times as long.
+        """
+        if self.activation == "relu":
+            return hidden.gt_(0)
+        kept = hidden.ne(0) if self.dropped else None
+        slope = hidden.square_().neg_().add_(1)
+        return slope if kept is None else slope.mul_(kept)
+
+
+_ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
 
 
 class _Posteriors(NamedTuple):
@@ -400,17 +429,17 @@ class _RaggedWalk:
         else:
             self.sums.weight.add_(torch.mm(gradient.t(), hidden))
         of_hidden = torch.mm(gradient, self.weight, out=self.units[:n])
-        of_hidden *= hidden.gt_(0)  # units that passed the ReLU and were not dropped
+        of_hidden *= self.joint.slope(hidden)
         of_hidden = of_hidden.to(self.joint.wide)
         self.sums.encoder.index_add_(0, cells.frame_row, of_hidden)
         self.sums.prediction.index_add_(0, cells.position_row, of_hidden)
 
     def _hidden(self, cells: _Cells) -> Tensor:
-        """Compute the ReLU units (N, H) after dropout, not scaled."""
+        """Compute the hidden units (N, H) after dropout, not scaled."""
         n = len(cells.flat)
         hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=self.frame_units[:n])
         hidden += torch.index_select(self.prediction, 0, cells.position_row, out=self.position_units[:n])
-        self.dropout.apply_(hidden.relu_(), cells)
+        self.dropout.apply_(_ACTIVATIONS[self.joint.activation](hidden), cells)
         return hidden.to(self.joint.dtype)
 
 
@@ -485,7 +514,7 @@ class _StaticWalk:
             gradient = (gradient * of_cell[:, span, :, None]).to(self.joint.dtype)
             bias = bias + gradient.sum((0, 1, 2), dtype=self.joint.wide)
             weight = weight + (gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)).to(self.joint.wide)
-            of_hidden = (gradient @ self.weight).to(self.joint.wide) * (hidden > 0)
+            of_hidden = (gradient @ self.weight).to(self.joint.wide) * self.joint.slope(hidden)
             encoder.append(of_hidden.sum(2))
             prediction = prediction + of_hidden.sum(1)
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
@@ -496,8 +525,8 @@ class _StaticWalk:
         return (slice(start, min(start + step, frames)) for start in range(0, frames, step))
 
     def _hidden(self, span: slice) -> Tensor:
-        """Compute the ReLU units (B, frames of the span, P, H) after dropout, not scaled."""
-        hidden = (self.encoder[:, span, None] + self.prediction[:, None]).relu()
+        """Compute the hidden units (B, frames of the span, P, H) after dropout, not scaled."""
+        hidden = _ACTIVATIONS[self.joint.activation](self.encoder[:, span, None] + self.prediction[:, None])
         return self.dropout.applied(hidden, span.start).to(self.joint.dtype)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -85,11 +85,19 @@ class Problem:
         return loss.detach(), torch.autograd.grad((loss * self.upstream).sum(), leaves)
 
 
-def arcs(problem: Problem, inputs: list[Tensor], row: int, kept: Tensor | None, scale: float) -> Tensor:
+def arcs(
+    problem: Problem,
+    inputs: list[Tensor],
+    row: int,
+    kept: Tensor | None,
+    scale: float,
+    activation: str = "relu",
+) -> Tensor:
     """All log-probabilities (T, P, V) of one utterance, materialised."""
     frames, symbols = int(problem.frames[row]), int(problem.symbols[row])
     encoder, prediction, weight, bias = inputs
-    hidden = torch.relu(encoder[row, :frames, None] + prediction[row, None, : symbols + 1])
+    hidden = encoder[row, :frames, None] + prediction[row, None, : symbols + 1]
+    hidden = torch.relu(hidden) if activation == "relu" else torch.tanh(hidden)
     if kept is not None:
         hidden = hidden * kept[row, :frames, : symbols + 1] * scale
     return torch.log_softmax(hidden @ weight.T + bias, -1)
@@ -115,13 +123,13 @@ def joint_dropout_mask(
     batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
 ) -> tuple[Tensor, float]:
     """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units."""
-    joint = _Joint(0, rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
+    joint = _Joint(0, "relu", rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
     drop = _Dropout(joint, batch, hidden, keys=torch.tensor([seed]).view(torch.int32))
     return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
 
 
 def oracle(
-    problem: Problem, rate: float = 0.0, seed: int = 0, fastemit: float = 0.0
+    problem: Problem, rate: float = 0.0, seed: int = 0, fastemit: float = 0.0, activation: str = "relu"
 ) -> tuple[Tensor, list[Tensor]]:
     """Losses and gradients over whole lattices in float64. FastEmit is applied to the gradient of label arcs,
     between the recursion and the softmax."""
@@ -132,7 +140,7 @@ def oracle(
     inputs = problem.leaves()
     losses, surrogate = [], torch.zeros((), dtype=torch.float64)
     for row in range(len(problem.frames)):
-        log_p = arcs(problem, inputs, row, kept, scale)
+        log_p = arcs(problem, inputs, row, kept, scale, activation)
         target = problem.labels[row, : int(problem.symbols[row])]
         blank = log_p[..., problem.blank]
         label = log_p[:, :-1].gather(-1, target.expand(len(log_p), -1)[..., None])[..., 0]
@@ -198,6 +206,21 @@ def test_ragged_lattices_in_float64(static: bool, chunk: int, keep: int, even: b
 
 
 @FORMS
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("even", [False, True], ids=["uneven", "even"])
+def test_a_joint_of_tanh_in_float64(static: bool, rate: float, even: bool) -> None:
+    problem = RAGGED.evenly() if even else RAGGED
+    loss, gradients = problem.run(static=static, activation="tanh", dropout=rate, seed=5)
+    true_loss, true = oracle(problem, rate, seed=5, activation="tanh")
+    torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, true, 1e-12)
+    loss, gradients = REALISTIC.run(torch.float32, static=static, activation="tanh")
+    true_loss, true = oracle(REALISTIC, activation="tanh")
+    torch.testing.assert_close(loss.double(), true_loss, rtol=1e-5, atol=1e-5)
+    assert_gradients(gradients, true, 1e-5)
+
+
+@FORMS
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 def test_padding_is_never_looked_at(static: bool, garbage: float) -> None:
     encoder, prediction, weight, bias = (x.clone() for x in RAGGED.inputs)
@@ -240,7 +263,8 @@ def test_batch_of_filler_rows_alone(static: bool) -> None:
 
 @FORMS
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_gradcheck(static: bool, rate: float) -> None:
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_gradcheck(static: bool, activation: str, rate: float) -> None:
     """Finite differences, with the dropout mask held by its seed."""
     problem = Problem.draw([3, 1], [1, 1], hidden=3, vocabulary=3)
 
@@ -251,6 +275,7 @@ def test_gradcheck(static: bool, rate: float) -> None:
             problem.frames,
             problem.symbols,
             blank=problem.blank,
+            activation=activation,
             dropout=rate,
             seed=5,
             skip_below=0.0,
@@ -598,10 +623,13 @@ def test_contents_that_cannot_be(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"dropout": 1.0}, {"dropout": -0.1}, {"fastemit": -1.0}, {"chunk": 0}, {"compute_dtype": torch.float16}],
+    [
+        *({"dropout": 1.0}, {"dropout": -0.1}, {"fastemit": -1.0}, {"chunk": 0}, {"activation": "gelu"}),
+        {"compute_dtype": torch.float16},
+    ],
 )
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"dropout|fastemit|compute_dtype"):
+    with pytest.raises(ValueError, match=r"dropout|fastemit|compute_dtype|activation"):
         RAGGED.run(**options)
 
 
