@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss
 
 MiB = 2**20
 BASELINE = "full lattice, fp32"
+TORCHAUDIO = "torchaudio, fp32"  # where it is installed; its wheels need the CUDA build of torch
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,23 @@ def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor
     return loss
 
 
+def of_torchaudio(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
+    """torchaudio's loss on the logits of the whole lattice, log-softmax included."""
+    from torchaudio.functional import rnnt_loss
+
+    encoder, prediction, weight, bias = problem.inputs
+    hidden = F.dropout(torch.relu_(encoder[:, :, None] + prediction[:, None]), dropout)
+    loss: Tensor = rnnt_loss(
+        F.linear(hidden, weight, bias),
+        problem.labels.int(),
+        problem.frames.int(),
+        problem.symbols.int(),
+        blank=problem.shape.vocabulary - 1,
+        reduction="none",
+    )
+    return loss
+
+
 def occupied(problem: Problem) -> float:
     """The share of cells that backward visits."""
     with torch.no_grad():
@@ -164,6 +183,7 @@ def contenders() -> dict[str, Contender]:
         BASELINE: Contender(full_lattice, fp32),
         "full lattice, fp32 oneDNN": Contender(full_lattice, fp32, "medium"),
         "full lattice, bf16": Contender(full_lattice, bf16),
+        **({TORCHAUDIO: Contender(of_torchaudio, fp32)} if find_spec("torchaudio") else {}),
         "chunked, fp32, every cell": Contender(chunked, fp32 | {"skip_below": 0.0}),
         "chunked, fp32": Contender(chunked, fp32),
         "chunked, fp32 oneDNN": Contender(chunked, fp32, "medium"),
