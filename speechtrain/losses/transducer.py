@@ -178,15 +178,11 @@ class _Joint:
         return 65536 / (65536 - self.dropped)
 
     def slope(self, hidden: Tensor) -> Tensor:
-        """The derivative of units that are 0 where they were dropped; it overwrites them.
+        """The derivative of units by what they were before, but for dropped ones of tanh; overwrites them.
 
         A comparison that makes a new tensor takes three times as long.
         """
-        if self.activation == "relu":
-            return hidden.gt_(0)
-        kept = hidden.ne(0) if self.dropped else None
-        slope = hidden.square_().neg_().add_(1)
-        return slope if kept is None else slope.mul_(kept)
+        return hidden.gt_(0) if self.activation == "relu" else hidden.square_().neg_().add_(1)
 
 
 _ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
@@ -429,7 +425,10 @@ class _RaggedWalk:
         else:
             self.sums.weight.add_(torch.mm(gradient.t(), hidden))
         of_hidden = torch.mm(gradient, self.weight, out=self.units[:n])
-        of_hidden *= self.joint.slope(hidden)
+        slope = self.joint.slope(hidden)
+        if self.joint.activation != "relu":  # whose dropped units are 0, as the slope there is
+            self.dropout.apply_(slope, cells)
+        of_hidden *= slope
         of_hidden = of_hidden.to(self.joint.wide)
         self.sums.encoder.index_add_(0, cells.frame_row, of_hidden)
         self.sums.prediction.index_add_(0, cells.position_row, of_hidden)
@@ -514,7 +513,10 @@ class _StaticWalk:
             gradient = (gradient * of_cell[:, span, :, None]).to(self.joint.dtype)
             bias = bias + gradient.sum((0, 1, 2), dtype=self.joint.wide)
             weight = weight + (gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)).to(self.joint.wide)
-            of_hidden = (gradient @ self.weight).to(self.joint.wide) * self.joint.slope(hidden)
+            slope = self.joint.slope(hidden)
+            if self.joint.activation != "relu":
+                slope = self.dropout.applied(slope, span.start)
+            of_hidden = (gradient @ self.weight).to(self.joint.wide) * slope
             encoder.append(of_hidden.sum(2))
             prediction = prediction + of_hidden.sum(1)
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)

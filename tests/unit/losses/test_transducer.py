@@ -214,6 +214,10 @@ def test_a_joint_of_tanh_in_float64(static: bool, rate: float, even: bool) -> No
     true_loss, true = oracle(problem, rate, seed=5, activation="tanh")
     torch.testing.assert_close(loss, true_loss, rtol=1e-12, atol=1e-12)
     assert_gradients(gradients, true, 1e-12)
+    encoder, prediction, *output = problem.inputs  # of projections that begin at 0, no unit looks dropped
+    still = replace(problem, inputs=(0 * encoder, 0 * prediction, *output))
+    _, gradients = still.run(static=static, activation="tanh", dropout=rate, seed=5)
+    assert_gradients(gradients, oracle(still, rate, seed=5, activation="tanh")[1], 1e-12)
     loss, gradients = REALISTIC.run(torch.float32, static=static, activation="tanh")
     true_loss, true = oracle(REALISTIC, activation="tanh")
     torch.testing.assert_close(loss.double(), true_loss, rtol=1e-5, atol=1e-5)
