@@ -153,7 +153,7 @@ def pretrained(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     records = [json.loads(line) for line in given.data.read_text().splitlines() if line.strip()]
     for record in records:
-        record["audio_filepath"] = str(given.data.parent / record["audio_filepath"])
+        record["audio_filepath"] = str(given.data.absolute().parent / record["audio_filepath"])
     random.Random(1).shuffle(records)
     valid, rest = records[: len(records) // 20], records[len(records) // 20 :]
     tenth = rest[: len(rest) // 10]
