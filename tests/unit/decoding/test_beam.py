@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.decoding.base import CTCScorer, TransducerScorer
+from speechtrain.decoding.base import CTCScorer, Decoder, TransducerScorer
 from speechtrain.decoding.beam import TransducerBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
@@ -68,6 +71,25 @@ def every_sequence(
     return totals
 
 
+def log_probability(
+    scorer: TransducerScorer, frames: Tensor, length: Tensor, labels: tuple[int, ...]
+) -> float:
+    """Minus the loss of ``labels`` for the frames (T, H) of one utterance."""
+    given = torch.tensor([labels], dtype=torch.int64).view(1, -1)
+    loss = transducer_loss(
+        frames[None].double(),
+        scorer.joint.prediction(scorer.prediction(given)).double(),
+        weight=scorer.joint.output.weight.double(),
+        bias=scorer.joint.output.bias.double(),
+        labels=given,
+        encoder_lengths=length[None],
+        label_lengths=torch.tensor([len(labels)]),
+        blank=BLANK,
+        compute_dtype=torch.float64,
+    )
+    return -float(loss)
+
+
 @cache
 def lattices(seed: int) -> tuple[TransducerScorer, Tensor, Tensor]:
     """A model and 50 utterances of 2 to 5 frames."""
@@ -86,12 +108,16 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
         decoded = decoder.decode(scorer, frames, lengths)
         greedy = Greedy().decode(scorer, frames, lengths)
         for row, totals in enumerate(every):
-            for searched, total in zip(sequences[row], sums[row].tolist(), strict=False):
-                assert total <= totals.get(searched.labels, 0.0) + 1e-5, "a path is counted twice"
             listed = (decoded[row], *decoded[row].alternatives)
+            named = {one.labels for one in (*sequences[row], *listed, greedy[row])}
+            exact = {labels: log_probability(scorer, frames[row], lengths[row], labels) for labels in named}
+            for labels in named & totals.keys():  # the loss and the enumeration agree
+                assert exact[labels] == pytest.approx(totals[labels], abs=1e-5)
+            for searched, total in zip(sequences[row], sums[row].tolist(), strict=False):
+                assert total <= exact[searched.labels] + 1e-5, "a path is counted twice"
             for one in listed:
-                assert one.score == pytest.approx(totals.get(one.labels, one.score), abs=1e-5)
-            assert listed[0].score >= totals.get(greedy[row].labels, -torch.inf) - 1e-5
+                assert one.score == pytest.approx(exact[one.labels], abs=1e-5)
+            assert listed[0].score >= exact[greedy[row].labels] - 1e-5
             assert len({one.labels for one in listed}) == len(listed)
             found += max(totals, key=lambda name: totals[name]) in {one.labels for one in listed}
     assert found >= 0.99 * 500
@@ -101,18 +127,8 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
 def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
     scorer, frames, lengths = lattices(1)
     for row, one in enumerate(TransducerBeam().decode(scorer, frames, lengths)):
-        labels = torch.tensor([one.labels], dtype=torch.int64).view(1, -1)
-        loss = transducer_loss(
-            frames[row, None],
-            scorer.joint.prediction(scorer.prediction(labels)),
-            weight=scorer.joint.output.weight,
-            bias=scorer.joint.output.bias,
-            labels=labels,
-            encoder_lengths=lengths[row, None],
-            label_lengths=torch.tensor([labels.shape[1]]),
-            blank=BLANK,
-        )
-        assert one.score == pytest.approx(-float(loss), abs=1e-5)
+        exact = log_probability(scorer, frames[row], lengths[row], one.labels)
+        assert one.score == pytest.approx(exact, abs=1e-5)
         assert len(one.times) == len(one.ends) == len(one.confidences) == len(one.labels)
         assert list(one.times) == sorted(one.times)
         assert all(
@@ -122,13 +138,48 @@ def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_text_does_not_depend_on_its_batch(seed: int) -> None:
+@pytest.mark.parametrize(
+    "decoder", [TransducerBeam(), TransducerBeam(hotwords=["ab", "ca"]), Greedy()], ids=str
+)
+def test_a_text_does_not_depend_on_its_batch(seed: int, decoder: Decoder) -> None:
     scorer, frames, lengths = lattices(seed)
-    decoder = TransducerBeam()
     together = [one.labels for one in decoder.decode(scorer, frames[:32], lengths[:32])]
     for size in (1, 7):
         parts = zip(frames[:32].split(size), lengths[:32].split(size), strict=True)
         assert together == [one.labels for part in parts for one in decoder.decode(scorer, *part)]
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: reading a number, or copying a tensor to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_greedy_reads_from_the_device_once_in_four_steps() -> None:
+    scorer, _, _ = lattices(1)
+    frames, lengths = torch.randn(32, 200, 8), torch.full((32,), 200)
+    steps = 0
+    advance = scorer.step
+
+    def counted(labels: Tensor, state: Any) -> tuple[Tensor, Any]:
+        nonlocal steps
+        steps += 1
+        return advance(labels, state)
+
+    scorer = replace(scorer)
+    scorer.step = counted  # type: ignore[method-assign]
+    with Reads() as reads:
+        found = Greedy().decode(scorer, frames, lengths)
+    most = max(len(one.labels) for one in found)
+    assert most > 20
+    assert steps >= most
+    assert most / 8 < reads.count <= steps / 4 + 1
 
 
 def test_rows_without_frames_have_no_text() -> None:

@@ -23,7 +23,7 @@ BLANK = 3
 class Letters(Tokenizer):
     """Three labels."""
 
-    blank, size = BLANK, BLANK + 1
+    blank, size, labels = BLANK, BLANK + 1, ("a", "b", "c")
 
     def normalise(self, text: str) -> str:
         return text
