@@ -3,13 +3,18 @@
     python benchmarks/transducer_loss.py                     # the table of docs/benchmarks/transducer-loss.md
     python benchmarks/transducer_loss.py --smoke             # a small lattice, seconds
     python benchmarks/transducer_loss.py --shape 16 300 80 512 640 --rounds 5 --threads 2
+    python benchmarks/transducer_loss.py --against torchaudio --shape 8 200 50 1024 512
 
 The full lattice is the usual way, written as well as plain PyTorch allows: one (B, T, U + 1, V) tensor
 of logits, one log-softmax, one gather of blank and label together, and the same recursion as ours as one
 autograd function on top. All utterances have full length, so no contender gains from padding.
 
+With ``--against torchaudio`` the same lattice goes to ``torchaudio.functional.rnnt_loss``, and the others are
+measured against that. torchaudio's wheels need the torch that they were built for, with CUDA's libraries
+even where there is no GPU; of this project the program needs no more than its folder on PYTHONPATH.
+
 Contenders take turns (A B C A B C ...), since other work on the machine comes and goes; ratios are
-medians of each round's ratio to the full lattice in fp32 of the same round. Each round draws its own
+medians of each round's ratio to the first contender in the same round. Each round draws its own
 batch and joint, since the share of cells that backward visits depends on the draw. With one thread, processor
 time (of user and kernel) is what wall time would be on an idle machine. Peak memory is the growth of
 the resident set over a forward and backward, each contender in a fresh process, after a small lattice
@@ -28,7 +33,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +43,9 @@ from torch import Tensor
 from speechtrain.losses.transducer import _posteriors_by_rows, transducer_loss
 
 MiB = 2**20
-BASELINE = "full lattice, fp32"
-TORCHAUDIO = "torchaudio, fp32"  # where it is installed; its wheels need the CUDA build of torch
+TORCHAUDIO = "torchaudio's rnnt_loss, fp32"
+FIRST = {"lattice": "full lattice, fp32", "torchaudio": TORCHAUDIO}
+"""What the others are measured against, by the choice on the command line."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +104,18 @@ class _Recursion(torch.autograd.Function):
         return upstream[:, None, None] * blank, upstream[:, None, None] * label, None, None
 
 
-def arcs(problem: Problem, dropout: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (B, T, U + 1) of blank and next label, by way of the whole lattice; autocast as a
-    user would where ``dtype`` is bfloat16."""
+def lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
+    """All logits (B, T, U + 1, V); autocast as a user would where ``dtype`` is bfloat16."""
     encoder, prediction, weight, bias = problem.inputs
-    blank = problem.shape.vocabulary - 1
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         hidden = F.dropout(torch.relu_(encoder[:, :, None] + prediction[:, None]), dropout)
-        logits = F.linear(hidden, weight, bias)
+        return F.linear(hidden, weight, bias)
+
+
+def arcs(problem: Problem, dropout: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (B, T, U + 1) of blank and next label, by way of the whole lattice."""
+    blank = problem.shape.vocabulary - 1
+    logits = lattice(problem, dropout, dtype)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     next_label = F.pad(problem.labels, (0, 1), value=blank)
     both = torch.stack((torch.full_like(next_label, blank), next_label), -1)[:, None]
@@ -120,21 +129,13 @@ def full_lattice(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor
     return loss
 
 
-def of_torchaudio(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
-    """torchaudio's loss on the logits of the whole lattice, log-softmax included."""
+def torchaudio_loss(problem: Problem, dropout: float, dtype: torch.dtype) -> Tensor:
     from torchaudio.functional import rnnt_loss
 
-    encoder, prediction, weight, bias = problem.inputs
-    hidden = F.dropout(torch.relu_(encoder[:, :, None] + prediction[:, None]), dropout)
-    loss: Tensor = rnnt_loss(
-        F.linear(hidden, weight, bias),
-        problem.labels.int(),
-        problem.frames.int(),
-        problem.symbols.int(),
-        blank=problem.shape.vocabulary - 1,
-        reduction="none",
-    )
-    return loss
+    integers = (x.int() for x in (problem.labels, problem.frames, problem.symbols))
+    blank = problem.shape.vocabulary - 1
+    losses: Tensor = rnnt_loss(lattice(problem, dropout, dtype), *integers, blank=blank, reduction="none")
+    return losses
 
 
 def occupied(problem: Problem) -> float:
@@ -177,13 +178,12 @@ class Contender:
 
 
 def contenders() -> dict[str, Contender]:
-    """By name; the first is what the others are measured against."""
+    """By name."""
     fp32, bf16 = {"dtype": torch.float32}, {"dtype": torch.bfloat16}
     plain = {
-        BASELINE: Contender(full_lattice, fp32),
+        FIRST["lattice"]: Contender(full_lattice, fp32),
         "full lattice, fp32 oneDNN": Contender(full_lattice, fp32, "medium"),
         "full lattice, bf16": Contender(full_lattice, bf16),
-        **({TORCHAUDIO: Contender(of_torchaudio, fp32)} if find_spec("torchaudio") else {}),
         "chunked, fp32, every cell": Contender(chunked, fp32 | {"skip_below": 0.0}),
         "chunked, fp32": Contender(chunked, fp32),
         "chunked, fp32 oneDNN": Contender(chunked, fp32, "medium"),
@@ -194,7 +194,7 @@ def contenders() -> dict[str, Contender]:
         for name, c in plain.items()
         if "every" not in name
     }
-    return plain | dropping
+    return plain | dropping | {TORCHAUDIO: Contender(torchaudio_loss, fp32)}
 
 
 @dataclass
@@ -274,11 +274,11 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
     memory = {name: peak_bytes_apart(name, arguments) for name in names}
     print("| contender | wall s | ratio | processor s | ratio | peak MiB | ratio | gradient error |")
     print("|---|---|---|---|---|---|---|---|")
-    base = times[BASELINE]
+    base = times[names[0]]
     for name in names:
         wall = relative(times[name].wall, base.wall)
         processor = relative(times[name].processor, base.processor)
-        share = f"{memory[name] / MiB:.0f} | {memory[name] / memory[BASELINE]:.3f}"
+        share = f"{memory[name] / MiB:.0f} | {memory[name] / memory[names[0]]:.3f}"
         wrong = "" if "dropout" in name else f"{error(problems[0], contenders()[name]):.1e}"
         print(f"| {name} | {wall} | {processor} | {share} | {wrong} |", flush=True)
 
@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--initialisation", choices=["unit", "linear"], default="unit")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--against", choices=[*FIRST], default="lattice")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="contenders beside the first")
     parser.add_argument("--smoke", action="store_true", help="a small lattice, one round")
     parser.add_argument("--memory-of", metavar="NAME", help=argparse.SUPPRESS)
@@ -308,8 +309,18 @@ def main() -> None:
     print(f"bfloat16 instructions: {'yes' if has_bf16 else 'no; contenders in bf16 are left out'}")
     print(f"B T U V H = {arguments.shape}, {arguments.initialisation} initialisation, ", end="")
     print(f"{arguments.threads} threads, {arguments.rounds} rounds")
-    names = [name for name in contenders() if has_bf16 or "bf16" not in name]
-    report([BASELINE, *(n for n in names[1:] if n in arguments.only or not arguments.only)], arguments)
+    first = FIRST[arguments.against]
+    if first == TORCHAUDIO:
+        try:
+            import torchaudio
+        except (ImportError, OSError) as error:  # OSError: its libraries are not those of this torch
+            parser.exit(message=f"not measured: torchaudio does not import here: {error}\n")
+        print(f"torchaudio {torchaudio.__version__}")
+    names = [name for name in contenders() if name not in (first, TORCHAUDIO)]
+    names = [
+        n for n in names if (has_bf16 or "bf16" not in n) and (n in arguments.only or not arguments.only)
+    ]
+    report([first, *names], arguments)
 
 
 def _processor() -> str:

@@ -45,7 +45,7 @@ def transducer_loss(
     dropout: float = 0.0,
     seed: int | Tensor = 0,
     fastemit: float = 0.0,
-    compute_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype | None = None,
     skip_below: float = 1e-6,
     chunk: int = 1024,
     keep: int = 32 * 2**20,
@@ -55,17 +55,23 @@ def transducer_loss(
 
     ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
 
-    ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections, ``weight``
-    (V, H) and ``bias`` (V,) its output layer, ``labels`` (B, U) the targets. Values beyond the lengths
-    are never read, so they may be NaN. An utterance without frames (a padding row) has loss 0 and no
-    gradient. The result is fp32 (float64 for a float64 ``compute_dtype``) and is differentiable once.
+    ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections before their sum,
+    ``weight`` (V, H) and ``bias`` (V,) its output layer, all of any floating-point dtype; a layer without
+    bias passes zeros. ``labels`` (B, U) are the targets without blanks, ids below V, and ``encoder_lengths``
+    (B,) and ``label_lengths`` (B,) count frames and labels, all of any integer dtype. Every tensor is on one
+    device, with any strides. Values beyond the lengths are never read, so they may be NaN, and labels -1.
+    The result is in nats, not divided by any length; ``.mean()`` is what most recipes call the loss. An
+    utterance without frames (a padding row) has loss 0 and no gradient. The result is fp32 (float64 for a
+    float64 ``compute_dtype``) and is differentiable once.
 
+    ``blank`` is its id, from 0 to V - 1.
     ``dropout`` is the joint's, to the nearest 1/65536 and scaled by the exact keep rate; pass 0 in
-    evaluation. Its mask is a function of ``seed`` (an int, or an int64 tensor on the device) and of the
-    cell; it does not depend on which cells are visited.
+    evaluation. Its mask is a function of ``seed`` (an int, or an int64 tensor on the device), which must
+    differ from step to step, and of the cell; it does not depend on which cells are visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``; the loss's value is unchanged.
-    ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64. Softmax, recursion and
-    sums over cells are always fp32 or wider, and autocast has no effect here.
+    ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64; by default float64 for a
+    float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
+    autocast has no effect here.
 
     On a CPU the result is bit-equal from run to run at a fixed number of threads.
     Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
@@ -74,16 +80,26 @@ def transducer_loss(
     computes the gradients and backward scales them; if the upstream gradients differ between utterances
     (those without frames are ignored), backward computes them again.
     ``static`` computes every cell of the padded lattice twice, in shapes that depend on no data, and reads
-    nothing back from the device; ``skip_below`` and ``keep`` then have no effect.
+    nothing back from the device; ``skip_below`` and ``keep`` then have no effect. Without it the work depends
+    on the data: under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``, which otherwise
+    compiles in dozens of pieces, anew for each shape.
 
-    Raises ValueError for invalid shapes, lengths, labels or rates (with ``static``, lengths and labels are
-    not checked, since reading them would stall a device).
+    Raises ValueError for dtypes, devices, shapes, lengths, labels or rates that cannot be (with ``static``,
+    lengths and labels are not read, which would stall a device: an id of V or more is undefined there).
     """
-    _check_settings(activation, dropout, fastemit, compute_dtype, chunk=chunk)
+    _check_settings(activation, dropout, fastemit, chunk=chunk, keep=keep)
+    tensors = (encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
+    _check_tensors(*tensors)
+    if not 0 <= blank < len(bias):
+        raise ValueError(f"blank is {blank}; it must be the id of a class, 0 to {len(bias) - 1}")
+    if compute_dtype is None:
+        compute_dtype = torch.float64 if encoder.dtype == torch.float64 else torch.float32
+    if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(f"compute_dtype is {compute_dtype}; it must be float32, bfloat16 or float64")
     # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
-    given = _Given(encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths, keys)
-    _check_shapes(given)
+    integers = labels.long(), encoder_lengths.long(), label_lengths.long()
+    given = _Given(encoder, prediction, weight, bias, *integers, keys=keys)
     if not static:
         _check_contents(given, blank)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
@@ -114,28 +130,40 @@ class _Given(NamedTuple):
     keys: Tensor  # (2,) int32, the halves of the seed
 
 
-def _check_settings(
-    activation: str, dropout: float, fastemit: float, compute_dtype: torch.dtype, chunk: int
-) -> None:
+def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int, keep: int) -> None:
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be {' or '.join(_ACTIVATIONS)}")
     if not (dropout >= 0 and round(dropout * 65536) < 65536):
         raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
-    if fastemit < 0 or chunk < 1:
-        raise ValueError(f"fastemit is {fastemit}, chunk {chunk}; they must be at least 0 and at least 1")
-    if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"compute_dtype is {compute_dtype}; it must be float32, bfloat16 or float64")
+    if not (fastemit >= 0 and chunk >= 1 and keep >= 0):
+        raise ValueError(
+            f"fastemit is {fastemit}, chunk {chunk}, keep {keep}; at least 0, 1 and 0 are needed"
+        )
 
 
-def _check_shapes(given: _Given) -> None:
-    batch, frames, hidden = given.encoder.shape
-    if not (batch and frames):
-        raise ValueError(f"encoder has shape {tuple(given.encoder.shape)}, with no utterance or no frame")
-    positions, vocabulary = given.labels.shape[1] + 1, len(given.bias)
-    expected = [(batch, positions, hidden), (vocabulary, hidden), (batch, positions - 1), (batch,), (batch,)]
-    shapes = [tuple(x.shape) for x in (given.prediction, given.weight, *given[4:7])]
-    if shapes != expected:
-        raise ValueError(f"prediction, weight, labels, lengths have shapes {shapes}, expected {expected}")
+_AXES = {"encoder": "B T H", "prediction": "B U+1 H", "weight": "V H", "bias": "V", "labels": "B U"}
+_AXES |= dict.fromkeys(("encoder_lengths", "label_lengths"), "B")
+
+
+def _check_tensors(encoder: Any, *others: Any) -> None:
+    """Refuse wrong types, devices and shapes; no value is read."""
+    sizes: dict[str, int] = {}
+    for (name, axes), tensor in zip(_AXES.items(), (encoder, *others), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+        dtype, kind = tensor.dtype, "floating-point" if name in _Gradients._fields else "integer"
+        is_number = not (dtype.is_complex or dtype == torch.bool)
+        if not is_number or dtype.is_floating_point != (kind == "floating-point"):
+            raise ValueError(f"{name} is of {dtype}; it must be of {kind} numbers")
+        if tensor.device != encoder.device:
+            raise ValueError(f"{name} is on {tensor.device}, encoder on {encoder.device}")
+        found = tuple(tensor.shape)
+        fits = (sizes.setdefault(axis, n) == n for axis, n in zip(axes.split(), found, strict=False))
+        if len(found) != len(axes.split()) or not all(fits):
+            raise ValueError(f"{name} has shape {found}; it must be ({axes}), where {sizes}")
+        sizes["U"] = sizes.get("U+1", 1) - 1
+    if not encoder.numel():
+        raise ValueError(f"encoder has shape {tuple(encoder.shape)}, with no utterance, frame or unit")
 
 
 def _check_contents(given: _Given, blank: int) -> None:
