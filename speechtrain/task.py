@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.errors import ConfigError
+from speechtrain.metrics import word_errors
 
 Sums = dict[str, tuple[Tensor, Tensor]]
 """Metrics as ``name: (sum, count)`` scalar tensors; the reporter divides, after all reductions."""
@@ -34,9 +35,10 @@ class Example:
     hypothesis: str
     span: tuple[float, float] | None = None  # seconds: start of the first word, end of the last
 
-    def row(self) -> dict[str, str]:
-        """What is logged and written of it."""
-        return {"id": self.id, "reference": self.reference, "hypothesis": self.hypothesis}
+    def row(self) -> dict[str, Any]:
+        """What is logged and written of it; ``errors`` are in words."""
+        texts = {"reference": self.reference, "hypothesis": self.hypothesis}
+        return {"id": self.id, **texts, "errors": word_errors(*texts.values())[0]}
 
 
 def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:

@@ -10,14 +10,13 @@ import numpy as np
 
 from speechtrain.errors import SPELLING, printable
 from speechtrain.metrics import character_errors
-from speechtrain.report.page import align
+from speechtrain.report.page import KINDS, align
 from speechtrain.task import Example
 from speechtrain.training.evaluation import worst
 
 _SAMPLES = 1_000  # of the bootstrap
 _PERCENTILES = (2.5, 97.5)
 _CONFUSIONS = 10
-_KINDS = {"replace": "substituted", "delete": "deleted", "insert": "inserted"}
 
 
 def mistakes(examples: Sequence[Example], worst_count: int) -> dict[str, Any]:
@@ -26,20 +25,23 @@ def mistakes(examples: Sequence[Example], worst_count: int) -> dict[str, Any]:
     The intervals are percentiles of 1,000 resamplings of the utterances (Bisani and Ney, 2004), drawn from
     a fixed seed. Also the ``worst_count`` utterances with the most word errors, and the ten most frequent
     confusions, each [word said, word written, times], with an empty word where one was left out or added.
+    The order of the examples, which depends on the batches, changes nothing.
     """
+    examples = sorted(examples, key=lambda one: one.id)
     kinds, confused = Counter[str](), Counter[tuple[str, str]]()
     counts = np.zeros((len(examples), 4))  # word errors, words, character errors, characters
-    for row, one in enumerate(examples):
+    for number, one in enumerate(examples):
         pairs = align(one.reference, one.hypothesis)
         wrong = [pair for pair in pairs if pair[0] != "equal"]
         kinds.update(kind for kind, _, _ in wrong)
         confused.update((said, written) for _, said, written in wrong)
         words = sum(kind != "insert" for kind, _, _ in pairs)
-        counts[row] = len(wrong), words, *character_errors(one.reference, one.hypothesis)
-    found: dict[str, Any] = {name: kinds[kind] for kind, name in _KINDS.items()}
+        counts[number] = len(wrong), words, *character_errors(one.reference, one.hypothesis)
+    found: dict[str, Any] = {name: kinds[kind] for kind, name in KINDS.items()}
     found |= {"words": int(counts[:, 1].sum()), "utterances": len(examples)}
     found |= {"wer_interval": interval(counts[:, :2]), "cer_interval": interval(counts[:, 2:])}
-    found["worst"] = [one.row() for one in worst(examples, worst_count)]
+    rows = [one.row() for one in worst(examples, worst_count)]
+    found["worst"] = [one for one in rows if one["errors"]]
     found["confusions"] = [[*pair, times] for pair, times in confused.most_common(_CONFUSIONS)]
     return found
 
@@ -48,17 +50,19 @@ def interval(counts: np.ndarray) -> list[float]:
     """The 95 % interval of a rate over utterances (N, 2) of errors and words; [] where there are none."""
     if not counts[:, 1].sum():
         return []
+    # utterances of equal counts are drawn together: the same distribution, in a fraction of the time
+    kinds, times = np.unique(counts, axis=0, return_counts=True)
     draw = np.random.default_rng(0)
     rates = []
     for _ in range(_SAMPLES):
-        errors, words = counts[draw.integers(len(counts), size=len(counts))].sum(axis=0)
+        errors, words = draw.multinomial(len(counts), times / len(counts)) @ kinds
         rates.append(errors / words if words else 0.0)
     return [float(edge) for edge in np.percentile(rates, _PERCENTILES)]
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
     """``mistakes`` for people."""
-    kinds = ", ".join(f"{found[name]} {name}" for name in _KINDS.values())
+    kinds = ", ".join(f"{found[name]} {name}" for name in KINDS.values())
     ranges = (
         f"95 % interval of the {rate.upper()} {100 * edges[0]:.2f} to {100 * edges[1]:.2f} %"
         for rate in ("wer", "cer")

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=5,
         metavar="N",
-        help="show the N worst utterances (default 5)",
+        help="show the N worst utterances (default 5; 0 for none)",
     )
     build.add_argument(
         "--json", action="store_true", help="print one JSON object; a value that is not finite is null"

@@ -21,6 +21,9 @@ from speechtrain.report.run import Curve, Run, differing, listing, mapping, name
 from speechtrain.run_directory import is_error_rate, number
 from speechtrain.tracking.console import duration
 
+KINDS = {"replace": "substituted", "delete": "deleted", "insert": "inserted"}
+"""The kinds of word errors that ``align`` finds, and what is said of such a word."""
+
 _TRAIN_CHARTS = {  # title, unit
     "lr": ("Learning rate", ""),
     "grad_norm": ("Gradient norm", ""),
@@ -137,8 +140,7 @@ def align(reference: str, hypothesis: str) -> list[tuple[str, str, str]]:
 def _verdict(pairs: Sequence[tuple[str, str, str]]) -> tuple[int, int, str]:
     """Errors, words of the reference, and the kinds of the errors."""
     counts = Counter(tag for tag, _, _ in pairs)
-    kinds = (("replace", "substituted"), ("delete", "deleted"), ("insert", "inserted"))
-    detail = ", ".join(f"{counts[tag]} {name}" for tag, name in kinds if counts[tag])
+    detail = ", ".join(f"{counts[tag]} {name}" for tag, name in KINDS.items() if counts[tag])
     return len(pairs) - counts["equal"], len(pairs) - counts["insert"], detail or "all right"
 
 

@@ -44,7 +44,8 @@ class Tracker(ABC):
         (``loss``, ``wer``, ...).
     ``examples``
         after a ``valid`` of a task that recognises speech: ``step``, ``set``, ``rows`` (mappings of
-        ``id``, ``reference``, ``hypothesis``).
+        ``id``, ``reference``, ``hypothesis``, ``errors`` in words), the worst of rank 0's share first.
+        Runs of earlier releases have the first rows of the set, without ``errors``.
     ``checkpoint``
         ``step``, ``path``.
     ``warning``

@@ -34,7 +34,7 @@ class Console(Tracker):
     visible = True
 
     def __init__(self, mode: str = "auto", examples: int = 2, enabled: bool = True) -> None:
-        """``mode``: live, plain, or auto (live on a terminal); ``examples``: transcripts shown per set."""
+        """``mode``: live, plain, or auto (live on a terminal); ``examples``: worst ones shown per set."""
         if mode not in ("auto", "live", "plain"):
             raise ConfigError(f"mode is {mode!r}; it must be auto, live or plain")
         self.mode = mode
@@ -162,7 +162,7 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
         return [f"resume   after step {values['step']}"]
     if event == "examples":
         pairs = [(row["reference"], row["hypothesis"]) for row in values["rows"][:examples]]
-        return [line for ref, hyp in pairs for line in (f"         ref  {ref}", f"         hyp  {hyp}")]
+        return [line for ref, hyp in pairs for line in (f"worst    ref  {ref}", f"         hyp  {hyp}")]
     if event == "warning":
         return [f"warning  {values['message']}"]
     forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}

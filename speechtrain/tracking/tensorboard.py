@@ -83,7 +83,8 @@ class TensorBoard(Tracker):
             writer.flush()
         elif event == "examples":
             rows = [(row["reference"], row["hypothesis"]) for row in values["rows"][: self.examples]]
-            writer.add_text(f"examples/{values['set']}", _table("| reference | hypothesis |", rows), step)
+            table = _table("| reference, worst first | hypothesis |", rows)
+            writer.add_text(f"examples/{values['set']}", table, step)
         elif event == "warning":
             writer.add_text("warnings", _cell(values["message"]), step)
         elif event in ("start", "end"):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
@@ -17,7 +16,7 @@ from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.metrics import MetricSums, word_errors
-from speechtrain.task import Example, Task
+from speechtrain.task import Example, Sums, Task
 from speechtrain.training.word_delays import WordDelays
 
 
@@ -25,12 +24,15 @@ class Interrupted(Exception):
     """An evaluation that was stopped on request; it has no metrics."""
 
 
+Totals = Mapping[str, tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One evaluation set's metrics (corpus sums divided once), their sums and counts, some utterances."""
 
     metrics: dict[str, float]
-    totals: dict[str, tuple[float, float]]
+    totals: Totals
     examples: tuple[Example, ...]
     seconds: float
     contradiction: str = ""  # of loss and texts: what it is, and what to try
@@ -59,7 +61,7 @@ def evaluate(
     try:
         for name, batches in sets.items():
             begun = time.perf_counter()
-            sums, delays = MetricSums(), WordDelays()
+            sums, expected, delays = MetricSums(), MetricSums(), WordDelays()
             kept: list[Example] = []
             for batch in batches:
                 if stop_requested():
@@ -72,14 +74,15 @@ def evaluate(
                 delays.add(batch, result.examples, task.sample_rate)
                 kept += result.examples
                 if task.writes_text:
-                    sums.add({_LENGTH: _lengths(result.examples)})
+                    expected.add(_expected(batch, result.examples))
                 if examples is not None:
                     kept = worst(kept, examples)
             sums.reduce(group.sum)
+            expected.reduce(group.sum)
             metrics, totals = sums.means(), sums.totals()
-            length, _ = metrics.pop(_LENGTH, math.inf), totals.pop(_LENGTH, None)
             metrics |= delays.medians(group.sum) if task.writes_text else {}
-            told, seconds = _contradiction(task, totals, length), time.perf_counter() - begun
+            told = _contradiction(task, totals, expected.totals())
+            seconds = time.perf_counter() - begun
             outcomes[name] = Outcome(metrics, totals, tuple(kept), seconds, told)
     finally:
         task.train(training)
@@ -91,30 +94,32 @@ def worst(examples: Iterable[Example], count: int) -> list[Example]:
     return heapq.nlargest(count, examples, key=lambda one: word_errors(one.reference, one.hypothesis)[0])
 
 
-_LENGTH = "length"
-# the loss of an utterance with n characters is -log of their probability: at 0.35 nats a character, the model
-# gives each of them 0.7 and more. So few are missing in its likeliest text, and a search that leaves out a
-# fifth has not found it
+# exp(-loss per label) is the geometric mean of the probability of the references' labels: at 0.35 nats 0.7,
+# so a label is likelier than all else, an early end included. A text that lacks a fifth of the characters is
+# then not what the model believes; where labels are in doubt, it may be
 _MOST_NATS, _LEAST_LENGTH = 0.35, 0.8
 
 
-def _lengths(examples: Iterable[Example]) -> tuple[Tensor, Tensor]:
-    """The characters of hypotheses and of references, () float64."""
-    pairs = [(len("".join(e.hypothesis.split())), len("".join(e.reference.split()))) for e in examples]
-    written, said = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).sum(0)
-    return written, said
+def _expected(batch: Batch, examples: Iterable[Example]) -> Sums:
+    """Characters of hypotheses and references, and labels and rows, of what the loss counts; () float64."""
+    counted = {name for name, weight in zip(batch.ids, batch.weight.tolist(), strict=True) if weight}
+    texts = [(e.hypothesis, e.reference) for e in examples if e.id in counted]
+    lengths = [[len("".join(text.split())) for text in pair] for pair in texts]
+    written, said = torch.tensor(lengths, dtype=torch.float64).reshape(-1, 2).sum(0)
+    weight = batch.weight.double()
+    return {"length": (written, said), "labels": ((batch.label_lengths * weight).sum(), weight.sum())}
 
 
-def _contradiction(task: Task, totals: Mapping[str, tuple[float, float]], length: float) -> str:
+def _contradiction(task: Task, totals: Totals, expected: Totals) -> str:
     """Says that the texts are shorter than the loss allows, where a search of sums over paths may help."""
-    loss, characters = totals.get("loss", (math.inf, 0))[0], totals.get("cer", (0, 0))[1]
-    if not task.beam or task.decoder.sums_paths or not characters:
+    if not (expected and "loss" in totals and task.beam and task.decoder.searches) or task.decoder.sums_paths:
         return ""
-    nats = loss / characters
-    if not (nats <= _MOST_NATS and length <= _LEAST_LENGTH):
+    loss, labels, (written, said) = totals["loss"][0], expected["labels"][0], expected["length"]
+    is_sure = labels > 0 and loss <= _MOST_NATS * labels
+    if not is_sure or not said or written > _LEAST_LENGTH * said:
         return ""
     return (
-        f"loss and error rate contradict each other: the model gives a character of the references a "
-        f"probability of {math.exp(-nats):.2f}, but the hypotheses have {length:.0%} of the characters. "
-        f"The search stops too early; try decoder={task.beam}"
+        f"loss and error rate contradict each other: the model gives a label of the references a "
+        f"probability of {math.exp(-loss / labels):.2f}, but the hypotheses have {written / said:.0%} of the "
+        f"characters. The search stops too early; try decoder={task.beam}"
     )

@@ -12,8 +12,10 @@ import yaml
 
 from speechtrain.commands import evaluate, prepare
 from speechtrain.commands._cli import guarded
+from speechtrain.commands._loaded_run import LoadedRun
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.run_directory import RunLock
+from speechtrain.training.evaluation import Outcome
 
 ONE = "device.threads=1"
 
@@ -77,11 +79,25 @@ def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.Ca
 
 
 def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates = []
+    rates, wrong = [], []
     for count in (1, 4):
         assert evaluate.run([str(run_dir), ONE, f"data.valid_batch.count={count}", "--json"]) == 0
-        rates.append(printed(capsys)["metrics"]["unheard"]["cer"])
+        found = printed(capsys)
+        rates.append(found["metrics"]["unheard"]["cer"])
+        wrong.append(found["mistakes"])
     assert rates[0] == rates[1]
+    assert wrong[0] == wrong[1]
+
+
+def test_a_contradiction_is_a_warning(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome({"wer": 0.5}, {}, (), 1.0, contradiction="too short; try decoder=beam")
+    monkeypatch.setattr(LoadedRun, "evaluate", lambda run, sets: {"de\x1bv": outcome})
+    assert evaluate.run([str(run_dir), ONE, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["metrics"] == {"de\x1bv": {"wer": 0.5}}
+    assert err == "speechtrain: warning: de\\x1bv: too short; try decoder=beam\n"
 
 
 def test_a_moved_run_in_use_scores_other_sets(
@@ -100,7 +116,7 @@ def test_a_moved_run_in_use_scores_other_sets(
     assert set(printed(capsys)["metrics"]) == {"dev", "both"}
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["set"] for line in written] == ["dev"] * 4 + ["both"] * 7
-    assert set(written[0]) == {"set", "id", "reference", "hypothesis"}
+    assert set(written[0]) == {"set", "id", "reference", "hypothesis", "errors"}
     assert {path: path.read_bytes() for path in moved.rglob("*") if path.is_file()} == before
 
 
@@ -136,6 +152,7 @@ def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[s
         (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice; choose cpu, "),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),
+        (["--worst", "-1"], ConfigError, "--worst -1: it must be at least 0"),
         (["--set", "a=x", "--set", "a=y"], ConfigError, "given twice"),
         (["--set", "dev=nowhere.jsonl"], DataError, "nowhere.jsonl does not exist"),
         (["--checkpoint", "step-00000009"], RunError, "choose best, last, step-00000002"),

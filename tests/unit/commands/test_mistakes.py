@@ -40,9 +40,23 @@ def test_counts_are_those_of_jiwer() -> None:
     assert found["deleted"] - found["inserted"] == told.deletions - told.insertions
     assert found["wer_interval"][0] < told.wer < found["wer_interval"][1]
     assert mistakes(rows, 3) == found
-    errors = [len(jiwer.process_words(e.reference, e.hypothesis).alignments[0]) for e in rows]
-    assert len(found["worst"]) == 3
-    assert errors
+    characters = jiwer.process_characters([e.reference for e in rows], [e.hypothesis for e in rows])
+    assert found["cer_interval"][0] < characters.cer < found["cer_interval"][1]
+    of_each = [jiwer.process_words(e.reference, e.hypothesis) for e in rows]
+    errors = [one.substitutions + one.deletions + one.insertions for one in of_each]
+    assert [one["errors"] for one in found["worst"]] == sorted(errors, reverse=True)[:3]
+
+
+def test_the_order_of_the_utterances_changes_nothing() -> None:
+    """It depends on the batches: longest first, or by shape."""
+    rows = examples(100)
+    assert mistakes(rows[::-1], 5) == mistakes(rows, 5)
+
+
+def test_only_what_is_wrong_is_among_the_worst() -> None:
+    rows = [Example("a", "one", "one"), Example("b", "one", "two"), Example("c", "", "")]
+    assert [one["id"] for one in mistakes(rows, 5)["worst"]] == ["b"]
+    assert mistakes(rows, 0)["worst"] == []
 
 
 def test_confusions_are_counted_with_what_is_left_out_and_added() -> None:
@@ -64,10 +78,20 @@ def test_the_interval_covers_the_true_rate_as_often_as_it_says() -> None:
     for _ in range(100):
         counts = np.stack([rng.binomial(10, 0.2, 60), np.full(60, 10)], axis=1).astype(float)
         low, high = interval(counts)
-        held += low <= 0.2 <= high
+        held += int(low <= 0.2 <= high)
         widths.append(high - low)
     assert 88 <= held <= 100
     assert np.mean(widths) == pytest.approx(2 * 1.96 * math.sqrt(0.2 * 0.8 / 600), rel=0.1)
+
+
+def test_the_interval_is_that_of_resampled_utterances() -> None:
+    """Utterances of few kinds are drawn by kind: the same distribution as one by one, by its definition."""
+    rng = np.random.default_rng(3)
+    counts = np.stack([rng.integers(0, 4, 50), rng.integers(1, 9, 50)], axis=1).astype(float)
+    sums = counts[rng.integers(50, size=(20_000, 50))].sum(axis=1)
+    edges = np.percentile(sums[:, 0] / sums[:, 1], (2.5, 97.5))
+    assert interval(counts) == pytest.approx(edges, abs=0.1 * (edges[1] - edges[0]))
+    assert interval(counts[rng.permutation(50)]) == interval(counts)
 
 
 def test_a_set_without_words_has_no_interval() -> None:

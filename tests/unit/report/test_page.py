@@ -199,6 +199,15 @@ def test_nothing_is_loaded_from_anywhere(tmp_path: Path) -> None:
     assert any("default-src 'none'" in (a.get("content") or "") for _, a in parsed.tags)
 
 
+def test_the_worst_are_called_so_and_the_first_of_an_older_run_are_not(tmp_path: Path) -> None:
+    row = {"id": "a", "reference": "one two", "hypothesis": "one"}
+    for name, rows, is_told in (("old", [row], False), ("new", [{**row, "errors": 1}], True)):
+        folder = _write(tmp_path / name, ("examples", {"step": 1, "set": "dev", "rows": rows}))
+        shown = page([read_run(folder)])
+        assert ("step 1, the worst" in shown) == is_told
+        assert "Reference against hypothesis" in shown
+
+
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     run = read_run(_whole_run(tmp_path))
     assert page([run]).partition("<footer>")[0] == page([run]).partition("<footer>")[0]

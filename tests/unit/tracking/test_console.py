@@ -60,9 +60,9 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         "step       50/5000  epoch   3.25  loss    12.35  lr 1.00e-03  grad     3.21   512.3 utt/s"
         "  1024.0 audio-s/s  wait   3%  mem  1,812 MiB  eta 0:12:34",
         "valid    50  test  wer 3.21 %  loss 4.56  3.2 s",
-        "         ref  ref 0",
+        "worst    ref  ref 0",
         "         hyp  hyp 0",
-        "         ref  ref 1",
+        "worst    ref  ref 1",
         "         hyp  hyp 1",
         "end      finished after 5000 steps, 1 d 01:01:01  test/wer 1.23 %",
     ]
@@ -117,7 +117,7 @@ def test_transcripts_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str
     row = {"id": "a", "reference": "a\x1b[31m\nb", "hypothesis": "\r\x9b2Jc"}
     Console().log("examples", {"step": 1, "set": "a", "rows": [row]})
     out = capsys.readouterr().out
-    assert out.splitlines() == [r"         ref  a\x1b[31m b", r"         hyp   \x9b2Jc"]
+    assert out.splitlines() == [r"worst    ref  a\x1b[31m b", r"         hyp   \x9b2Jc"]
 
 
 def test_a_terminal_that_cannot_spell_the_transcript_is_no_error() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,21 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN
-from speechtrain.decoding.base import Decoder
-from speechtrain.decoding.beam import TransducerBeam
+from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
+from speechtrain.encoders.base import Encoder
+from speechtrain.models.ctc import CTC
+from speechtrain.optim.ema import NoEMA
+from speechtrain.optim.schedules import Constant
+from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Example, Loss, Task
+from speechtrain.text.vocabulary import Characters
+from speechtrain.tracking.base import Tracker
 from speechtrain.training.evaluation import Interrupted, evaluate
+from speechtrain.training.run_state import Parts, Progress
+from speechtrain.training.validation import Validation
 
 
 class Errors(Task):
@@ -86,44 +96,148 @@ def test_a_stop_leaves_no_figures_and_the_task_as_it_was() -> None:
     assert task.training
 
 
-class Stops(Task):
-    """A recogniser whose hypotheses have ``part`` of the references, at ``nats`` a character."""
+SHARE = 0.49  # of a label in each of its two frames, so 0.74 in both together; greedy finds the blank in each
+
+
+class Spread(CTC):
+    """CTC whose last labels of each text are spread over two frames; ``clear`` labels are sure."""
+
+    def __init__(self, clear: int, peak: float = 0.9999, others: float = SHARE) -> None:
+        super().__init__(Characters(), Encoded(), dropout=0.0)
+        self.clear, self.peak, self.others = clear, peak, others
+
+    def scores(self, encoded: Tensor) -> Tensor:
+        blank = self.tokenizer.blank
+        rows = torch.full((len(encoded), 30, self.tokenizer.size), 1e-9)
+        for place, label in enumerate(self.tokenizer.encode("abcdefghij")):
+            share = self.peak if place < self.clear else self.others
+            rows[:, 3 * place : 3 * place + 2, label] = share
+            rows[:, 3 * place : 3 * place + 2, blank] = 1 - share
+            rows[:, 3 * place + 2, blank] = 1.0
+        return rows.log_softmax(-1) if self.peak == 0 else rows.log()
+
+
+class Encoded(Encoder):
+    width = 1
+    sample_rate = 16_000
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return torch.zeros(len(batch.ids), 30, 1), torch.full((len(batch.ids),), 30)
+
+    def frames(self, samples: int) -> int:
+        return samples // 160
+
+    def activation_bytes(self) -> float:
+        return 1.0
+
+
+def spoken(*texts: str, weight: float = 1.0) -> Batch:
+    """Silence with these transcripts; of weight 0, they cannot be encoded and have no labels."""
+    tokens = [Characters().encode(text) if weight else [] for text in texts]
+    width = max(map(len, tokens))
+    return Batch(
+        audio=torch.zeros(len(texts), 4800),
+        audio_lengths=torch.full((len(texts),), 4800),
+        labels=torch.tensor([ids + [0] * (width - len(ids)) for ids in tokens]).reshape(len(texts), width),
+        label_lengths=torch.tensor([len(ids) for ids in tokens]),
+        weight=torch.full((len(texts),), weight),
+        keys=torch.arange(len(texts)),
+        ids=tuple(f"{text}-{row}" for row, text in enumerate(texts)),
+        texts=texts,
+    )
+
+
+def contradiction(task: Task, *batches: Batch) -> str:
+    return evaluate(task, {"dev": batches}, CPU(), PLAIN, SingleProcess())["dev"].contradiction
+
+
+def test_a_search_that_stops_half_way_is_told_and_the_beam_it_names_finds_the_rest() -> None:
+    task = Spread(clear=5)
+    heard = evaluate(task, {"dev": [spoken("abcdefghij")]}, CPU(), PLAIN, SingleProcess())["dev"]
+    assert heard.examples[0].hypothesis == "abcde"
+    assert "decoder=ctc_beam" in heard.contradiction
+    assert "50%" in heard.contradiction
+    assert set(heard.metrics) == {"wer", "cer", "loss"}
+    task.decoder = CTCBeam()
+    found = evaluate(task, {"dev": [spoken("abcdefghij")]}, CPU(), PLAIN, SingleProcess())["dev"]
+    assert found.metrics["cer"] == 0
+    assert found.metrics["loss"] == heard.metrics["loss"]
+    task.decoder = CTCBeam(width=1, nbest=1)  # whatever it finds, a beam is chosen
+    assert contradiction(task, spoken("abcdefghij")) == ""
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Spread(clear=9),  # a label of ten is not much
+        Spread(clear=5, others=0.05),  # it believes that half of the text was not said
+        Spread(clear=0, peak=0.0),  # it knows nothing
+    ],
+)
+def test_a_model_that_is_wrong_or_nearly_right_is_not_told(task: Spread) -> None:
+    assert contradiction(task, spoken("abcdefghij")) == ""
+
+
+def test_texts_that_the_loss_leaves_out_do_not_contradict_it() -> None:
+    left_out = spoken("x" * 80, weight=0.0)
+    assert contradiction(Spread(clear=10), spoken("abcdefghij"), left_out) == ""
+    assert contradiction(Spread(clear=10), left_out) == ""
+
+
+class Subwords(Task):
+    """A recogniser whose labels have ten characters each, at ``nats`` a label; it writes half of them."""
 
     writes_text = True
     beam = "beam"
 
-    def __init__(self, part: float, nats: float, decoder: object) -> None:
+    def __init__(self, nats: float) -> None:
         super().__init__()
-        self.part, self.nats, self.decoder = part, nats, decoder
+        self.nats, self.decoder = nats, Greedy()
 
     def forward(self, batch: Batch) -> Loss:
         raise AssertionError
 
     def evaluate(self, batch: Batch) -> Evaluation:
-        text = "abcdefghij"
-        count = torch.tensor(float(len(batch.ids)))
-        metrics = {"loss": (10 * self.nats * count, count), "cer": (count, 10 * count)}
-        heard = text[: round(self.part * 10)]
-        return Evaluation(metrics, tuple(Example(name, text, heard) for name in batch.ids))
+        labels, count = batch.label_lengths.sum(), batch.weight.sum()
+        heard = tuple(
+            Example(name, text * 10, text * 5) for name, text in zip(batch.ids, batch.texts, strict=True)
+        )
+        return Evaluation({"loss": (self.nats * labels, count), "cer": (count, 100 * count)}, heard)
 
 
-@pytest.mark.parametrize(
-    ("part", "nats", "decoder", "is_told"),
-    [
-        (0.5, 0.01, Greedy(), True),
-        (0.5, 0.01, TransducerBeam(), False),
-        (0.5, 2.0, Greedy(), False),  # a model that is plainly wrong
-        (0.9, 0.01, Greedy(), False),
-    ],
-)
-def test_texts_that_are_too_short_for_the_loss_are_told(
-    part: float, nats: float, decoder: Decoder, is_told: bool
-) -> None:
-    task = Stops(part, nats, decoder)
-    outcome = evaluate(task, {"dev": [batch_of(ROWS)]}, CPU(), PLAIN, SingleProcess())["dev"]
-    assert bool(outcome.contradiction) == is_told
-    assert not is_told or ("decoder=beam" in outcome.contradiction and "50%" in outcome.contradiction)
-    assert "length" not in outcome.metrics
+def test_the_loss_counts_by_label_however_many_characters_a_label_has() -> None:
+    assert contradiction(Subwords(nats=2.0), spoken("abcdefghij")) == ""
+    assert "decoder=beam" in contradiction(Subwords(nats=0.1), spoken("abcdefghij"))
+
+
+def test_a_contradiction_is_logged_once_for_a_set() -> None:
+    logged: list[tuple[str, str]] = []
+
+    class Kept(Tracker):
+        def log(self, event: str, values: Mapping[str, Any]) -> None:
+            if event == "warning":
+                logged.append((event, values["message"]))
+
+    class Sets:
+        def valid(self, rank: int, size: int) -> dict[str, Iterable[Batch]]:
+            return {"dev": [spoken("abcdefghij")], "test": [spoken("abcde")]}
+
+    task = Spread(clear=5)
+    parts = Parts(
+        task=task,
+        data=Sets(),  # type: ignore[arg-type]
+        optimizer=torch.optim.SGD(task.parameters(), lr=1.0),
+        schedule=Constant(peak=1.0),
+        average=NoEMA(),
+        precision=FP32(),
+        progress=Progress(),
+    )
+    validation = Validation(CPU(), PLAIN, SingleProcess(), Kept(), target=None, stop_requested=lambda: False)
+    for parts.progress.step in (1, 2):
+        assert validation.run(parts) == ""
+    assert [event for event, _ in logged] == ["warning"]
+    assert logged[0][1].startswith("dev: ")
+    assert "decoder=ctc_beam" in logged[0][1]
 
 
 def test_the_worst_are_kept() -> None:
