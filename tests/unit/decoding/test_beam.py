@@ -139,7 +139,9 @@ def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
-    "decoder", [TransducerBeam(), TransducerBeam(hotwords=["ab", "ca"]), Greedy()], ids=str
+    "decoder",
+    [TransducerBeam(), TransducerBeam(hotwords=["ab", "ca"]), Greedy()],
+    ids=["beam", "fused", "greedy"],
 )
 def test_a_text_does_not_depend_on_its_batch(seed: int, decoder: Decoder) -> None:
     scorer, frames, lengths = lattices(seed)
