@@ -8,7 +8,8 @@ The n-gram is of the transcripts that the run was trained on. Its weight and the
 lowest WER on one half of a set, and are used on the other half, each half in turn: the figures are of the
 whole set, and nothing is chosen on what it is judged by. Times are of the search alone: the frames of a set
 are computed once, each batch is then searched by one decoder after the other, in --rounds rounds, of which
-the table has the medians. Recordings that a run held out are its set. `unheard` trains first, or takes what
+the table has the medians: by the clock, and processor time, which other work on the machine changes less.
+Recordings that a run held out are its set. `unheard` trains first, or takes what
 is in --out. Tables are Markdown.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import tempfile
 import time
@@ -43,7 +43,7 @@ from speechtrain.metrics import character_errors, word_errors
 from speechtrain.task import examples_of
 from speechtrain.text.ngram import write_ngram
 
-HEADER = "| set | decoder | WER (95 % interval) | CER | ms for a second of audio |\n|---|---|---|---|---|"
+HEADER = "| set | decoder | WER (95 % interval) | CER | ms for a second of audio | processor ms |\n" + "|---" * 6
 
 
 @dataclass
@@ -62,36 +62,35 @@ class Bench:
     loaded: LoadedRun
     searches: list[Search]
 
-    def run(self, decoder: Decoder) -> tuple[np.ndarray, float]:
-        """Errors and counts (N, 4), words then characters, of all utterances; the seconds of the search."""
-        counts, seconds = [], 0.0
+    def errors(self, decoder: Decoder) -> np.ndarray:
+        """Errors and counts (N, 4), words then characters, of all utterances."""
+        counts = []
         for search in self.searches:
-            found, took = self.search(decoder, search)
-            seconds += took
-            for one in examples_of(search.batch, found):
+            for one in examples_of(search.batch, self.search(decoder, search)[0]):
                 pair = (one.reference, one.hypothesis)
                 counts.append((*word_errors(*pair), *character_errors(*pair)))
-        return np.array(counts, dtype=float), seconds
+        return np.array(counts, dtype=float)
 
     @torch.no_grad()
-    def search(self, decoder: Decoder, search: Search) -> tuple[Any, float]:
+    def search(self, decoder: Decoder, search: Search) -> tuple[Any, np.ndarray]:
+        """The hypotheses of a batch, and the seconds of the clock and of the processor."""
         opened = self.loaded.opened
         task: Any = opened.task
         task.decoder = decoder
-        begun = time.perf_counter()
+        begun = np.array([time.perf_counter(), time.process_time()])
         with opened.policy.autocast(opened.device.name):
             found = task.hypotheses(search.frames, search.lengths)
-        return found, time.perf_counter() - begun
+        return found, np.array([time.perf_counter(), time.process_time()]) - begun
 
-    def times(self, decoders: dict[str, Decoder], rounds: int) -> dict[str, float]:
-        """Median milliseconds for a second of audio."""
-        taken: dict[str, list[float]] = {name: [0.0] * rounds for name in decoders}
+    def times(self, decoders: dict[str, Decoder], rounds: int) -> dict[str, np.ndarray]:
+        """Median milliseconds for a second of audio, of the clock and of the processor."""
+        taken = {name: np.zeros((rounds, 2)) for name in decoders}
         for number in range(rounds):
             for search in self.searches:
                 for name, decoder in decoders.items():
                     taken[name][number] += self.search(decoder, search)[1]
         audio = sum(search.batch.seconds for search in self.searches)
-        return {name: 1000 * statistics.median(each) / audio for name, each in taken.items()}
+        return {name: 1000 * np.median(each, axis=0) / audio for name, each in taken.items()}
 
 
 @torch.no_grad()
@@ -108,7 +107,7 @@ def tuned(bench: Bench, decoder: Any, grid: Sequence[tuple[float, float]]) -> tu
     """The errors of each half with the weights of the other half, and what these are."""
     results = []
     for decoder.fusion.weight, decoder.fusion.word_bonus in grid:
-        results.append(bench.run(decoder)[0])
+        results.append(bench.errors(decoder))
     names = [name for search in bench.searches for name in search.batch.ids if name]
     half = np.array([key_of(name) % 2 == 0 for name in names])
     errors, told = np.zeros_like(results[0]), []
@@ -120,11 +119,11 @@ def tuned(bench: Bench, decoder: Any, grid: Sequence[tuple[float, float]]) -> tu
     return errors, told
 
 
-def row(name: str, decoder: str, counts: np.ndarray, milliseconds: float) -> str:
+def row(name: str, decoder: str, counts: np.ndarray, times: np.ndarray) -> str:
     words, characters = (counts[:, at].sum() / counts[:, at + 1].sum() for at in (0, 2))
     low, high = interval(counts[:, :2])
     rates = f"{100 * words:.1f} % ({100 * low:.1f} to {100 * high:.1f}) | {100 * characters:.1f} %"
-    return f"| {name} | {decoder} | {rates} | {milliseconds:.1f} |"
+    return f"| {name} | {decoder} | {rates} | {times[0]:.1f} | {times[1]:.1f} |"
 
 
 def measure(run: Path, given: argparse.Namespace, only: str = "") -> None:
@@ -152,7 +151,7 @@ def measure(run: Path, given: argparse.Namespace, only: str = "") -> None:
         if only not in ("", name):
             continue
         bench = Bench(loaded, searches)
-        errors = {"greedy": bench.run(greedy)[0], beam: bench.run(plain)[0]}
+        errors = {"greedy": bench.errors(greedy), beam: bench.errors(plain)}
         errors[f"{beam} + n-gram"], weights = tuned(bench, fused, given.grid)
         times = bench.times(dict(zip(errors, (greedy, plain, fused), strict=True)), given.rounds)
         for decoder, counts in errors.items():
