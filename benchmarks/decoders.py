@@ -43,7 +43,9 @@ from speechtrain.metrics import character_errors, word_errors
 from speechtrain.task import examples_of
 from speechtrain.text.ngram import write_ngram
 
-HEADER = "| set | decoder | WER (95 % interval) | CER | ms for a second of audio | processor ms |\n" + "|---" * 6
+COLUMNS = ("set", "decoder", "WER (95 % interval)", "CER", "ms for a second of audio", "processor ms")
+
+DEMO = ("recipe=demo", "trainer.max_epochs=null", "trainer.max_steps=2")  # of --smoke
 
 
 @dataclass
@@ -182,13 +184,14 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_intermixed_args()
     given.grid, given.told = list(product(given.weights, given.bonuses)), []
-    print(f"{date.today()}, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}\n\n{HEADER}")
+    print(f"{date.today()}, torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}\n")
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     if given.smoke:
         given.grid, given.rounds = [(0.1, 0.0), (0.3, 1.0)], 1
         with tempfile.TemporaryDirectory(prefix="speechtrain-bench-") as folder:
             for model in ("rnnt", "ctc"):
                 run = Path(folder, model)
-                train(run, ["recipe=demo", f"model={model}", "trainer.max_epochs=null", "trainer.max_steps=2"])
+                train(run, [*DEMO, f"model={model}"])
                 measure(run, given)
     elif given.what == "unheard":
         root = os.environ.get("DATASET_DIR", "fsdd")
