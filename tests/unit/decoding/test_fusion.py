@@ -13,6 +13,7 @@ from speechtrain.decoding.base import CTCScorer, Scorer, TransducerScorer
 from speechtrain.decoding.beam import BeamSearch, TransducerBeam
 from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.fusion import Fusion
+from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.text.ngram import NGram, write_ngram
 from speechtrain.text.vocabulary import Characters
@@ -86,6 +87,31 @@ def test_the_best_sum_is_found(lm: str) -> None:
     frames = torch.randn(40, 4, 8)
     totals = every_path(scorer, frames, torch.full((40,), 4))
     check(TransducerBeam(**settings), scorer, frames, totals)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("is_fused", [True, False])
+@torch.no_grad()
+def test_no_text_has_a_lower_score_than_greedys(lm: str, is_fused: bool, normalise: bool) -> None:
+    """Also where texts are long, and a beam finds others than greedy does."""
+    torch.manual_seed(0)
+    settings = {"width": 2, "normalise_score": normalise, **({"lm": lm, **ADDED} if is_fused else {})}
+    network = small(1)
+    network.joint.output.bias[-1] += 3.0  # a label in two frames, not five in one
+    transducer = TransducerScorer(LETTERS, 0.1, prediction=network.prediction, joint=network.joint)
+    frames, lengths = torch.randn(64, 30, 8), torch.arange(64) % 21 + 10
+    scores = (torch.randn(64, 30, 4) * 1.5).log_softmax(-1)
+    for decoder, scorer, given in (
+        (TransducerBeam(**settings), transducer, frames),
+        (CTCBeam(**settings), CTCScorer(LETTERS, 0.1), scores),
+    ):
+        found, others = decoder.decode(scorer, given, lengths), Greedy().decode(scorer, given, lengths)
+        assert any(one.labels != other.labels for one, other in zip(found, others, strict=True))
+        for row, (one, other) in enumerate(zip(found, others, strict=True)):
+            labels = torch.tensor([other.labels], dtype=torch.int64).view(1, -1)
+            alone = (given[row, None], lengths[row, None], labels, torch.tensor([len(other.labels)]))
+            exact = float(scorer.log_likelihood(*alone)) + decoder.fusion.total(other.labels)
+            assert one.score >= exact - 1e-4
 
 
 def test_a_phrase_that_cannot_be_written_and_a_missing_model_are_one_line(tmp_path: Path) -> None:

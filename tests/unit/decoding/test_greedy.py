@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.decoding.base import CTCScorer, NoDecoder, Scorer, TransducerScorer
 from speechtrain.decoding.greedy import Greedy
@@ -120,6 +122,73 @@ def test_without_a_limit_a_row_gets_50_labels_a_second() -> None:
     endless = torch.stack([one_hot(*[0] * 80)])
     (found,) = Greedy(max_symbols_per_step=70).decode(table(endless), torch.zeros(1, 1, 1), torch.tensor([1]))
     assert len(found.labels) == 25
+
+
+class Numbers(TorchDispatchMode):
+    """Counts the numbers that the host takes from tensors, and the shapes that follow from data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+        self.count += func.name() in names
+        if func.name() == "aten::index.Tensor":
+            self.count += any(index is not None and index.dtype == torch.bool for index in args[1])
+        return func(*args, **kwargs or {})
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies to the host, for which a CPU calls no operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (Tensor.cpu, Tensor.tolist)
+        return func(*args, **kwargs or {})
+
+
+def one_at_a_time(logits: Tensor, length: int) -> tuple[list[int], int]:
+    """The labels of one utterance, by plain loops, and how many symbols were read for them."""
+    labels, symbols = list[int](), 0
+    for frame in range(length):
+        while True:
+            symbols += 1
+            label = int(logits[frame, len(labels)].argmax())
+            if label == BLANK:
+                break
+            labels.append(label)
+    return labels, symbols
+
+
+def test_the_host_reads_once_in_many_symbols() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(60, 400, 4)
+    logits[..., BLANK] += 1
+    frames = torch.arange(60.0)[None, :, None].expand(32, -1, -1)
+    lengths = torch.arange(29, 61)
+    with Numbers() as numbers, Copies() as copies:
+        found = Greedy(max_symbols=399).decode(table(logits), frames, lengths)
+    plain = [one_at_a_time(logits, int(length)) for length in lengths]
+    assert [list(one.labels) for one in found] == [labels for labels, _ in plain]
+    symbols = max(count for _, count in plain)  # the former search read once and more for each
+    assert numbers.count + copies.count <= symbols / 4
+
+
+def test_a_text_does_not_depend_on_its_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(60, 400, 4)
+    logits[..., BLANK] += 1
+    lengths = torch.arange(32) + 29
+    paths = torch.randn(32, 60, 4).log_softmax(-1)
+    for scorer, frames in ((table(logits), torch.randint(60, (32, 60, 1)).float()), (FRAMES, paths)):
+        together = [one.labels for one in Greedy().decode(scorer, frames, lengths)]
+        for size in (1, 7):
+            parts = zip(frames.split(size), lengths.split(size), strict=True)
+            assert together == [one.labels for part in parts for one in Greedy().decode(scorer, *part)]
 
 
 def test_a_model_that_it_cannot_search_is_named() -> None:
