@@ -1,0 +1,130 @@
+"""``speechtrain.transducer_loss`` against joints and losses of other toolkits, where these are installed.
+
+    pip install torch torchaudio numba && pip install speechbrain && pip install --no-deps espnet
+
+SpeechBrain's own loss is a CUDA kernel; its joint is compared through the losses of the other two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechtrain import transducer_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the other toolkits
+B, T, U, H, V = 3, 9, 4, 8, 6
+BLANK = 0
+NAMES = ("encoder", "prediction", "weight", "bias")
+
+
+@pytest.fixture(autouse=True)
+def _level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SB_LOG_LEVEL", "ERROR")  # SpeechBrain sets it at its import
+
+
+@pytest.fixture
+def parts() -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(B, T, H), (B, U + 1, H), (V, H), (V,)]
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+LABELS = torch.tensor([[1, 2, 3, 4], [5, 5, 1, 0], [2, 0, 0, 0]])
+FRAMES, SYMBOLS = torch.tensor([9, 7, 8]), torch.tensor([4, 3, 1])
+
+
+def ours(parts: list[Tensor], activation: str = "relu", frames: Tensor = FRAMES) -> Tensor:
+    return transducer_loss(
+        *parts, LABELS, frames, SYMBOLS, blank=BLANK, activation=activation, skip_below=0.0
+    )
+
+
+def leaky(parts: list[Tensor], slope: float) -> list[Tensor]:
+    """LeakyReLU(x) is relu(x) - slope * relu(-x): the same joint with ReLU and twice the units."""
+    encoder, prediction, weight, bias = parts
+    return [
+        *(torch.cat((x, -x), -1) for x in (encoder, prediction)),
+        torch.cat((weight, -slope * weight), 1),
+        bias,
+    ]
+
+
+def assert_equal(mine: Tensor, theirs: Tensor, parts: list[Tensor], relative: float = 1e-5) -> None:
+    """Values and gradients of two sums of losses."""
+    torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=relative, atol=0)
+    ways = [torch.autograd.grad(loss.sum(), parts) for loss in (mine, theirs)]
+    for name, one, other in zip(NAMES, *ways, strict=True):
+        wrong = float((one - other).norm() / other.norm())
+        assert wrong <= 10 * relative, f"gradient of {name}: {wrong:.1e}"
+
+
+def torchaudio_loss(logits: Tensor) -> Tensor:
+    functional = pytest.importorskip("torchaudio.functional", exc_type=Exception)
+    integers = (x.int() for x in (LABELS, FRAMES, SYMBOLS))
+    losses: Tensor = functional.rnnt_loss(logits, *integers, blank=BLANK, reduction="none")
+    return losses
+
+
+def espnet_loss(logits: Tensor) -> Tensor:
+    module = pytest.importorskip("espnet2.asr.transducer.rnnt_multi_blank.rnnt_multi_blank")
+    loss = module.RNNTLossNumba(blank=BLANK, reduction="none")
+    losses: Tensor = loss(logits, *(x.int() for x in (LABELS, FRAMES, SYMBOLS)))
+    return losses
+
+
+LOSSES = pytest.mark.parametrize("loss", [torchaudio_loss, espnet_loss])
+
+
+@LOSSES
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_losses_of_a_lattice(parts: list[Tensor], loss: Callable[[Tensor], Tensor], activation: str) -> None:
+    encoder, prediction, weight, bias = parts
+    hidden = getattr(torch, activation)(encoder[:, :, None] + prediction[:, None])
+    theirs = loss(nn.functional.linear(hidden, weight, bias))
+    assert_equal(ours(parts, activation), theirs, parts)
+
+
+@LOSSES
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_espnet_joint(loss: Callable[[Tensor], Tensor], activation: str) -> None:
+    module = pytest.importorskip("espnet2.asr_transducer.joint_network")
+    torch.manual_seed(0)
+    joint = module.JointNetwork(V, 5, 7, joint_space_size=H, joint_activation_type=activation)
+    encoded, predicted = torch.randn(B, T, 5), torch.randn(B, U + 1, 7)
+    theirs = loss(joint(encoded.unsqueeze(2), predicted.unsqueeze(1)))
+    projections = [joint.lin_enc(encoded), joint.lin_dec(predicted)]
+    mine = ours([*projections, joint.lin_out.weight, joint.lin_out.bias], activation)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+    ways = [torch.autograd.grad(x.sum(), [*joint.parameters()]) for x in (mine, theirs)]
+    for one, other in zip(*ways, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-4
+
+
+SPEECHBRAIN: list[tuple[type[nn.Module], str, float]] = [
+    (nn.ReLU, "relu", 0.0),
+    (nn.Tanh, "tanh", 0.0),
+    (nn.LeakyReLU, "relu", 0.01),
+]
+
+
+@pytest.mark.parametrize("loss", [torchaudio_loss, espnet_loss])
+@pytest.mark.parametrize(("nonlinearity", "activation", "slope"), SPEECHBRAIN)
+def test_speechbrain_joint(
+    parts: list[Tensor], loss: Callable[[Tensor], Tensor], nonlinearity: Any, activation: str, slope: float
+) -> None:
+    """Its own LeakyReLU, too, and an output layer without bias."""
+    module = pytest.importorskip("speechbrain.nnet.transducer.transducer_joint")
+    linear = pytest.importorskip("speechbrain.nnet.linear").Linear(input_size=H, n_neurons=V, bias=False)
+    joint = module.Transducer_joint(joint="sum", nonlinearity=nonlinearity)
+    parts = [*parts[:2], linear.w.weight, torch.zeros(V, requires_grad=True)]
+    theirs = loss(linear(joint(parts[0].unsqueeze(2), parts[1].unsqueeze(1))))
+    mine = ours(leaky(parts, slope) if slope else parts, activation)
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+    ways = [torch.autograd.grad(x.sum(), parts[:3]) for x in (mine, theirs)]
+    for name, one, other in zip(NAMES, *ways, strict=False):
+        assert float((one - other).norm() / other.norm()) < 1e-4, name
