@@ -126,8 +126,8 @@ def align(reference: str, hypothesis: str) -> list[tuple[str, str, str]]:
 
     The alignment has the fewest errors, as the word error rate counts them.
 
-    >>> align("one two", "one too three")
-    [('equal', 'one', 'one'), ('replace', 'two', 'too'), ('insert', '', 'three')]
+    >>> align("the cat sat", "cat sit")
+    [('delete', 'the', ''), ('equal', 'cat', 'cat'), ('replace', 'sat', 'sit')]
     """
     said, heard = reference.split(), hypothesis.split()
     pairs: list[tuple[str, str, str]] = []
