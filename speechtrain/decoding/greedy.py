@@ -10,7 +10,7 @@ from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, Tr
 from speechtrain.errors import ConfigError
 
 _LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
-_WINDOW = 8  # frames that are joined at once: the blanks before a label cost no step of the prediction
+_WINDOW = 4  # frames that are joined at once: the blanks before a label cost no step of the prediction
 _STEPS_PER_READ = 4  # a device waits for every read by the host
 
 
