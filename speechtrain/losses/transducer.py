@@ -11,6 +11,17 @@ Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint wid
 of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path continues by blank, to
 (b, t + 1, u), or by the next label, to (b, t, u + 1); the last cell's blank ends the path.
 
+On a CPU the result is bit-equal from run to run at a fixed number of threads.
+Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
+then agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and
+``keep`` bytes of logits are stored for the gradients, so that fewer logits are computed twice. Forward
+computes the gradients and backward scales them; if the upstream gradients differ between utterances
+(those without frames are ignored), backward computes them again.
+``static`` computes every cell of the padded lattice twice, in shapes that depend on no data, and reads
+nothing back from the device; ``skip_below`` and ``keep`` then have no effect. Without it the work depends
+on the data: under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``, which otherwise
+compiles in dozens of pieces, anew for each shape.
+
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission regularization" (ICASSP 2021).
 """
@@ -54,7 +65,6 @@ def transducer_loss(
     """Negative log-likelihood (B,) of each utterance under ``Linear(dropout(relu(encoder + prediction)))``.
 
     ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
-
     ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections before their sum,
     ``weight`` (V, H) and ``bias`` (V,) its output layer, all of any floating-point dtype; a layer without
     bias passes zeros. ``labels`` (B, U) are the targets without blanks, ids below V, and ``encoder_lengths``
@@ -72,30 +82,14 @@ def transducer_loss(
     ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64; by default float64 for a
     float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
     autocast has no effect here.
-
-    On a CPU the result is bit-equal from run to run at a fixed number of threads.
-    Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
-    then agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and
-    ``keep`` bytes of logits are stored for the gradients, so that fewer logits are computed twice. Forward
-    computes the gradients and backward scales them; if the upstream gradients differ between utterances
-    (those without frames are ignored), backward computes them again.
-    ``static`` computes every cell of the padded lattice twice, in shapes that depend on no data, and reads
-    nothing back from the device; ``skip_below`` and ``keep`` then have no effect. Without it the work depends
-    on the data: under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``, which otherwise
-    compiles in dozens of pieces, anew for each shape.
+    ``skip_below``, ``chunk``, ``keep`` and ``static`` are settings of cost (see the module).
 
     Raises ValueError for dtypes, devices, shapes, lengths, labels or rates that cannot be (with ``static``,
     lengths and labels are not read, which would stall a device: an id of V or more is undefined there).
     """
     _check_settings(activation, dropout, fastemit, chunk=chunk, keep=keep)
-    tensors = (encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
-    _check_tensors(*tensors)
-    if not 0 <= blank < len(bias):
-        raise ValueError(f"blank is {blank}; it must be the id of a class, 0 to {len(bias) - 1}")
-    if compute_dtype is None:
-        compute_dtype = torch.float64 if encoder.dtype == torch.float64 else torch.float32
-    if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"compute_dtype is {compute_dtype}; it must be float32, bfloat16 or float64")
+    _check_tensors(blank, encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
+    dtype = _product_dtype(compute_dtype, encoder.dtype)
     # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     integers = labels.long(), encoder_lengths.long(), label_lengths.long()
@@ -103,16 +97,8 @@ def transducer_loss(
     if not static:
         _check_contents(given, blank)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
-    joint = _Joint(
-        blank,
-        activation,
-        dropout,
-        fastemit,
-        dtype=compute_dtype,
-        skip_below=skip_below,
-        chunk=chunk,
-        keep=keep,
-    )
+    costs = {"skip_below": skip_below, "chunk": chunk, "keep": keep}
+    joint = _Joint(blank, activation, dropout, fastemit, dtype, **costs)  # type: ignore[arg-type]
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
@@ -141,11 +127,18 @@ def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int
         )
 
 
+def _product_dtype(asked: torch.dtype | None, given: torch.dtype) -> torch.dtype:
+    dtype = asked or (torch.float64 if given == torch.float64 else torch.float32)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(f"compute_dtype is {dtype}; it must be float32, bfloat16 or float64")
+    return dtype
+
+
 _AXES = {"encoder": "B T H", "prediction": "B U+1 H", "weight": "V H", "bias": "V", "labels": "B U"}
 _AXES |= dict.fromkeys(("encoder_lengths", "label_lengths"), "B")
 
 
-def _check_tensors(encoder: Any, *others: Any) -> None:
+def _check_tensors(blank: int, encoder: Any, *others: Any) -> None:
     """Refuse wrong types, devices and shapes; no value is read."""
     sizes: dict[str, int] = {}
     for (name, axes), tensor in zip(_AXES.items(), (encoder, *others), strict=True):
@@ -162,6 +155,8 @@ def _check_tensors(encoder: Any, *others: Any) -> None:
         if len(found) != len(axes.split()) or not all(fits):
             raise ValueError(f"{name} has shape {found}; it must be ({axes}), where {sizes}")
         sizes["U"] = sizes.get("U+1", 1) - 1
+    if not 0 <= blank < sizes["V"]:
+        raise ValueError(f"blank is {blank}; it must be the id of a class, 0 to {sizes['V'] - 1}")
     if not encoder.numel():
         raise ValueError(f"encoder has shape {tuple(encoder.shape)}, with no utterance, frame or unit")
 
