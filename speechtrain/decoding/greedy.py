@@ -10,7 +10,7 @@ from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, Tr
 from speechtrain.errors import ConfigError
 
 _LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
-_WINDOW = 4  # frames that are joined at once: the blanks before a label cost no step of the prediction
+_WINDOW = 3
 _STEPS_PER_READ = 4  # a device waits for every read by the host
 
 
@@ -60,17 +60,19 @@ class Greedy(Decoder):
                 near = frames[index[:, None], at.clamp(max=most - 1)].flatten(0, 1)
                 logits = scorer.joint(near, prediction.repeat_interleave(_WINDOW, 0)).float()
                 logits = logits.view(rows, _WINDOW, -1)
-                highest, labels = logits.max(-1)
+                labels = logits.max(-1).indices
+                logs = logits.log_softmax(-1)  # a third of logsumexp's time on a CPU
+                highest = logs.gather(2, labels[..., None])[..., 0]
                 inside = active[:, None] & (at < lengths[:, None])
                 hits = inside & (labels != scorer.blank)
                 emits = hits.any(1)
                 blanks = torch.where(emits, hits.int().argmax(1), _WINDOW)
                 seen = inside & (ahead <= blanks[:, None])
-                scores += (highest - logits.logsumexp(-1)).masked_fill(~seen, 0.0).sum(1)
+                scores += highest.masked_fill(~seen, 0.0).sum(1)
                 here = (index, blanks.clamp(max=_WINDOW - 1))
                 label = torch.where(emits, labels[here], 0)
                 found.append(torch.stack((torch.where(emits, label, -1), frame + blanks)))
-                sure.append((highest[here] - logits[here][:, :-1].logsumexp(-1)).exp().clamp(max=1.0))
+                sure.append((highest[here].exp() / -logs[..., -1][here].expm1()).clamp(max=1.0))
                 advanced, new_state = scorer.step(label, state)
                 prediction = torch.where(emits[:, None], advanced, prediction)
                 state = scorer.prediction.select(emits, new_state, state)
