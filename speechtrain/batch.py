@@ -34,7 +34,7 @@ class Batch:
     labels: Tensor  # (B, U) int64, zero beyond each row's length
     label_lengths: Tensor  # (B,) int64
     weight: Tensor  # (B,) float32, 1 for an utterance, 0 for a padding row
-    keys: Tensor  # (B,) int64, a stable hash of each utterance's id: the address of its random draws
+    keys: Tensor  # (B,) int64, each utterance's ``dither_offset``
     ids: tuple[str, ...]  # "" for a padding row
     texts: tuple[str, ...]  # reference transcripts, normalised by the tokenizer
     epoch: int = 0

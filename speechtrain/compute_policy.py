@@ -43,7 +43,7 @@ class ComputePolicy:
     lattice_cells: int = 1024  # most cells of the transducer's lattice in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
-    lstm_segment: int = 0  # frames of the LSTM's loop between two ends of a graph; 0: one graph
+    lstm_segment: int = 0  # frames that an LSTM encoder computes between two ends of a graph; 0: all
     mark_step: Callable[[], None] = field(
         default=lambda: None, compare=False, repr=False
     )  # ends a lazy graph

@@ -72,3 +72,14 @@ def key_of(name: str) -> int:
     """Return a non-negative 63-bit hash of a name, equal in every process (unlike ``hash``)."""
     digest = hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+DITHER_PERIOD = 1 << 18  # samples, 16 s at 16 kHz: far beyond the reach of any window
+
+
+def dither_offset(name: str) -> int:
+    """Where an utterance's dither starts in a table of ``DITHER_PERIOD`` samples.
+
+    Made on the host: Gaudi's int64 has 32 bits, and refuses the copy of a whole key.
+    """
+    return key_of(name) * 0x2545F % DITHER_PERIOD  # odd, so that distinct keys stay distinct

@@ -252,7 +252,8 @@ class Checkpointer:
 
     @staticmethod
     def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        torch.save(held, temporary / "state.pt")
+        # Gaudi's bridge changes the default to 4, which torch.load(weights_only=True) refuses elsewhere
+        torch.save(held, temporary / "state.pt", pickle_protocol=2)
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(on_cpu, temporary / WEIGHTS)
         follow_umask(temporary / WEIGHTS)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 GREEN, AMBER, RED = "green", "amber", "red"
 _PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _LOOKED_AT = 10_000  # transcripts
-_GUARDED = 4  # micro-batches that show whether a recipe is fit for a device with static shapes
+_RECORDED = 4  # micro-batches that run under the recorder
 _SHOWN = 8  # shapes
 
 
@@ -47,9 +47,10 @@ def parser() -> argparse.ArgumentParser:
         "arguments it checks the defaults. Prints a line for each check: green (fine), amber (works, with a "
         "drawback), red (does not work, and what to do). The last lines are about the recipe: its config, "
         "model, recordings and transcripts, its shapes with their predicted memory, and one training step of "
-        "its largest batch. For a device with static shapes (device=hpu, device=lazy) the step also runs on "
-        "the CPU, with or without that device: does it read a value back to the host, does a shape depend "
-        "on data? If so, the line of code is named. Writes no file except the data cache that training would "
+        "its largest batch. For an accelerator, steps also run on the CPU under a "
+        "recorder, with or without that device: does it refuse an operation, a type or a value, does the host "
+        "read a value back, does a shape depend on data? If so, the line of code is named; else operations, "
+        "bytes and graphs are counted. Writes no file except the data cache that training would "
         "also write (SPEECHTRAIN_CACHE).",
         epilog="exit codes: 0 no line is red, else that of the first red line: 2 config, 3 data, 4 machine "
         "or training step",
@@ -261,38 +262,49 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
         except Exception as error:  # a doctor reports whatever it finds
             yield _data_failure(config, error) if what == "data" else failure(what, error)
             return
-        if device.static_shapes:
+        if device.name != "cpu":
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
-            yield from tried("static shapes", lambda: fitness(device, data, watched))
+            yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
             yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
 
 
-def fitness(device: Device, data: DataModule, task: Task) -> str:
-    """Check on the CPU that a device with static shapes can run steps of ``task`` from its graph cache.
+def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -> str:
+    """What ``device`` would make of steps of ``task``, which run on the CPU.
 
-    Raises ConfigError if the recipe's shapes vary, and Unfit, naming the line of code, if a step is unfit.
+    Raises ConfigError if a device with static shapes gets varying ones, and Unfit, naming the line of code,
+    for what the device refuses, and what would end or change its graph.
     """
     import torch
 
     from speechtrain.compute_policy import apply_policy
-    from speechtrain.devices.static_check import Guard
+    from speechtrain.config.build import build_precision
+    from speechtrain.devices.recorder import Recorder
 
     device.validate_shapes(data.shapes())
-    apply_policy(task, device.policy(torch.float32))
-    guard, known = Guard(), set[tuple[int, ...]]()
+    precision, recorder = build_precision(config), Recorder(device.facts.operations)
+    policy = replace(device.policy(precision.dtype), mark_step=recorder.mark_step)
+    apply_policy(task, policy)
+    known = set[tuple[int, ...]]()
     task.train()
-    for number, batch in enumerate(batches_by_size(data, _GUARDED)):
+    for number, batch in enumerate(batches_by_size(data, _RECORDED)):
         shape = (*batch.audio.shape, *batch.labels.shape)
         for repeat in range(1 if shape in known else 2):  # the first step of a shape makes new tensors
             is_new = shape not in known
-            prepared = task.prepare(batch, seed=number + repeat * _GUARDED)
+            prepared = recorder.move(task.prepare(batch, seed=number + repeat * _RECORDED))
             task.zero_grad()
-            with guard.warm_up() if is_new else guard:
-                torch.autograd.backward(task(prepared).total)
+            with recorder.warm_up() if is_new else recorder, policy.autocast("cpu"):
+                loss = task(prepared).total
+            with recorder.warm_up() if is_new else recorder:
+                torch.autograd.backward(loss)
+            recorder.mark_step()
             known.add(shape)
-    return f"fit: {_GUARDED} micro-batches of {len(known)} shapes read nothing back and have no other shape"
+    segments = recorder.segments
+    graphs = ""
+    if device.facts.operations.records:
+        graphs = f", {len(segments)} graphs, {recorder.distinct} of them distinct, of up to {max(segments):,}"
+    return f"{_RECORDED} micro-batches of {len(known)} shapes: {recorder.costs}{graphs}"
 
 
 def _data_failure(config: DictConfig, error: Exception) -> Finding:
@@ -399,7 +411,8 @@ def step(config: DictConfig, data: DataModule, task: Task, device: Device, preci
     apply_policy(task, policy)
     (largest,) = batches_by_size(data, 1, largest=True)
     batch = task.prepare(largest, seed=0)
-    optimizer = build_optimizer(config, task.parameter_groups())
+    optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
+    _, optimizer = device.prepare(task, optimizer)
     torch.manual_seed(0)
     begun = time.perf_counter()
     with policy.autocast(device.name):

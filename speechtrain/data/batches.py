@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
-from speechtrain.counter_rng import RunStream, key_of, uniform_at
+from speechtrain.counter_rng import RunStream, dither_offset, uniform_at
 from speechtrain.data.audio import DECODED_SECONDS, change_speed, files_of, read_cut, standardise
 from speechtrain.data.index import Index
 from speechtrain.data.lhotse_cuts import Samples
@@ -191,7 +191,7 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
         labels=labels,
         label_lengths=_int64([*label_lengths, *[0] * filler]),
         weight=torch.tensor([*(row.weight for row in rows), *[0.0] * filler], dtype=torch.float32),
-        keys=_int64([*(key_of(row.id) for row in rows), *[key_of("")] * filler]),
+        keys=_int64([dither_offset(name) for name in (*(row.id for row in rows), *[""] * filler)]),
         ids=(*(row.id for row in rows), *[""] * filler),
         texts=(*(row.text for row in rows), *[""] * filler),
         seconds=sum(row.seconds for row in rows),

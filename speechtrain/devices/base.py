@@ -22,6 +22,17 @@ Prepared = tuple[nn.Module, torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
+class Operations:
+    """What a device runs; the defaults are those of eager devices. ``Recorder`` holds a step against it."""
+
+    known: frozenset[str] = frozenset()  # ATen's names without overload and final underscore; empty: all
+    refused_dtypes: tuple[torch.dtype, ...] = ()
+    int64_bits: int = 64  # that int64 really has
+    reinterprets: bool = True  # Tensor.view(dtype)
+    records: bool = False  # graphs, which a read by the host or a shape that depends on data ends
+
+
+@dataclass(frozen=True)
 class DeviceFacts:
     """What other parts must know of a device; the defaults are those of a host without an accelerator."""
 
@@ -31,11 +42,15 @@ class DeviceFacts:
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
     forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too
     # case-insensitive patterns in error texts: of allocators without memory, of collectives without a peer
-    out_of_memory: str = "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
+    out_of_memory: str = (
+        "out of memory|not enough memory|can't allocate memory|cannot allocate memory"
+        "|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+    )
     peer_lost: str = "gloo"
     optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # they override the config's
     sum_dtype: torch.dtype = torch.float64  # of sums over ranks: accelerators may lack fp64
     fsdp: bool = True  # whether ranks may shard parameters: not where graphs hold fixed tensors
+    operations: Operations = Operations()
     packages: tuple[str, ...] = ()  # patterns of the vendor's modules, named in the device's file only
 
     @property

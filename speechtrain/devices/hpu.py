@@ -7,13 +7,14 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from speechtrain.devices.base import Device, DeviceFacts, Prepared
+from speechtrain.compute_policy import ComputePolicy
+from speechtrain.devices.base import Device, DeviceFacts, Operations, Prepared
 from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
@@ -27,6 +28,35 @@ _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
 # the lists of the wav2vec 2.0 port to Gaudi, without `iadd` (can only be promoted now); softmax in fp32
 _BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "instance_norm")
 _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
+
+# the bridge's own list (scripts/ops_list/ops.hpu and hpu_op.yaml of release 1.19), as far as training may use
+# it; and what torch decomposes into these before they reach a device
+_KNOWN = """
+abs acos add addbmm addcdiv addcmul addmm addmv alias all amax amin aminmax any arange argmax argmin
+as_strided asin atan atan2 avg_pool2d avg_pool2d_backward baddbmm bernoulli binary_cross_entropy_with_logits
+bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm cat ceil clamp
+clamp_max clamp_min clone constant_pad_nd convolution convolution_backward copy copysign cos cosh
+count_nonzero cumprod cumsum detach diagonal diagonal_backward div dot elu elu_backward embedding
+embedding_dense_backward empty empty_like empty_strided eq erf erfc erfinv exp exp2 expand expm1 exponential
+eye fill flip floor floor_divide fmod frac full full_like gather ge gelu gelu_backward glu glu_backward gt
+hardtanh hardtanh_backward index index_add index_copy index_fill index_put index_select isfinite isinf isnan
+kthvalue le leaky_relu leaky_relu_backward lerp lift_fresh linalg_vector_norm linear linear_backward
+linspace log log10 log1p log2 logaddexp logaddexp2 logcumsumexp logical_and logical_not logical_or
+logical_xor lt masked_fill masked_scatter matmul max max_pool2d_with_indices
+max_pool2d_with_indices_backward maximum mean median min minimum mm mse_loss mse_loss_backward mul multinomial
+mv nan_to_num native_batch_norm native_batch_norm_backward native_dropout native_dropout_backward
+native_layer_norm native_layer_norm_backward ne neg new_empty new_empty_strided new_full new_ones new_zeros
+nll_loss_backward nll_loss_forward norm normal one_hot ones ones_like permute poisson pow prod rand
+rand_like randint randint_like randn randn_like random randperm reciprocal reflection_pad1d
+reflection_pad1d_backward relu remainder repeat replication_pad1d replication_pad1d_backward roll round
+rsqrt rsub scalar_tensor scatter scatter_add scatter_reduce searchsorted select select_backward sgn sigmoid
+sigmoid_backward sign silu silu_backward sin sinh slice slice_backward smooth_l1_loss
+smooth_l1_loss_backward softplus softplus_backward sort split split_with_sizes sqrt squeeze stack std
+std_mean sub sum t take tan tanh tanh_backward threshold threshold_backward topk trace transpose tril triu
+trunc unbind uniform unsqueeze var var_mean view view_as where xlogy zero zeros zeros_like _log_softmax
+_log_softmax_backward_data _logcumsumexp _native_batch_norm_legit _reshape_alias _softmax
+_softmax_backward_data _to_copy _unsafe_view _weight_norm_interface
+"""
 
 
 @dataclass(eq=False)
@@ -47,12 +77,22 @@ class HPU(Device):
     static_shapes = True
     facts = DeviceFacts(
         collectives={"cpu": "gloo", "hpu": "hccl"},
+        # in lazy mode each bucket is the end of a graph: few large ones, as optimum-habana has them
+        ddp_options={"gradient_as_bucket_view": True, "bucket_cap_mb": 230},
+        out_of_memory=f"{DeviceFacts.out_of_memory}|PT_DEVMEM|allocation failed for size",
         sum_dtype=torch.float32,
         network_variables=("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
         forwarded_variables=("HCCL_*", "HABANA_*", "PT_HPU_*"),
         peer_lost="gloo|hccl|distbackend",
         optimizer_flags={"fused": False, "foreach": False},
         fsdp=False,
+        operations=Operations(
+            frozenset(_KNOWN.split()),
+            (torch.float64, torch.complex64, torch.complex128),
+            int64_bits=32,  # the copy raises beyond it; PT_ENABLE_INT64_SUPPORT excludes lazy mode
+            reinterprets=False,  # the lowering of view(dtype) keeps the old type and sizes
+            records=True,
+        ),
         packages=(_PACKAGE,),
     )
 
@@ -81,12 +121,16 @@ class HPU(Device):
 
     def environment(self, processes: int) -> dict[str, str]:
         variables = {"PT_HPU_LAZY_MODE": _MODES[self.mode], "HABANA_PGM_LRU_MAX": str(self.graphs_kept)}
+        # import torch would otherwise load the bridge, before `open` has written autocast's lists and before
+        # a rank knows its card
+        variables |= {"PT_HPU_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         if self.mode == "lazy":  # weights keep torch's order, as in the port to Gaudi
             variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
             variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
-        if self.recipe_cache is not None:  # path, cleared at the start, MiB, on NFS
-            cache = f"{self.recipe_cache},false,{self.recipe_cache_mib},false"
-            variables["PT_HPU_RECIPE_CACHE_CONFIG"] = cache
+        if (
+            self.recipe_cache is not None
+        ):  # path, cleared at the start, MiB; bridges up to 1.19 refuse a fourth
+            variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{self.recipe_cache},false,{self.recipe_cache_mib}"
         return variables
 
     def check(self, processes: int) -> None:
@@ -131,6 +175,11 @@ class HPU(Device):
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16)
 
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        # graphs of at most 3,000 operations: an unrolled LSTM of 136,000 took XLA minutes to compile
+        segment = 80 if self.mode == "lazy" else 0
+        return replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment)
+
     def mark_step(self) -> None:
         if self.mode == "lazy":
             self._core.mark_step()
@@ -142,11 +191,18 @@ class HPU(Device):
     def memory(self) -> int:
         return int(self._hpu.max_memory_allocated())
 
+    def counts(self) -> dict[str, int]:
+        named = {"fallbacks": "cpu_fallback", "defragmentations": "memory_defragmentation"}
+        return {"graphs": self.graphs(), **{name: self._total(metric) for name, metric in named.items()}}
+
     def graphs(self) -> int:
+        return self._total("graph_compilation")
+
+    def _total(self, metric: str) -> int:
         if self._hpu is None:  # not opened yet
             return 0
         metrics = importlib.import_module(f"{_PACKAGE}.torch.hpu.metrics")
-        counters: dict[str, int] = dict(metrics.metric_global("graph_compilation").stats())
+        counters: dict[str, Any] = dict(metrics.metric_global(metric).stats())
         return int(counters["TotalNumber"])
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from speechtrain.devices.base import Device, DeviceFacts
+from speechtrain.devices.base import Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, first_line
 
 
@@ -24,7 +25,9 @@ DECOMPOSITIONS: dict[str, Callable[..., Any]] = {
     "argmax": lambda x, dim, keepdim=False: x.max(dim, keepdim).indices,
     "bitwise_not": lambda x: x == 0 if x.dtype == torch.bool else -1 - x,
     "bitwise_xor.Tensor": lambda a, b: a != b if a.dtype == torch.bool else a + b - 2 * (a & b),
+    "bitwise_right_shift.Tensor_Scalar": lambda x, n: torch.div(x, 2**n, rounding_mode="floor"),
     "lerp.Scalar": lambda x, end, weight: x + (end - x) * weight,
+    "logaddexp": lambda a, b: torch.maximum(a, b) + F.softplus(-(a - b).abs()),
     "unbind_copy.int": lambda x, dim=0: [x.select(dim, index) for index in range(x.shape[dim])],
     "where.self": _where,
 }
@@ -51,6 +54,7 @@ class Lazy(Device):
         sum_dtype=torch.float32,
         optimizer_flags={"fused": False, "foreach": False},
         fsdp=False,
+        operations=Operations(records=True),
         packages=(r"torch\._lazy",),
     )
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.encoders.base import Encoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
-from speechtrain.nn.lstm import LSTM
+from speechtrain.nn.lstm import LSTM, EndSegment
 from speechtrain.nn.norm import MaskedBatchNorm
-from speechtrain.nn.stack_time import StackTime
+from speechtrain.nn.stack_time import StackTime, stack_time
 
 
-class LSTMEncoder(Encoder):
+class LSTMEncoder(Encoder, PolicyAware):
     """LSTM stack, StackTime, LSTM stack (MLPerf RNN-T, or AIDK's smaller encoder with its norms).
 
     ``feature_norm`` is AIDK's BatchNorm on the features, ``layer_norm`` its LayerNorm after each
@@ -50,6 +53,10 @@ class LSTMEncoder(Encoder):
         self.stack_time = StackTime(stack_time)
         self.post_rnn = lstm(hidden * stack_time, layers=post_layers)
         self.width = hidden
+        self._policy = PLAIN
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self._policy = policy
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         audio = self.augment.waveform(batch.audio, batch.audio_lengths)
@@ -58,10 +65,38 @@ class LSTMEncoder(Encoder):
         x, lengths = self.features(audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=mask)
         if self.feature_norm is not None:
             x = self.feature_norm(x, lengths)
+        if self._policy.lstm_segment:
+            return self._in_segments(x, lengths)
         x, _ = self.pre_rnn(x)
         x, lengths = self.stack_time(x, lengths)
         x, _ = self.post_rnn(x)
         return x, lengths
+
+    def _in_segments(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """All layers over a few frames at a time, a graph for each: one graph serves the whole recording.
+
+        A graph of all frames has tens of thousands of operations, which take minutes to compile. What
+        would tell the segments apart is made before the first one: their inputs, and the zero states.
+        """
+        mark_step, factor = self._policy.mark_step, self.stack_time.factor
+        size = max(1, self._policy.lstm_segment // factor) * factor
+        stacked = torch.div(lengths + (factor - 1), factor, rounding_mode="floor")
+        frames = -(-x.shape[1] // factor)
+        x = F.pad(x, (0, 0, 0, -x.shape[1] % size))
+        left, position = lengths + 0, torch.arange(size, device=x.device)
+        pieces = [x[:, start : start + size] + 0 for start in range(0, x.shape[1], size)]
+        states = [*self.pre_rnn.zeros(x, len(x)), *self.post_rnn.zeros(x, len(x))]
+        mark_step()
+        outputs = []
+        for piece in pieces:
+            y, before = self.pre_rnn(piece, (states[0], states[1]))
+            y = stack_time(y * (position < left[:, None])[:, :, None].to(y.dtype), factor)
+            y, after = self.post_rnn(y, (states[2], states[3]))
+            left = left - size
+            *states, y = EndSegment.apply(mark_step, *before, *after, y)  # type: ignore[no-untyped-call]
+            outputs.append(y)
+        # the products' backward copies the slices of the gradient, all before the first segment's
+        return torch.cat([y * 1.0 for y in outputs], 1)[:, :frames], stacked
 
     def frames(self, samples: int) -> int:
         return -(-self.features.frames(samples) // self.stack_time.factor)

@@ -31,12 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
-from speechtrain.counter_rng import uniform_at
+from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.stack_time import stack_time
 
-_DITHER_PERIOD = 1 << 18  # samples, 16 s at 16 kHz: far beyond the reach of any window
 _DITHER_SEED = 0xD17E
 
 
@@ -110,7 +109,7 @@ def trim_silence(
 @functools.cache
 def _dither_table() -> Tensor:
     """Standard normal samples (P,), the same on every machine: Box-Muller in float64 on the host."""
-    index = np.arange(_DITHER_PERIOD)
+    index = np.arange(DITHER_PERIOD)
     radius = np.sqrt(-2.0 * np.log1p(-uniform_at(_DITHER_SEED, 0, index)))
     return torch.from_numpy((radius * np.cos(2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index))).astype("f4"))
 
@@ -198,7 +197,7 @@ class LogMel(nn.Module, PolicyAware):
         """Map waveforms (B, S) and samples (B,) to features (B, T, F) and frames (B,).
 
         T is ``frames(S)``, and zeros follow each row's end. Dither comes from the global generator in
-        training. In evaluation it comes from ``keys`` (B,) int64, one for each utterance; without keys
+        training. In evaluation it comes from ``keys`` (B,) int64 (``dither_offset``); without keys
         there is no dither. ``warp`` (B,) holds each row's vocal tract length factor. ``mask`` is called
         as ``mask(frames, lengths)`` with the input of SpecAugment: normalised frames (B, T, M) before
         splicing, or the spliced frames with ``splice_first``.
@@ -224,9 +223,7 @@ class LogMel(nn.Module, PolicyAware):
             return audio + self.dither * torch.randn_like(audio)
         # A counter-based draw: sample s of an utterance is entry (key + s) of one fixed table. It costs
         # one read; a hash and Box-Muller on the device would cost twenty operations.
-        limit = _DITHER_PERIOD - 1
-        offset = (keys & limit) * 0x2545F  # odd, so that distinct offsets stay distinct
-        index = (torch.arange(audio.shape[1], device=audio.device) + offset[:, None]) & limit
+        index = (torch.arange(audio.shape[1], device=audio.device) + keys[:, None]) & (DITHER_PERIOD - 1)
         return audio + self.dither * self.noise.gather(0, index.flatten()).view_as(audio)
 
     def _emphasise(self, audio: Tensor, lengths: Tensor) -> Tensor:

@@ -355,7 +355,7 @@ def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) 
     """
     path = Path(path)
     with atomic(path) as temporary:
-        torch.save(dict(content), temporary)
+        torch.save(dict(content), temporary, pickle_protocol=2)
         again = read(temporary)
         same = again.weights.keys() == pretrained.weights.keys() and all(
             torch.equal(value, pretrained.weights[name]) for name, value in again.weights.items()

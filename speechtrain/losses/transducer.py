@@ -629,7 +629,9 @@ class _Dropout:
         frame, position = _count(hidden.shape[1], hidden), _count(hidden.shape[2], hidden)
         keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None] + first_frame, position)
         words = _mix(keys[..., None] + self.word_keys)
-        return hidden * (words.view(torch.int16)[..., : self.width] >= self.threshold)
+        # both halves as the upper ones of an int32: Gaudi's graphs do not reinterpret bits
+        draws = torch.stack((words * 65536, words), -1).flatten(-2)
+        return hidden * (draws[..., : self.width] >= self.threshold * 65536)
 
     def _cell_keys(self, row_keys: Tensor, frame: Tensor, position: Tensor) -> Tensor:
         return _mix(frame.int() * 65536 + position.int() + row_keys)
@@ -646,8 +648,8 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _fold(word: Tensor) -> Tensor:
-    """Compute ``word ^ (word >>> 16)``; the rehearsal device records no shift."""
-    return word ^ (word.contiguous().view(torch.int16)[..., 1::2].int() & 0xFFFF)  # little-endian
+    """Compute ``word ^ (word >>> 16)``."""
+    return word ^ (torch.bitwise_right_shift(word, 16) & 0xFFFF)
 
 
 def _mix_in_place(word: Tensor, spare: Tensor) -> None:
@@ -728,20 +730,22 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     by_label = torch.stack((F.pad(label, (1, -1, 1, -1), value=_NEVER), label.flip(1, 2)))
     carries = 1 - torch.stack((begins, ends.flip(1, 2)))
     reached = torch.zeros_like(by_blank[:, :, 0])
-    odds, totals, diagonals = [], [], []
+    blanks, labels, totals, diagonals = [], [], [], []
     for d in range(most + positions - 1):
-        one = by_blank[:, :, d] + carries[:, :, d] * reached
+        one = torch.addcmul(by_blank[:, :, d], carries[:, :, d], reached)
         other = by_label[:, :, d] + F.pad(reached, (1, -1), value=_NEVER)
-        total = torch.maximum(one, other) + F.softplus(-(one - other).abs())
+        total = torch.logaddexp(one, other)
         reached = total.log_softmax(-1)
-        odds.append((other - one)[1])
+        blanks.append(one[1])
+        labels.append(other[1])
         totals.append(total[1])
         diagonals.append(reached)
     alpha, beta = (torch.stack([diagonal[way] for diagonal in diagonals], 1) for way in (0, 1))
 
     inside = _inside((batch, most, positions), frames, symbols)
     occupancy = _straight((alpha + beta.flip(1, 2)).softmax(-1), most) * inside
-    label_share = _straight(torch.stack(odds, 1).flip(1, 2).sigmoid(), most) * ~no_label
+    odds = torch.stack(labels, 1) - torch.stack(blanks, 1)
+    label_share = _straight(odds.flip(1, 2).sigmoid(), most) * ~no_label
     mass = ((torch.stack(totals, 1) - beta) * beta.exp()).sum(-1).flip(1)  # removed by normalisation
     beyond = _count(mass.shape[1], mass) > frames[:, None] - 1 + symbols[:, None]
     loss = -mass.masked_fill(beyond, 0).sum(-1)

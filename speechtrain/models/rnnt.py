@@ -18,6 +18,7 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.nn.joint import Joint
+from speechtrain.nn.lstm import EndSegment
 from speechtrain.nn.prediction import LSTMPrediction, Prediction
 from speechtrain.task import Sums
 from speechtrain.text.vocabulary import Tokenizer
@@ -54,9 +55,11 @@ class RNNT(Recogniser):
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
         policy, joint, blank = self.policy, self.joint, self.tokenizer.blank
+        sides = joint.encoder(encoded), joint.prediction(self.prediction(batch.labels))
+        if policy.lstm_segment:  # the loss is a graph of its own
+            sides = EndSegment.apply(policy.mark_step, *sides)  # type: ignore[no-untyped-call]
         transducer = transducer_loss(
-            joint.encoder(encoded),
-            joint.prediction(self.prediction(batch.labels)),
+            *sides,
             weight=joint.output.weight,
             bias=joint.output.bias,
             labels=batch.labels,

@@ -5,7 +5,7 @@ B rows, T frames, I inputs, H units, 4H their gates in torch's order: input, for
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,11 @@ class LSTM(nn.Module, PolicyAware):
             y, state = self._loop(x, state) if is_loop else self.lstm(x, state)
             return self.norm(self.dropout(y.transpose(0, 1))), state
 
+    def zeros(self, like: Tensor, rows: int) -> State:
+        """The state before the first frame."""
+        shape = self.lstm.num_layers, rows, self.lstm.hidden_size
+        return like.new_zeros(shape), like.new_zeros(shape)
+
     def _loop(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Compute the same as ``self.lstm`` from (T, B, inputs)."""
         start = x.new_zeros(x.shape[1], self.lstm.hidden_size)
@@ -84,6 +89,22 @@ class LSTM(nn.Module, PolicyAware):
             hiddens.append(hidden)
             cells.append(cell)
         return x, (torch.stack(hiddens), torch.stack(cells))
+
+
+class EndSegment(torch.autograd.Function):
+    """Identity of tensors that ends a lazy device's graph in forward and, at the same place, in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, mark_step: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.mark_step = mark_step
+        ctx.set_materialize_grads(False)
+        mark_step()
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.mark_step()
+        return (None, *gradients)
 
 
 class _Layer(torch.autograd.Function):
@@ -112,7 +133,7 @@ class _Layer(torch.autograd.Function):
         gates = torch.mm(narrow, input_weight.to(products).t()).to(x.dtype) + (input_bias + bias)
         # contiguous, since every frame's product reads it in this order: 1.5 times faster at B=4 in fp32
         recurrent = weight.to(products).t().contiguous()
-        walk = partial(_forward_static, policy) if policy.static_shapes else _forward
+        walk = _forward_static if policy.static_shapes else _forward
         gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), recurrent, hidden, cell)
         ctx.save_for_backward(narrow, input_weight, weight, gates, cells, hiddens)
         ctx.policy = policy
@@ -125,7 +146,7 @@ class _Layer(torch.autograd.Function):
         narrow, input_weight, weight, gates, cells, hiddens = ctx.saved_tensors
         products, (frames, rows, width) = narrow.dtype, outputs.shape
         with full_precision(outputs.device):
-            walk = partial(_backward_static, ctx.policy) if ctx.policy.static_shapes else _backward
+            walk = _backward_static if ctx.policy.static_shapes else _backward
             slopes = _Slopes.of(gates, cells)
             by_gates, hidden, cell = walk(outputs, hidden, cell, slopes, weight.to(products))
             flat = by_gates.view(frames * rows, 4 * width)
@@ -197,25 +218,30 @@ def _forward(
 
 
 def _forward_static(
-    policy: ComputePolicy, gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``_forward`` by slices and concatenations: on lazy tensors, a write into a slice copies all of it."""
+    """``_forward`` in few operations a frame, without writes into slices, which lazy devices copy whole."""
     width = cell.shape[1]
+    is_narrow = recurrent.dtype != gates.dtype
     hidden = hidden.to(recurrent.dtype)
-    activated, cells, hiddens, outputs = [], [cell[None]], [hidden[None]], []
+    squashed, candidates, cells, hiddens, outputs = [], [], [cell], [hidden], []
     for t in range(len(gates)):
-        sums = gates[t] + torch.mm(hidden, recurrent).to(gates.dtype)
-        enter_and_forget = torch.sigmoid(sums[:, : 2 * width])
-        candidate, gate = torch.tanh(sums[:, 2 * width : 3 * width]), torch.sigmoid(sums[:, 3 * width :])
-        cell = enter_and_forget[:, width:] * cell + enter_and_forget[:, :width] * candidate
-        output = gate * torch.tanh(cell)
+        if is_narrow:
+            sums = gates[t] + torch.mm(hidden, recurrent).to(gates.dtype)
+        else:
+            sums = torch.addmm(gates[t], hidden, recurrent)
+        one, candidate = torch.sigmoid(sums), torch.tanh(sums[:, 2 * width : 3 * width])
+        cell = torch.addcmul(one[:, width : 2 * width] * cell, one[:, :width], candidate)
+        output = one[:, 3 * width :] * torch.tanh(cell)
         hidden = output.to(recurrent.dtype)
-        activated.append(torch.cat((enter_and_forget, candidate, gate), 1)[None])
-        cells.append(cell[None])
-        hiddens.append(hidden[None])
-        outputs.append(output[None])
-        _end_segment(policy, t)
-    return torch.cat(activated), torch.cat(cells), torch.cat(hiddens), torch.cat(outputs)
+        squashed.append(one)
+        candidates.append(candidate)
+        cells.append(cell)
+        hiddens.append(hidden)
+        outputs.append(output)
+    all_squashed = torch.stack(squashed)
+    parts = all_squashed[..., : 2 * width], torch.stack(candidates), all_squashed[..., 3 * width :]
+    return torch.cat(parts, 2), torch.stack(cells), torch.stack(hiddens), torch.stack(outputs)
 
 
 def _backward(
@@ -238,25 +264,15 @@ def _backward(
 
 
 def _backward_static(
-    policy: ComputePolicy, outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
+    outputs: Tensor, hidden: Tensor, cell: Tensor, slopes: _Slopes, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``_backward`` by slices and concatenations."""
-    width = cell.shape[1]
+    """``_backward`` without writes into slices."""
     by_gates: list[Tensor] = []
     for t in range(len(outputs) - 1, -1, -1):
         hidden = hidden + outputs[t]
-        cell = cell + hidden * slopes.cell[t]
-        slope = slopes.gates[t]
-        parts = (slope[:, : 3 * width] * torch.cat((cell, cell, cell), 1), slope[:, 3 * width :] * hidden)
-        sums = torch.cat(parts, 1).to(weight.dtype)
-        by_gates.append(sums[None])
+        cell = torch.addcmul(cell, hidden, slopes.cell[t])
+        sums = (slopes.gates[t] * torch.cat((cell, cell, cell, hidden), 1)).to(weight.dtype)
+        by_gates.append(sums)
         cell = cell * slopes.forget[t]
         hidden = torch.mm(sums, weight).to(cell.dtype)
-        _end_segment(policy, t)
-    return torch.cat(by_gates[::-1]), hidden, cell
-
-
-def _end_segment(policy: ComputePolicy, t: int) -> None:
-    """End a lazy device's graph after every ``lstm_segment`` frames: one of all frames compiles slowly."""
-    if policy.lstm_segment and t % policy.lstm_segment == 0:
-        policy.mark_step()
+    return torch.stack(by_gates[::-1]), hidden, cell

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import on_host
+from speechtrain.counter_rng import dither_offset
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError
 from speechtrain.tracking.base import Tracker
@@ -31,7 +32,7 @@ def padding_batch(rows: int, samples: int, labels: int) -> Batch:
         labels=torch.zeros(rows, labels, dtype=torch.int64),
         label_lengths=torch.zeros(rows, dtype=torch.int64),
         weight=torch.zeros(rows),
-        keys=torch.zeros(rows, dtype=torch.int64),
+        keys=torch.full((rows,), dither_offset("")),
         ids=("",) * rows,
         texts=("",) * rows,
     )

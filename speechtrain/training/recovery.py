@@ -50,7 +50,8 @@ class Recovery:
         replay = self.run_dir / "replay.pt"
         # RuntimeError: torch's for a full disk
         with contextlib.suppress(OSError, RuntimeError), atomic(replay) as temporary:
-            torch.save({"step": progress.step, "seed": self.seed, "batches": batches}, temporary)
+            held = {"step": progress.step, "seed": self.seed, "batches": batches}
+            torch.save(held, temporary, pickle_protocol=2)
         raise Diverged(
             f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}; "
             f"lower optimizer.lr or trainer.clip, or look at the batches in {replay}"

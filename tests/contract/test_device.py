@@ -26,6 +26,7 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build, build_data, build_tokenizer
+from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
@@ -120,7 +121,7 @@ def batch_of(rows: int = 2, samples: int = 16000, labels: int = 3) -> Batch:
     zeros = torch.zeros(rows, dtype=torch.int64)
     return Batch(
         torch.zeros(rows, samples), zeros + samples, torch.zeros(rows, labels, dtype=torch.int64), zeros,
-        torch.ones(rows), zeros, ("a",) * rows, ("a",) * rows, seconds=rows * samples / 16000,
+        torch.ones(rows), zeros + DITHER_PERIOD - 1, ("a",) * rows, ("a",) * rows, seconds=rows * samples / 16000,
     )  # fmt: skip
 
 
@@ -130,6 +131,8 @@ def batch_of(rows: int = 2, samples: int = 16000, labels: int = 3) -> Batch:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         MemoryError(),
     ],
 )
@@ -203,12 +206,17 @@ class OnHost(HPU):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def vendor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for variable in (*VENDOR.VARIABLES, "LOCAL_RANK"):
         monkeypatch.setenv(variable, "")  # put back afterwards, whatever the device does to them
         monkeypatch.delenv(variable)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    found: list[str] = VENDOR.install(monkeypatch)
+    return VENDOR.install(monkeypatch)
+
+
+@pytest.fixture
+def calls(vendor: Any) -> list[str]:
+    found: list[str] = vendor.calls
     return found
 
 
@@ -229,7 +237,7 @@ def test_variables_are_documented_ones(mode: str) -> None:
     environment = HPU(mode, recipe_cache="/fast/recipes").environment(8)
     assert environment.keys() <= VENDOR.VARIABLES.keys()
     assert environment["PT_HPU_LAZY_MODE"] == ("1" if mode == "lazy" else "0")
-    assert environment["PT_HPU_RECIPE_CACHE_CONFIG"] == "/fast/recipes,false,1024,false"
+    assert environment["PT_HPU_RECIPE_CACHE_CONFIG"] == "/fast/recipes,false,1024"  # bridge 1.19 takes 1 to 3
     assert environment["HABANA_PGM_LRU_MAX"] == "100000"
     assert "PT_HPU_RECIPE_CACHE_CONFIG" not in HPU(mode).environment(1)
 
@@ -261,6 +269,7 @@ def test_everything_that_the_device_asks_of_the_vendor_is_documented(
     device.synchronize()
     assert device.memory() == 1 << 20
     assert device.graphs() == 7
+    assert device.counts() == {"graphs": 7, "fallbacks": 7, "defragmentations": 7}
     assert set(calls) == {name.rpartition(".")[2] for name in VENDOR.NAMES}
     lists = {}
     for variable in VENDOR.VARIABLES:
@@ -285,6 +294,65 @@ def test_the_command_of_the_readme_fits_its_data_and_trains_in_bf16(calls: list[
     assert published.schedule.warmup_steps == 32_000
 
 
+def test_the_bridge_reads_the_lists_of_this_run_when_it_is_imported(vendor: Any) -> None:
+    device = OnHost()
+    device.open(0)
+    assert list(vendor.lists.values()) == [device.bf16_ops, device.fp32_ops]
+
+
+_AUTOLOAD = "import os, torch; print(os.environ.get('LOADED', 'later'))"
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager", "compile"])
+def test_importing_torch_does_not_load_the_bridge(mode: str, tmp_path: Path) -> None:
+    """Torch imports the entry points of ``torch.backends``, unless the device's environment forbids it."""
+    (tmp_path / "bridge.py").write_text("import os\ndef load(): os.environ['LOADED'] = 'early'\n")
+    entry = tmp_path / "bridge-1.0.dist-info" / "entry_points.txt"
+    entry.parent.mkdir()
+    entry.write_text("[torch.backends]\nhpu = bridge:load\n")
+    (entry.parent / "METADATA").write_text("Metadata-Version: 2.1\nName: bridge\nVersion: 1.0\n")
+    plain = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    plain.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", _AUTOLOAD],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout.strip()
+        for env in (plain, plain | HPU(mode).environment(1))
+    ]
+    assert told == ["early", "later"]
+
+
+def test_a_checkpoint_of_gaudi_loads_in_plain_torch(calls: list[str], tmp_path: Path) -> None:
+    OnHost().open(0)  # patches torch.save
+    checkpointer = Checkpointer(tmp_path / "checkpoints", 1)
+    task = Tiny()
+    optimizer = torch.optim.AdamW(task.parameters())
+    task(batch_of(samples=8)).total.backward()
+    optimizer.step()
+    saved = checkpointer.save(1, {"optimizer": optimizer}, task.state_dict())
+    read = [
+        "import sys, torch",
+        "print(*torch.load(sys.argv[1], weights_only=True))",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(read), str(saved / "state.pt")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "optimizer" in done.stdout
+
+
+def test_its_lack_of_memory_is_known() -> None:
+    text, _ = VENDOR.OUT_OF_MEMORY
+    found = HPU().explain(RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
+    assert "out of memory at a micro-batch of B=2 rows" in str(found)
+
+
 def test_what_the_user_has_set_wins(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", "/mine.txt")
     OnHost(bf16_ops=None).open(0)
@@ -298,7 +366,7 @@ def test_a_ninth_rank_is_refused(calls: list[str]) -> None:
 
 
 def test_a_bridge_that_does_not_load_is_one_line(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "habana_frameworks.torch.core")
+    monkeypatch.delitem(VENDOR.MODULES, "habana_frameworks.torch.core")
     with pytest.raises(MachineError, match="does not load") as raised:
         OnHost().open(0)
     assert "\n" not in str(raised.value)
@@ -308,7 +376,7 @@ def test_collectives_are_loaded_for_several_processes_only(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the bridge's module writes WORLD_SIZE and a card into the environment when it is imported
-    monkeypatch.delitem(sys.modules, "habana_frameworks.torch.distributed.hccl")
+    monkeypatch.delitem(VENDOR.MODULES, "habana_frameworks.torch.distributed.hccl")
     OnHost().open(0)
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(MachineError, match="hccl"):

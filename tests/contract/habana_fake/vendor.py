@@ -6,14 +6,18 @@ vendor, or the public code, that says so. An unknown name or a wrong argument ra
 
 from __future__ import annotations
 
+import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 _API = "https://docs.habana.ai/en/latest/PyTorch/Reference/Python_Packages.html"
 _FLAGS = "https://docs.habana.ai/en/latest/PyTorch/Runtime_Flags.html"
@@ -31,6 +35,11 @@ _BRIDGE = (
     "https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/0f6038ccd19e49f8148d377bf13d76d4f8bec858"
     "/python_packages/habana_frameworks/torch/distributed/hccl/__init__.py"
 )
+_SOURCE = "https://github.com/HabanaAI/gaudi-pytorch-bridge/blob/1.19.0"
+_MEMORY = f"{_SOURCE}/backend/habana_device/device_memory.cpp"
+_SAVE = f"{_SOURCE}/python_packages/habana_frameworks/torch/core/torch_overwrites.py"
+_LISTS = f"{_SOURCE}/habana_helpers/autocast_helpers.h"
+_AUTOLOAD = "https://github.com/pytorch/pytorch/blob/v2.13.0/docs/source/backends.md"
 _OPTIMUM = "https://github.com/huggingface/optimum-habana/blob/main/examples/language-modeling/README.md"
 
 
@@ -49,6 +58,8 @@ class Metric:
     def stats(self) -> list[tuple[str, Any]]:
         return [("TotalNumber", 7), ("TotalTime", 70_000), ("AvgTime", 10_000.0)]
 
+
+METRICS = dict.fromkeys(("graph_compilation", "cpu_fallback", "memory_defragmentation"), Metric())
 
 MODULES = {
     "habana_frameworks": _API,
@@ -69,7 +80,7 @@ NAMES = {
         f"{_API}#memory-stats-apis", returns=lambda: 1 << 20
     ),
     "habana_frameworks.torch.hpu.metrics.metric_global": Name(
-        f"{_API}#metric-apis", (str,), returns=lambda name: {"graph_compilation": Metric()}[name]
+        f"{_API}#metric-apis", (str,), returns=lambda name: METRICS[name]
     ),
 }
 
@@ -82,11 +93,21 @@ VARIABLES = {
     "ID": _BRIDGE,
     "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST": _OPTIMUM,
     "PT_HPU_AUTOCAST_FP32_OPS_LIST": _AUTOCAST,
+    "PT_HPU_AUTOLOAD": f"{_SOURCE}/python_packages/habana_frameworks/__init__.py",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": _AUTOLOAD,
 }
 """Environment variables that the device sets."""
 
 OPERATIONS = _AUTOCAST
 """Lists the operations that autocast may be told of, in bf16 and in fp32."""
+
+OUT_OF_MEMORY = (
+    "[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB",
+    _MEMORY,
+)
+
+LISTS = ("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", "PT_HPU_AUTOCAST_FP32_OPS_LIST")
+"""Files of autocast's operations, which the library reads once, when it is imported (_LISTS)."""
 
 BACKENDS = {"hpu_backend": _MODES, "hccl": _HCCL}
 """What torch is told by name: of ``torch.compile``, of ``torch.distributed``."""
@@ -117,9 +138,43 @@ class Strict(ModuleType):
         return call
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Put the stand-in where the vendor's package would be; returns the calls as they come."""
-    calls: list[str] = []
-    for name in MODULES:
-        monkeypatch.setitem(sys.modules, name, Strict(name, calls))
-    return calls
+class Imported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the package's modules when they are imported, with the effects that this has (_SAVE, _LISTS)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+        self.monkeypatch, self.calls = monkeypatch, calls
+        self.lists: dict[str, list[str]] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        if spec.name == "habana_frameworks":
+            self.effects()
+        return Strict(spec.name, self.calls)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+    def effects(self) -> None:
+        for variable in LISTS:
+            if variable in os.environ:
+                self.lists[variable] = Path(os.environ[variable]).read_text().splitlines()
+        save = torch.save
+
+        def patched(
+            content: Any, file: Any, *arguments: Any, pickle_protocol: int = 4, **keywords: Any
+        ) -> None:
+            save(content, file, *arguments, pickle_protocol=pickle_protocol, **keywords)
+
+        self.monkeypatch.setattr(torch, "save", patched)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Imported:
+    """Put the stand-in where the vendor's package would be; ``calls`` has the calls as they come."""
+    installed = Imported(monkeypatch, [])
+    for name in MODULES:  # put back afterwards
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [installed, *sys.meta_path])
+    return installed

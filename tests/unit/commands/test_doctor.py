@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,9 @@ def test_a_recipe_is_judged_for_gaudi_where_there_is_none(capsys: pytest.Capture
     assert code == 4
     assert found["device"][0] == "red"
     assert "habana_frameworks" in found["device"][1]
-    assert found["static shapes"][0] == "green", found
-    assert found["static shapes"][1].startswith("fit: 4 micro-batches")
+    assert found["recorder"][0] == "green", found
+    assert found["recorder"][1].startswith("4 micro-batches of ")
+    assert " graphs, " in found["recorder"][1]
     assert "MiB" in found["shapes"][1]
     assert "one step" not in found
 
@@ -111,7 +113,7 @@ def test_a_line_unfit_for_gaudi_is_named(
 
     monkeypatch.setattr(RNNT, "forward", reading)
     _, found = look(capsys, *GAUDI)
-    state, said = found["static shapes"]
+    state, said = found["recorder"]
     assert state == "red"
     assert "test_doctor.py:" in said
     assert "# planted" in said
@@ -119,8 +121,22 @@ def test_a_line_unfit_for_gaudi_is_named(
 
 def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = look(capsys, *GAUDI, "data.shapes=0")
-    assert found["static shapes"][0] == "red"
-    assert "data.shapes=8" in found["static shapes"][1]
+    assert found["recorder"][0] == "red"
+    assert "data.shapes=8" in found["recorder"][1]
+
+
+def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = look(capsys, *(a for a in TINY if not a.startswith("device.")), "device=cuda")
+    state, said = found["recorder"]
+    assert state == "green", said
+    assert re.search(
+        r"[\d,]+ launches, \d+ reads by the host, [\d.]+ GB moved, [\d,]+ MiB at the peak$", said
+    )
+
+
+def test_the_rehearsal_takes_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = look(capsys, *(a for a in TINY if not a.startswith("device.")), "device=lazy")
+    assert (code, found["one step"][0]) == (0, "green"), found
 
 
 def test_what_this_machine_has_is_told(capsys: pytest.CaptureFixture[str]) -> None:

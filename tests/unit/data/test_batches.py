@@ -11,7 +11,7 @@ import soundfile
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.counter_rng import key_of
+from speechtrain.counter_rng import dither_offset
 from speechtrain.data.audio import Unusable, change_rate, change_speed, read_cut, read_file
 from speechtrain.data.batches import BatchLoader, audio_row, collate
 from speechtrain.data.index import open_index
@@ -53,7 +53,7 @@ def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> N
     assert batch.label_lengths.tolist() == [3, 3]
     assert batch.ids == ("m:3:002", "m:1:000")
     assert batch.texts == ("cab", "cab")
-    assert batch.keys.tolist() == [key_of(name) for name in batch.ids]
+    assert batch.keys.tolist() == [dither_offset(name) for name in batch.ids]
     assert batch.weight.tolist() == [1.0, 1.0]
     assert (batch.epoch, batch.index, batch.skipped) == (3, 7, ())
     assert batch.seconds == pytest.approx(0.82)

@@ -1,4 +1,4 @@
-"""The guard finds what is planted in a step, and names the line; a clean step passes."""
+"""The recorder finds what is planted in a step, and names the line; a clean step passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.devices.static_check import Guard, Unfit
+from speechtrain.batch import Batch
+from speechtrain.devices.base import Operations
+from speechtrain.devices.hpu import HPU
+from speechtrain.devices.recorder import Recorder, Unfit
 
 HERE = Path(__file__)
 
@@ -30,10 +33,10 @@ class Network(nn.Module):
 
 
 def steps(network: nn.Module, warm: int = 1, then: int = 3) -> None:
-    guard = Guard()
+    recorder = Recorder()
     for number in range(warm + then):
-        with guard.warm_up() if number < warm else guard:
-            network(torch.ones(5, 6), number).backward()
+        with recorder.warm_up() if number < warm else recorder:
+            network(torch.ones(5, 6, device="cpu"), number).backward()
         network.zero_grad()  # an accumulated gradient is another graph
 
 
@@ -105,7 +108,7 @@ def unique(x: Tensor, number: int) -> Tensor:
 
 
 def repeated(x: Tensor, number: int) -> Tensor:
-    return torch.repeat_interleave(x, torch.ones(5, dtype=torch.int64), 0)  # planted
+    return torch.repeat_interleave(x, x.new_ones(5, dtype=torch.int64), 0)  # planted
 
 
 def ragged(x: Tensor, number: int) -> Tensor:
@@ -180,18 +183,18 @@ def test_a_new_shape_in_a_backward_is_named() -> None:
 
 
 def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -> None:
-    guard = Guard()
+    recorder = Recorder()
     weight = torch.ones(5, 8, requires_grad=True)
 
     def forward() -> Tensor:
         doubled = weight * 2.0
         return doubled.tanh().sum()  # made
 
-    with guard.warm_up():
+    with recorder.warm_up():
         forward()
         (weight * 2.0).sum().backward()  # of tanh's backward nothing is known
     weight.grad = None
-    with guard:
+    with recorder:
         loss = forward()
         with pytest.raises(Unfit, match="of the backward") as raised:
             loss.backward()
@@ -199,7 +202,105 @@ def test_an_operation_of_the_backward_is_put_down_to_its_line_of_the_forward() -
 
 
 def test_the_warm_up_refuses_what_no_step_may_do() -> None:
-    guard = Guard()
-    with pytest.raises(Unfit), guard.warm_up():
+    recorder = Recorder()
+    with pytest.raises(Unfit), recorder.warm_up():
         torch.ones(3, device="cpu").sum().item()
-    float(torch.ones(3).sum())  # nobody watches any more
+    float(torch.ones(3, device="cpu").sum())  # nobody watches any more
+
+
+# --- the table of a device ------------------------------------------------------------------------------
+
+
+def refused(operation: Callable[[Tensor], object], operations: Operations = HPU.facts.operations) -> Unfit:
+    given = torch.arange(6, dtype=torch.int64).view(2, 3)
+    with pytest.raises(Unfit) as raised, Recorder(operations):
+        operation(given)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("operation", "says"),
+    [
+        (lambda x: x * 0x2545F * 4096, "has the value 3126702080, but int64 has 32 bits"),
+        (lambda x: x - 2**31 - 1, "-2147483649"),
+        (lambda x: torch.tensor([2**40]).to("cpu"), "the copy to the device has the value 1099511627776"),
+        (lambda x: x.float().view(torch.int32), "view.dtype reinterprets bits"),
+        (lambda x: x.float().contiguous().view(torch.int16), "view.dtype reinterprets bits"),
+        (lambda x: x.double(), "is of torch.float64"),
+        (lambda x: x.float().sum(dtype=torch.float64), "is of torch.float64"),
+        (lambda x: torch.zeros(2, dtype=torch.float64, device=x.device), "is of torch.float64"),
+        (lambda x: x.float() * 1j, "is of torch.complex64"),
+        (lambda x: torch.fft.rfft(x.float()), "not in the device's table"),
+        (lambda x: torch.linalg.inv(x.float()[:, :2]), "not in the device's table"),
+        (lambda x: torch.special.i0(x.float()), "not in the device's table"),
+        (lambda x: x + torch.tensor([1, 2, 3]), "combines a tensor on the host"),
+        (lambda x: x[x > 2], "depends on data"),
+        (lambda x: x.sum().item(), "reads a value back"),
+    ],
+)
+def test_what_gaudi_refuses_is_named_with_its_line(operation: Callable[..., Any], says: str) -> None:
+    found = refused(operation)
+    assert says in str(found)
+    assert found.place.file == str(HERE)
+    assert found.place.line == operation.__code__.co_firstlineno
+
+
+def test_a_fault_in_a_backward_is_put_down_to_its_forward() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    operations = Operations(known=frozenset({"tanh", "sum", "detach", "ones_like", "expand"}))
+
+    def forward() -> Tensor:
+        return weight.tanh().sum()  # made
+
+    with Recorder(operations):
+        loss = forward()
+        with pytest.raises(Unfit, match="tanh_backward") as raised:
+            loss.backward()
+    assert raised.value.place.line == line_of(forward, "# made")
+
+
+def test_the_copy_of_a_batch_names_the_field() -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    batch = Batch(torch.zeros(1, 8), one, one[None], one, torch.ones(1), one * 2**62, ("a",), ("a",))
+    with pytest.raises(Unfit, match=r"Batch\.keys has the value 4611686018427387904"):
+        Recorder(HPU.facts.operations).move(batch)
+
+
+def test_costs_are_counted() -> None:
+    recorder = Recorder(Operations())
+    given = torch.ones(256, 4)
+    with recorder:
+        total = (given.t() * 2.0).sum()  # a view, then 4 + 4 KiB, then 4 KiB and a number
+        assert float(total) == 2048.0
+        given[given[:, 0] > 0]
+    assert recorder.costs.reads == 2
+    assert recorder.costs.moved > 3 * 4096
+    assert recorder.costs.launches == 4  # mul, sum, gt, index
+    assert 2 * 4096 <= recorder.costs.peak < 3 * 4096
+
+
+def test_memory_that_is_freed_does_not_count_at_the_peak() -> None:
+    recorder = Recorder(Operations())
+    with recorder:
+        for _ in range(10):
+            torch.ones(1024, device="cpu") * 2.0
+    assert recorder.costs.peak < 4 * 4096
+
+
+def test_segments_are_distinct_by_operations_shapes_constants_and_wiring() -> None:
+    recorder = Recorder(Operations())
+
+    def segment(operation: Callable[[Tensor, Tensor], Tensor], size: int = 3) -> int:
+        given = torch.ones(2, size).unbind()
+        with recorder:
+            operation(given[0].clone(), given[1].clone())
+            recorder.mark_step()
+        return recorder.distinct
+
+    assert segment(lambda a, b: a * b + a) == 1
+    assert segment(lambda a, b: a * b + a) == 1
+    assert segment(lambda a, b: a * b + b) == 2
+    assert segment(lambda a, b: a * b + a, size=4) == 3
+    assert segment(lambda a, b: a * 2.0) == 4
+    assert segment(lambda a, b: a * 3.0) == 5
+    assert recorder.segments == [4, 4, 4, 4, 3, 3]
