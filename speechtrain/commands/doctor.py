@@ -48,9 +48,9 @@ def parser() -> argparse.ArgumentParser:
         "drawback), red (does not work, and what to do). The last lines are about the recipe: its config, "
         "model, recordings and transcripts, its shapes with their predicted memory, and one training step of "
         "its largest batch. For an accelerator, steps also run on the CPU under a "
-        "recorder, with or without that device: does it refuse an operation, a type or a value, does the host "
-        "read a value back, does a shape depend on data? If so, the line of code is named; else operations, "
-        "bytes and graphs are counted. Writes no file except the data cache that training would "
+        "recorder, with or without that device: does it refuse an operation, a type or a value, does "
+        "the host read a value back, does a shape depend on data? If so, the line of code is named; else "
+        "operations, bytes and graphs are counted. Writes no file except the data cache that training would "
         "also write (SPEECHTRAIN_CACHE).",
         epilog="exit codes: 0 no line is red, else that of the first red line: 2 config, 3 data, 4 machine "
         "or training step",
