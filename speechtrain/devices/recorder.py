@@ -38,6 +38,7 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 _MEMORY = {
     getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
 }
+_SELECTING = ("gather", "index", "index_select", "embedding")
 _COPIES = (Tensor.to, Tensor.cuda)
 
 
@@ -215,7 +216,6 @@ class Recorder:
 
     def after(self, function: Any, given: list[Any], outputs: list[Any]) -> None:
         """Count an operation; learn the shapes of its outputs, or refuse new shapes, types and values."""
-        tensors = {id(leaf): leaf for leaf in (*given, *outputs) if isinstance(leaf, Tensor)}
         for output in outputs:
             if not isinstance(output, Tensor):
                 continue
@@ -232,7 +232,7 @@ class Recorder:
         content = [self._content(leaf) for leaf in (*given, *outputs)]
         self._segment = hash((self._segment, str(function), *content))
         if not function.is_view and torch.Tag.data_dependent_output not in function.tags:
-            moved = self.costs.moved + sum(tensor.nbytes for tensor in tensors.values())
+            moved = self.costs.moved + _bytes(function.__name__, given, outputs)
             self.costs = replace(self.costs, launches=self.costs.launches + 1, moved=moved)
 
     def _content(self, leaf: Any) -> Any:
@@ -320,6 +320,21 @@ class _Methods(TorchFunctionMode):
         if makes_on_host and isinstance(output, Tensor):
             self.recorder.keep_on_host(output)
         return output
+
+
+def _bytes(name: str, given: list[Any], outputs: list[Any]) -> int:
+    """What an operation reads and writes; of tables, as much as it selects."""
+    packet = name.partition(".")[0]
+    if "empty" in packet:
+        return 0
+    read = [leaf for leaf in given if isinstance(leaf, Tensor)]
+    written = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, Tensor))
+    if packet in _SELECTING:
+        return 2 * written + sum(leaf.nbytes for leaf in read[1:] if not leaf.is_floating_point())
+    return sum(
+        leaf.nbytes
+        for leaf in {id(leaf): leaf for leaf in (*read, *outputs) if isinstance(leaf, Tensor)}.values()
+    )
 
 
 def _names_device(arguments: tuple[Any, ...], keywords: dict[str, Any] | None) -> bool:

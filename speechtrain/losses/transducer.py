@@ -334,7 +334,7 @@ class _RaggedWalk:
         vocabulary, width = given.weight.shape
         self.frame_units = self.encoder.new_empty(joint.chunk, width)
         self.position_units = self.encoder.new_empty(joint.chunk, width)
-        self.units = self.weight.new_empty(joint.chunk, width)
+        self.units, self.of_units = self.weight.new_empty(2, joint.chunk, width)
         self.logits = self.weight.new_empty(joint.chunk, vocabulary)
         self.normalised = self.encoder.new_empty(joint.chunk, vocabulary)
         self.wide_logits = self.logits.to(joint.wide)  # this and the next are no copies if dtypes are equal
@@ -447,7 +447,7 @@ class _RaggedWalk:
             self.sums.weight.addmm_(gradient.t(), hidden)
         else:
             self.sums.weight.add_(torch.mm(gradient.t(), hidden))
-        of_hidden = torch.mm(gradient, self.weight, out=self.units[:n])
+        of_hidden = torch.mm(gradient, self.weight, out=self.of_units[:n])
         slope = self.joint.slope(hidden)
         if self.joint.activation != "relu":  # whose dropped units are 0, as the slope there is
             self.dropout.apply_(slope, cells)
@@ -460,7 +460,11 @@ class _RaggedWalk:
         """Compute the hidden units (N, H) after dropout, not scaled."""
         n = len(cells.flat)
         hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=self.frame_units[:n])
-        hidden += torch.index_select(self.prediction, 0, cells.position_row, out=self.position_units[:n])
+        other = torch.index_select(self.prediction, 0, cells.position_row, out=self.position_units[:n])
+        if self.joint.activation == "relu":  # which may follow the rounding to the products' dtype
+            hidden = torch.add(hidden, other, out=self.units[:n])
+        else:
+            hidden += other
         self.dropout.apply_(_ACTIVATIONS[self.joint.activation](hidden), cells)
         return hidden.to(self.joint.dtype)
 
@@ -614,14 +618,14 @@ class _Dropout:
         self.row_keys = _mix(_mix(_count(batch, keys).int() + high) + low)
         self.word_keys = _mix(_mix(_count((width + 1) // 2, keys).int() + low) + high)
         self.words = keys.new_empty(joint.chunk, len(self.word_keys))
-        self.spare = torch.empty_like(self.words)
+        self.spare = torch.empty_like(self.words) if joint.chunk <= _IN_CACHE else None
 
     def apply_(self, hidden: Tensor, cells: _Cells) -> None:
         """Set dropped units (N, H) to 0."""
         n = len(hidden)
         keys = self._cell_keys(self.row_keys[cells.row], cells.frame, cells.position)
         words = torch.add(keys[:, None], self.word_keys, out=self.words[:n])
-        _mix_in_place(words, self.spare[:n])
+        _mix_in_place(words, None if self.spare is None else self.spare[:n])
         hidden *= words.view(torch.int16)[:, : self.width].ge_(self.threshold)
 
     def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
@@ -637,6 +641,7 @@ class _Dropout:
         return _mix(frame.int() * 65536 + position.int() + row_keys)
 
 
+_IN_CACHE = 16384  # cells of a chunk
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)  # the second as int32
 
 
@@ -652,7 +657,7 @@ def _fold(word: Tensor) -> Tensor:
     return word ^ (torch.bitwise_right_shift(word, 16) & 0xFFFF)
 
 
-def _mix_in_place(word: Tensor, spare: Tensor) -> None:
+def _mix_in_place(word: Tensor, spare: Tensor | None) -> None:
     """Compute ``_mix`` in place, in a third of the time."""
     for multiplier in _MULTIPLIERS:
         _fold_in_place(word, spare)
@@ -660,7 +665,13 @@ def _mix_in_place(word: Tensor, spare: Tensor) -> None:
     _fold_in_place(word, spare)
 
 
-def _fold_in_place(word: Tensor, spare: Tensor) -> None:
+def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
+    if (
+        spare is None
+    ):  # a fifth of the traffic of the other form, which is 1.15 times as fast in a CPU's cache
+        halves = word.view(torch.int16)
+        halves[..., ::2] ^= halves[..., 1::2]  # little-endian
+        return
     torch.bitwise_right_shift(word, 16, out=spare)
     spare &= 0xFFFF
     word ^= spare
@@ -689,14 +700,15 @@ def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: T
     by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), turned(blank)))
     by_label = torch.stack((F.pad(label, (1, -1)), turned(label)))
     base = by_label.cumsum(-1)
-    relative = by_blank - base
-    row = torch.full_like(base[:, :, 0], -torch.inf)
-    row[..., 0] = 0
-    rows = []
+    start = torch.full_like(base[:, :, :1], -torch.inf)
+    start[..., 0] = 0
+    # from the sums of a frame, less their base, to those of the next: one addition in each step of the loop
+    steps = by_blank - base + torch.cat((torch.zeros_like(start), base[:, :, :-1]), 2)
+    row, rows = start[:, :, 0], []
     for t in range(most):
-        row = torch.logcumsumexp(row + relative[:, :, t], -1) + base[:, :, t]
+        row = torch.logcumsumexp(row + steps[:, :, t], -1)
         rows.append(row)
-    alpha, beta = torch.stack(rows, 2)
+    alpha, beta = torch.stack(rows, 2) + base
     beta = turned(beta)
 
     inside = _inside((batch, most, positions), frames, symbols)
