@@ -21,8 +21,9 @@ from torch import Tensor
 
 from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.commands._on_host import restart_for
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_tokenizer, size_of_network
+from speechtrain.config.build import build_device, build_tokenizer, size_of_network
 from speechtrain.config.check import mismatch
 from speechtrain.config.resume_fields import flat
 from speechtrain.config.schema import PLACES
@@ -82,6 +83,7 @@ def open_run(
     config = own_config(run_dir)
     apply_overrides(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
+    restart_for(build_device(config))
     device, precision = open_device(config, 0)
     policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
     _, values = size_of_network(config, build_tokenizer(config))

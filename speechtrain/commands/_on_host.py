@@ -36,6 +36,21 @@ def host_environment(
     return device.environment(processes)
 
 
+def restart_for(device: Device) -> None:
+    """Start this command again with the variables that the device's libraries read before Python starts.
+
+    Returns if all are set, if the device has none beyond the CPU's (which only make training faster), and if
+    this process is a user's Python. Raises MachineError if the device is missing.
+    """
+    if device.name == "cpu" or not Path(sys.argv[0]).name.startswith("speechtrain-"):
+        return
+    device.check(1)
+    missing = {name: value for name, value in device.environment(1).items() if name not in os.environ}
+    if missing:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
+
+
 def refuse(reason: str, is_warning: bool) -> None:
     """Raise MachineError, or print a warning, if there is a ``reason``."""
     if reason and not is_warning:

@@ -236,6 +236,7 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
     import torch
 
+    from speechtrain.commands._on_host import restart_for
     from speechtrain.config.build import build_data, build_device
     from speechtrain.train_rank import build_task, open_device
 
@@ -244,6 +245,7 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
         try:
             device, opened = build_device(config), None
             try:
+                restart_for(device)
                 device, precision = opened = open_device(config, 0)
                 name = config.device._target_.rpartition(".")[2]
                 yield Finding(GREEN, what, f"{name}, precision={precision.name}")

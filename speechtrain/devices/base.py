@@ -36,7 +36,7 @@ class Operations:
 class DeviceFacts:
     """What other parts must know of a device; the defaults are those of a host without an accelerator."""
 
-    # the torch.distributed backend of each torch device type
+    # the torch.distributed backend of each torch device type; without cpu the host has a group of its own
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
@@ -110,7 +110,7 @@ class Device(ABC):
         """Whether training in ``dtype`` is supported here."""
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        """Why training in ``dtype`` falls back to fp32 on this chip; empty if it does not."""
+        """Why training is in fp32 on this chip, or what is known against it: a warning; else empty."""
         return ""
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:

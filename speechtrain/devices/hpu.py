@@ -76,7 +76,7 @@ class HPU(Device):
     name = "hpu"
     static_shapes = True
     facts = DeviceFacts(
-        collectives={"cpu": "gloo", "hpu": "hccl"},
+        collectives={"hpu": "hccl"},  # alone, as in all of the vendor's code
         # in lazy mode each bucket is the end of a graph: few large ones, as optimum-habana has them
         ddp_options={"gradient_as_bucket_view": True, "bucket_cap_mb": 230},
         out_of_memory=f"{DeviceFacts.out_of_memory}|PT_DEVMEM|allocation failed for size",
@@ -179,6 +179,10 @@ class HPU(Device):
         # graphs of at most 3,000 operations: an unrolled LSTM of 136,000 took XLA minutes to compile
         segment = 80 if self.mode == "lazy" else 0
         return replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment)
+
+    def precision_fallback_reason(self, dtype: torch.dtype) -> str:
+        narrower = "the published wav2vec 2.0 port runs out of one card's memory in it; use precision=bf16"
+        return narrower if dtype == torch.float32 else ""
 
     def mark_step(self) -> None:
         if self.mode == "lazy":

@@ -119,14 +119,18 @@ class TorchGroup(Group):
         self.world = world
         self.facts = facts
         self._statistics: list[Tensor] = []
+        self._of_host: dist.ProcessGroup | None = None  # None: the default group, which has both
+        timeout = timedelta(seconds=timeout_seconds)
         try:
             dist.init_process_group(
                 facts.backends,
                 store=store_of_one_host(world, facts.network_variables, timeout_seconds),
                 rank=world.rank,
                 world_size=world.size,
-                timeout=timedelta(seconds=timeout_seconds),
+                timeout=timeout,
             )
+            if "cpu" not in facts.collectives:
+                self._of_host = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError, OSError) as error:  # a taken port, no answer, no MASTER_ADDR
             missed = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
             raise MachineError(f"{missed}: {first_line(error)}") from error
@@ -159,8 +163,11 @@ class TorchGroup(Group):
     @collective
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
-        dist.all_reduce(total)
+        self._all_reduce(total)
         return total
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._of_host if tensor.device.type == "cpu" else None)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -173,14 +180,19 @@ class TorchGroup(Group):
     @collective
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         dtype = self.facts.sum_dtype
-        flags = torch.tensor([stop, late], dtype=dtype, device=weight.device)
-        numbers = [weight.reshape(1), skip.reshape(1), flags, *(s.reshape(-1) for s in self._statistics)]
-        joined = torch.cat([part.detach().to(dtype) for part in numbers])
-        dist.all_reduce(joined)
-        means = torch.split(joined[4:] / self.world.size, [s.numel() for s in self._statistics])
+        flags = torch.tensor([stop, late], dtype=dtype)
+        is_apart = weight.device != flags.device  # the host's flags then wait for no device
+        numbers = [weight.reshape(1), skip.reshape(1), *(s.reshape(-1) for s in self._statistics)]
+        joined = torch.cat([part.detach().to(dtype) for part in (numbers if is_apart else [flags, *numbers])])
+        self._all_reduce(joined)
+        if is_apart:
+            self._all_reduce(flags)
+        else:
+            flags, joined = joined[:2], joined[2:]
+        means = torch.split(joined[2:] / self.world.size, [s.numel() for s in self._statistics])
         for statistic, mean in zip(self._statistics, means, strict=True):
             statistic.copy_(mean.view_as(statistic))
-        stop, late = (count > 0 for count in joined[2:4].tolist())  # an update's only read from the device
+        stop, late = (count > 0 for count in flags.tolist())
         return joined[0].float(), stop, late, joined[1] > 0
 
     def explained(self, error: Exception) -> Exception:
@@ -197,11 +209,10 @@ class TorchGroup(Group):
         gc.collect()
         dist.destroy_process_group()
 
-    @staticmethod
-    def _broadcast(tensor: Tensor) -> None:
-        """Copy rank 0's content to every rank, as bytes, so that every dtype works."""
-        content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-        dist.broadcast(content, 0)
+    def _broadcast(self, tensor: Tensor) -> None:
+        """Copy rank 0's content to every rank, by the host and as bytes, so that every dtype works."""
+        content = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
+        dist.broadcast(content, 0, group=self._of_host)
         tensor.copy_(content.view(tensor.dtype).view_as(tensor))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ import soundfile
 from speechtrain.batch import Batch
 from speechtrain.commands import doctor
 from speechtrain.commands._cli import guarded
+from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.models.rnnt import RNNT
 from speechtrain.task import Loss
 
@@ -177,3 +181,35 @@ def test_a_disk_that_is_read_only_or_full(monkeypatch: pytest.MonkeyPatch, tmp_p
     finding = doctor._room("disk", tmp_path, "OUTPUT_DIR")
     assert finding.state == doctor.RED
     assert "set OUTPUT_DIR" in finding.found
+
+
+_DEVICE = """
+import os
+from dataclasses import dataclass
+
+from speechtrain.devices.lazy import Lazy
+
+
+@dataclass(eq=False)
+class Early(Lazy):
+    def environment(self, processes):
+        return {"READ_BY_ITS_LIBRARY": "1"}
+
+    def open(self, local_rank):
+        print("opened with", os.environ["READ_BY_ITS_LIBRARY"])
+        super().open(local_rank)
+"""
+
+
+def test_a_command_starts_again_with_the_variables_of_its_device(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "device").mkdir(parents=True)
+    (tmp_path / "early.py").write_text(_DEVICE)
+    lines = ["# @package _global_", "device:", "  _target_: early.Early", "data:", "  shapes: 8"]
+    (tmp_path / "conf" / "device" / "early.yaml").write_text("\n".join(lines))
+    command = [str(Path(sys.executable).parent / "speechtrain-doctor"), "-cd", "conf", "device=early"]
+    done = subprocess.run(
+        [*command, "data.train=missing.jsonl", "recipe=demo"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), ALLOW_TARGETS: "early"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert "opened with 1" in done.stdout, done.stdout + done.stderr
