@@ -180,7 +180,7 @@ class Recorder:
     def copied(self, value: Tensor) -> Tensor:
         """A host tensor's copy on the device."""
         self._check_value(value, "the copy to the device")
-        with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+        with torch._C._DisableTorchDispatch():
             return value.clone()
 
     def read(self, name: str, fault: str = _READS) -> None:
@@ -239,8 +239,10 @@ class Recorder:
         """What a segment's hash holds of an argument; of a tensor, its place among those seen."""
         if not isinstance(leaf, Tensor):
             return str(leaf)
-        number = self._numbers.setdefault(leaf.untyped_storage(), len(self._numbers))
-        return number, leaf.storage_offset(), leaf.shape, leaf.dtype
+        storage = leaf.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = len(self._numbers)
+        return self._numbers[storage], leaf.storage_offset(), leaf.shape, leaf.dtype
 
     def _count_memory(self, output: Tensor) -> None:
         storage = output.untyped_storage()
@@ -260,7 +262,7 @@ class Recorder:
             raise self.blame(what, f"is of {value.dtype}, which the device does not have")
         most = 2 ** (self.operations.int64_bits - 1)
         if value.dtype == torch.int64 and self.operations.int64_bits < 64 and value.numel():
-            with torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+            with torch._C._DisableTorchDispatch():
                 least, largest = int(value.min()), int(value.max())
             if least < -most or largest >= most:
                 extreme = least if least < -most else largest

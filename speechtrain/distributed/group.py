@@ -115,11 +115,12 @@ class TorchGroup(Group):
     Raises MachineError if the processes do not find each other.
     """
 
+    _of_host: dist.ProcessGroup | None = None  # None: the default group, which also reduces in host memory
+
     def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
         self.world = world
         self.facts = facts
         self._statistics: list[Tensor] = []
-        self._of_host: dist.ProcessGroup | None = None  # None: the default group, which has both
         timeout = timedelta(seconds=timeout_seconds)
         try:
             dist.init_process_group(
