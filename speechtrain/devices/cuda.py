@@ -110,9 +110,14 @@ class CUDA(Device):
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         tf32 = dtype != torch.float32 if self.tf32 is None else self.tf32
-        sizes = {"lattice_cells": _LATTICE_CELLS, "logit_bytes": _LOGIT_BYTES, "feature_frames": 0}
-        matmul = "high" if tf32 else "highest"
-        return replace(super().policy(dtype), fp32_matmul=matmul, lstm="layers", **sizes)
+        return replace(
+            super().policy(dtype),
+            fp32_matmul="high" if tf32 else "highest",
+            lstm="layers",
+            lattice_cells=_LATTICE_CELLS,
+            logit_bytes=_LOGIT_BYTES,
+            feature_frames=0,
+        )
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -32,9 +32,10 @@ class LSTM(nn.Module, PolicyAware):
 
     The implementations have the same parameters and results. ``fused`` is torch's own, in fp32 for every
     precision. ``layers`` is the same one layer at a time where it draws dropout: cuDNN's own dropout would
-    set up its generator anew, and be waited for, after each seed. ``loop`` iterates over the frames, after one product for the inputs of all frames; its
-    products may be bfloat16 (cells, gates and outputs stay fp32). On a device that is not static, ``loop``
-    serves training only, and calls that record no gradient use ``fused``.
+    set up its generator anew, and be waited for, after each seed. ``loop`` iterates over the frames, after
+    one product for the inputs of all frames; its products may be bfloat16 (cells, gates and outputs stay
+    fp32). On a device that is not static, ``loop`` serves training only, and calls that record no gradient
+    use ``fused``.
     """
 
     def __init__(
