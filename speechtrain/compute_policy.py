@@ -34,7 +34,7 @@ class ComputePolicy:
     )  # in blocks that cast themselves: LSTM loop, transducer's joint
     fp32_matmul: str = "highest"  # torch's setting for fp32 products
     static_shapes: bool = False  # no shape depends on data, and the host reads nothing within a step
-    lstm: str = "fused"  # torch's own, or a loop over frames
+    lstm: str = "fused"  # torch's own, or that layer by layer, or a loop over frames
     attention: str = "sdpa"  # torch's own, or basic operations on slices
     conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
     spectrum: str = "fft"  # or matmul where there is no FFT, or conv where there are no strided views either
@@ -86,7 +86,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "product_dtype": tuple(_DTYPES)[:2],
     "fp32_matmul": ("highest", "high", "medium"),
     "static_shapes": (False, True),
-    "lstm": ("fused", "loop"),
+    "lstm": ("fused", "layers", "loop"),
     "attention": ("sdpa", "slices"),
     "conv": ("conv1d", "conv2d", "matmul"),
     "spectrum": ("fft", "matmul", "conv"),
@@ -121,6 +121,7 @@ class PolicyAware(ABC):
 def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
     """Apply ``policy`` to this process, to ``module`` and to every block in it that is ``PolicyAware``."""
     torch.set_float32_matmul_precision(policy.fp32_matmul)
+    torch.backends.cudnn.allow_tf32 = policy.fp32_matmul != "highest"  # convolutions and LSTMs, likewise
     for block in module.modules():
         if isinstance(block, PolicyAware):
             block.apply_policy(policy)

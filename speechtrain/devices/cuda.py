@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,13 +17,38 @@ from speechtrain.devices.base import Device, DeviceFacts, Prepared
 from speechtrain.errors import ConfigError, MachineError, one_line
 
 _BF16_CAPABILITY = (8, 0)  # Ampere
+# of the transducer loss, which launches kernels for every block of cells and every group of kept logits
+_LATTICE_CELLS, _LOGIT_BYTES = 65536, 4 * 2**30
+# NCCL's last collectives, written to a file when one times out; older torch reads the second name
+_FLIGHT_RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+_FLIGHT_RECORDER["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+# the GPUs that Slurm binds to each task alone: --gpus-per-task, --tres-per-task, --gpu-bind
+_BOUND = {
+    "SLURM_GPUS_PER_TASK": r"(?:\w+:)?(\d+)",
+    "SLURM_TRES_PER_TASK": r".*\bgpu(?:[:=]\w+)??[:=](\d+)\b.*",
+    "SLURM_GPU_BIND": r"(?:.*,)?(?:single:(?=1$)|per_task:)(\d+)",
+}
+
+
+def _has_own_gpus(local_rank: int, visible: int) -> bool:
+    """Whether the GPUs that are visible here are this rank's alone, so that its GPU is the first of them.
+
+    Either Slurm's srun started this rank and bound as many to it as are visible, or ``CUDA_VISIBLE_DEVICES``
+    is the rank's own number. Ranks of one launcher that all see the same GPU meet neither condition.
+    """
+    environ = os.environ
+    if environ.get("CUDA_VISIBLE_DEVICES") == str(local_rank):
+        return visible == 1
+    found = [re.fullmatch(pattern, environ.get(name, "")) for name, pattern in _BOUND.items()]
+    return environ.get("SLURM_LOCALID") == str(local_rank) and any(m and int(m[1]) == visible for m in found)
 
 
 @dataclass(eq=False)
 class CUDA(Device):
     """One GPU for each process: TF32, compilation, copies and the allocator.
 
-    ``tf32``: fp32 products and convolutions with 10 bits of mantissa on tensor cores. ``compile``: the model
+    ``tf32``: fp32 products, convolutions and LSTMs with 10 bits of mantissa on tensor cores; null: wherever
+    ``precision`` is not fp32, whose other products have 8 or 11 bits. ``compile``: the model
     through ``torch.compile``, compiled again for every new shape, so only together with ``data.shapes``.
     ``pinned``: batches go through page-locked memory, so that their copy overlaps with computing.
     ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null keeps PyTorch's default.
@@ -31,18 +59,19 @@ class CUDA(Device):
         collectives={"cpu": "gloo", "cuda": "nccl"},
         sum_dtype=torch.float32,
         network_variables=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
-        forwarded_variables=("NCCL_*", "PYTORCH_CUDA_ALLOC_CONF"),
+        forwarded_variables=("NCCL_*", "TORCH_NCCL_*", "TORCH_FR_*", "PYTORCH_CUDA_ALLOC_CONF"),
         peer_lost="gloo|nccl|distbackend",
         packages=(r"torch\.cuda",),
     )
 
-    tf32: bool = False
+    tf32: bool | None = None
     compile: bool = False
     pinned: bool = True
     allocator: str | None = "expandable_segments:True"
 
     def environment(self, processes: int) -> dict[str, str]:
-        return {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
+        memory = {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
+        return {**memory, **_FLIGHT_RECORDER}
 
     def check(self, processes: int) -> None:
         count = torch.cuda.device_count()  # asks the driver and initialises no GPU
@@ -65,21 +94,30 @@ class CUDA(Device):
             )
 
     def open(self, local_rank: int) -> None:
-        self.check(local_rank + 1)
+        index = 0 if _has_own_gpus(local_rank, torch.cuda.device_count()) else local_rank
+        self.check(index + 1)
         try:
-            torch.cuda.set_device(local_rank)
+            torch.cuda.set_device(index)
             torch.zeros((), device=self.name)
         except (RuntimeError, AssertionError) as error:
             problem = one_line(str(error), 200)
-            raise MachineError(f"device=cuda: GPU {local_rank} cannot be used ({problem})") from None
-        torch.backends.cudnn.allow_tf32 = self.tf32
+            raise MachineError(f"device=cuda: GPU {index} cannot be used ({problem})") from None
+        # one layer's weights are a part of the memory of all: cuDNN copies them in 0.1 ms
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
 
     def chip(self) -> str:
         return torch.cuda.get_device_name()
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
-        matmul = "high" if self.tf32 else "highest"
-        return replace(super().policy(dtype), fp32_matmul=matmul, feature_frames=0)
+        tf32 = dtype != torch.float32 if self.tf32 is None else self.tf32
+        return replace(
+            super().policy(dtype),
+            fp32_matmul="high" if tf32 else "highest",
+            lstm="layers",
+            lattice_cells=_LATTICE_CELLS,
+            logit_bytes=_LOGIT_BYTES,
+            feature_frames=0,
+        )
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)

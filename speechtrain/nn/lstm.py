@@ -30,10 +30,12 @@ class LSTM(nn.Module, PolicyAware):
     then all weights and biases are multiplied by ``init_scale``. LayerNorm follows the whole stack,
     as in Intel AIDK (which skips it in evaluation by mistake; here it always runs).
 
-    Two implementations have the same parameters and results. ``fused`` is torch's own, in fp32 for every
-    precision. ``loop`` iterates over the frames, after one product for the inputs of all frames; its
-    products may be bfloat16 (cells, gates and outputs stay fp32). On a device that is not static, ``loop``
-    serves training only, and calls that record no gradient use ``fused``.
+    The implementations have the same parameters and results. ``fused`` is torch's own, in fp32 for every
+    precision. ``layers`` is the same one layer at a time where it draws dropout: cuDNN's own dropout would
+    set up its generator anew, and be waited for, after each seed. ``loop`` iterates over the frames, after
+    one product for the inputs of all frames; its products may be bfloat16 (cells, gates and outputs stay
+    fp32). On a device that is not static, ``loop`` serves training only, and calls that record no gradient
+    use ``fused``.
     """
 
     def __init__(
@@ -69,13 +71,29 @@ class LSTM(nn.Module, PolicyAware):
         # on an AVX512-BF16 machine), and the loop casts by itself
         with full_precision(x.device):
             x = at_least_fp32(x).transpose(0, 1)  # time-major: no copy inside
-            y, state = self._loop(x, state) if is_loop else self.lstm(x, state)
+            draws = self.training and self.lstm.dropout > 0
+            run = self._loop if is_loop else self._layers if policy.lstm == "layers" and draws else self.lstm
+            y, state = run(x, state)
             return self.norm(self.dropout(y.transpose(0, 1))), state
 
     def zeros(self, like: Tensor, rows: int) -> State:
         """The state before the first frame."""
         shape = self.lstm.num_layers, rows, self.lstm.hidden_size
         return like.new_zeros(shape), like.new_zeros(shape)
+
+    def _layers(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Compute the same as ``self.lstm`` from (T, B, inputs), with dropout of torch between the layers."""
+        start = x.new_zeros(1, x.shape[1], self.lstm.hidden_size)
+        after = []
+        for layer, weights in enumerate(self.lstm.all_weights):
+            if layer:
+                x = F.dropout(x, self.lstm.dropout, self.training)
+            before = [start, start] if state is None else [part[layer : layer + 1] for part in state]
+            # has biases, layers, dropout, training, both directions, batch first
+            x, *last = torch.lstm(x, before, weights, True, 1, 0.0, self.training, False, False)
+            after.append(last)
+        hidden, cell = (torch.cat(parts) for parts in zip(*after, strict=True))
+        return x, (hidden, cell)
 
     def _loop(self, x: Tensor, state: State | None) -> tuple[Tensor, State]:
         """Compute the same as ``self.lstm`` from (T, B, inputs)."""

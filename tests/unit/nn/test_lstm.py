@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.compute_policy import STATIC, ComputePolicy, apply_policy
+from speechtrain.devices.cuda import CUDA
 from speechtrain.nn import lstm as module
 from speechtrain.nn.lstm import LSTM
 
 LOOP = ComputePolicy(lstm="loop")
+LAYERS = ComputePolicy(lstm="layers")
 LOOPS = pytest.mark.parametrize("policy", [LOOP, STATIC], ids=["ragged", "static"])
 BOUNDS = pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-5)])
 
@@ -201,3 +203,50 @@ def test_the_reference_initialisation() -> None:
             assert torch.all(forget == (0.5 if "ih" in name else 0.0))
         assert parameter.abs().max() <= 0.5 * max(1.0, 7**-0.5)
     assert isinstance(model.norm, nn.Identity)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_layer_by_layer_is_torchs_stack(
+    has_state: bool, is_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair(LAYERS, torch.float32, dropout=0.0 if is_training else 0.5)
+    one.train(is_training)
+    other.train(is_training)
+    x = torch.randn(4, 9, 5)
+    state = (torch.randn(3, 4, 7), torch.randn(3, 4, 7)) if has_state else None
+    # without dropout torch's own stack runs; here the other form is asked for
+    monkeypatch.setattr(other.lstm, "forward", other._layers)
+    for wanted, found in zip(gradients(one, x, state), gradients(other, x, state), strict=True):
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_layer_by_layer_draws_the_dropout_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch draws a mask between two layers, and the seed decides it; no call of its own stack is left."""
+    _, other = pair(LAYERS, torch.float64, dropout=0.5)
+    monkeypatch.setattr(other.lstm, "forward", lambda *inputs: pytest.fail("torch's stack draws by itself"))
+    x = torch.randn(4, 9, 5, dtype=torch.float64)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(gradients(other, x, None))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert not torch.equal(runs[0][0], runs[2][0])
+    assert all(torch.isfinite(value).all() and value.abs().sum() > 0 for value in runs[2])
+
+
+def test_layer_by_layer_has_the_statistics_of_the_stack() -> None:
+    """The mean of many draws is that of torch's own dropout, within its error."""
+    models = pair(LAYERS, torch.float64, layers=2, dropout=0.3)
+    x = torch.randn(1, 4, 5, dtype=torch.float64).expand(4000, 4, 5)
+    for model in models:
+        model.dropout.p = 0.0  # that on the output is common to both
+    drawn = [model(x)[0].detach() for model in models]
+    spread = drawn[0].std(0) / len(x) ** 0.5
+    assert ((drawn[0].mean(0) - drawn[1].mean(0)).abs() < 6 * spread).all()
+    torch.testing.assert_close(drawn[0].std(0), drawn[1].std(0), rtol=0.15, atol=0)
+
+
+def test_cuda_takes_it_layer_by_layer() -> None:
+    assert CUDA().policy(torch.bfloat16).lstm == "layers"
