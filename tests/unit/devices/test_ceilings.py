@@ -1,0 +1,70 @@
+"""Ceilings of what accelerators are given: the counts of benchmarks/accelerators.py at small widths.
+
+Widths change no count of operations; the cells of the lattice at once are the policy's.
+"""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from speechtrain.commands._hydra_app import compose
+from speechtrain.compute_policy import apply_policy
+from speechtrain.devices.cuda import CUDA
+from speechtrain.devices.hpu import HPU
+from speechtrain.devices.recorder import Recorder
+from speechtrain.losses.transducer import transducer_loss
+from speechtrain.train_rank import build_task
+
+batch_of: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))["batch_of"]
+
+
+@pytest.mark.parametrize(("dtype", "operations"), [(torch.float32, 33_500), (torch.bfloat16, 48_000)])
+def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
+    narrow = ["encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8"]
+    task, tokenizer = build_task(compose(["model=rnnt_mlperf", *narrow]))
+    recorder = Recorder(HPU.facts.operations)
+    policy = replace(HPU().policy(dtype), mark_step=recorder.mark_step)
+    apply_policy(task, policy)
+    graphs = []
+    for seconds, labels in ((16.7, 100), (14, 90)):
+        first, launches = len(recorder.segments), recorder.costs.launches
+        batch = recorder.move(task.prepare(batch_of(1, seconds, labels, tokenizer.size), 1))
+        with recorder.warm_up():
+            with policy.autocast("cpu"):
+                loss = task.train()(batch).total
+            torch.autograd.backward(loss)
+            recorder.mark_step()
+        assert len(recorder.segments) - first <= 20
+        assert recorder.costs.launches - launches <= operations
+        task.zero_grad()
+        with recorder.warm_up(), torch.no_grad(), policy.autocast("cpu"):
+            task.eval()(batch)
+            recorder.mark_step()
+        graphs.append(recorder.distinct)
+    assert max(recorder.segments) <= 3000
+    assert graphs[0] <= 15
+    assert graphs[1] - graphs[0] <= 7  # graphs of the encoder's segments serve every length
+
+
+def test_the_loss_on_cuda() -> None:
+    policy = CUDA().policy(torch.bfloat16)
+    torch.manual_seed(0)
+    joint = torch.nn.Linear(8, 16)
+    sides = torch.randn(8, 100, 8), torch.randn(8, 41, 8)
+    given = [tensor.detach().requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
+    texts, lengths = torch.randint(0, 15, (8, 40)), (torch.full((8,), 100), torch.full((8,), 40))
+    recorder = Recorder(CUDA.facts.operations)
+    with recorder:
+        loss = transducer_loss(
+            *given, texts, *lengths, blank=15, dropout=0.3, seed=5,
+            compute_dtype=policy.product_dtype, chunk=policy.lattice_cells, keep=policy.logit_bytes,
+        )  # fmt: skip
+        loss.sum().backward()
+    assert recorder.costs.launches <= 2 * 100 + 450  # two in each frame of the recursion
+    assert recorder.costs.reads <= 15
