@@ -90,7 +90,7 @@ class LSTM(nn.Module, PolicyAware):
                 x = F.dropout(x, self.lstm.dropout, self.training)
             before = [start, start] if state is None else [part[layer : layer + 1] for part in state]
             # has biases, layers, dropout, training, both directions, batch first
-            x, *last = torch.lstm(x, before, weights, True, 1, 0.0, self.training, False, False)
+            x, *last = torch.lstm(x, before, list[Tensor](weights), True, 1, 0.0, self.training, False, False)
             after.append(last)
         hidden, cell = (torch.cat(parts) for parts in zip(*after, strict=True))
         return x, (hidden, cell)
@@ -149,10 +149,8 @@ class _Layer(torch.autograd.Function):
         products = x.dtype if policy.product_dtype == torch.float32 else policy.product_dtype
         narrow = x.reshape(frames * rows, inputs).to(products)
         gates = torch.mm(narrow, input_weight.to(products).t()).to(x.dtype) + (input_bias + bias)
-        # contiguous, since every frame's product reads it in this order: 1.5 times faster at B=4 in fp32
-        recurrent = weight.to(products).t().contiguous()
         walk = _forward_static if policy.static_shapes else _forward
-        gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), recurrent, hidden, cell)
+        gates, cells, hiddens, outputs = walk(gates.view(frames, rows, -1), weight.to(products), hidden, cell)
         ctx.save_for_backward(narrow, input_weight, weight, gates, cells, hiddens)
         ctx.policy = policy
         last = frames - 1
@@ -201,26 +199,41 @@ class _Slopes(NamedTuple):
         return cls(torch.cat(by_gates, 2), output * (1 - squashed * squashed), forget)
 
 
+def _product(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
+    """The product of each frame's (``rows``, I) by ``weight`` (O, I) transposed, prepared once.
+
+    Plain bf16 products reorder the weight at every frame: 2.6 times the time at B=4 and H=1024, with equal
+    results.
+    """
+    if weight.dtype == torch.bfloat16 and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return lambda x: torch.mm(x, weight.t())
+
+
 def _forward(
-    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+    gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Iterate over the frames, with every result written in place.
 
     ``gates`` (T, B, 4H) holds the inputs' part of the gates' sums and is overwritten by the gates;
-    ``recurrent`` is (H, 4H). Returns the gates; the cells (T + 1, B, H) and the outputs in the products'
+    ``weight`` is (4H, H). Returns the gates; the cells (T + 1, B, H) and the outputs in the products'
     dtype (T + 1, B, H), both with the given state first; and the outputs (T, B, H).
     """
     frames, rows, width = len(gates), *cell.shape
     cells = gates.new_empty(frames + 1, rows, width)
-    hiddens = torch.empty_like(cells, dtype=recurrent.dtype)
+    hiddens = torch.empty_like(cells, dtype=weight.dtype)
     cells[0], hiddens[0] = cell, hidden
     is_narrow = hiddens.dtype != cells.dtype
     outputs = torch.empty_like(cells[1:]) if is_narrow else hiddens[1:]
     squashed = torch.empty_like(cells[0])
+    # contiguous, since every frame's product reads it in this order: 1.5 times faster at B=4 in fp32
+    recurrent = weight.t() if is_narrow else weight.t().contiguous()
+    product = _product(weight, rows)
     for t in range(frames):
         sums, after = gates[t], cells[t + 1]
         if is_narrow:
-            sums += torch.mm(hiddens[t], recurrent)
+            sums += product(hiddens[t])
         else:
             sums.addmm_(hiddens[t], recurrent)
         enter_and_forget, candidate, output = torch.split(sums, [2 * width, width, width], 1)
@@ -236,11 +249,11 @@ def _forward(
 
 
 def _forward_static(
-    gates: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor
+    gates: Tensor, weight: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``_forward`` in few operations a frame, without writes into slices, which lazy devices copy whole."""
     width = cell.shape[1]
-    is_narrow = recurrent.dtype != gates.dtype
+    recurrent, is_narrow = weight.t().contiguous(), weight.dtype != gates.dtype
     hidden = hidden.to(recurrent.dtype)
     squashed, candidates, cells, hiddens, outputs = [], [], [cell], [hidden], []
     for t in range(len(gates)):
@@ -269,7 +282,7 @@ def _backward(
     to those of the gates' sums (T, B, 4H), in the dtype of ``weight`` (4H, H), and of the given state."""
     rows, width = cell.shape
     by_gates = torch.empty_like(slopes.gates, dtype=weight.dtype)
-    cell = cell.clone()
+    cell, product = cell.clone(), _product(weight.t(), rows)
     for t in range(len(by_gates) - 1, -1, -1):
         hidden = hidden + outputs[t]
         cell.addcmul_(hidden, slopes.cell[t])
@@ -277,7 +290,7 @@ def _backward(
         torch.mul(slope[:, :3], cell[:, None], out=result[:, :3])
         torch.mul(slope[:, 3], hidden, out=result[:, 3])
         cell *= slopes.forget[t]
-        hidden = torch.mm(by_gates[t], weight).to(cell.dtype)
+        hidden = product(by_gates[t]).to(cell.dtype)
     return by_gates, hidden, cell
 
 
