@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -43,13 +43,20 @@ def _has_own_gpus(local_rank: int, visible: int) -> bool:
     return environ.get("SLURM_LOCALID") == str(local_rank) and any(m and int(m[1]) == visible for m in found)
 
 
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    """The members of each ``ModuleList`` that a part of ``module`` names in ``shard_units``."""
+    units = [owner.get_submodule(n) for owner in module.modules() for n in getattr(owner, "shard_units", ())]
+    return [layer for unit in units if isinstance(unit, nn.ModuleList) for layer in unit]
+
+
 @dataclass(eq=False)
 class CUDA(Device):
     """One GPU for each process: TF32, compilation, copies and the allocator.
 
     ``tf32``: fp32 products, convolutions and LSTMs with 10 bits of mantissa on tensor cores; null: wherever
-    ``precision`` is not fp32, whose other products have 8 or 11 bits. ``compile``: the model
-    through ``torch.compile``, compiled again for every new shape, so only together with ``data.shapes``.
+    ``precision`` is not fp32, whose other products have 8 or 11 bits. ``compile``: the
+    repeated layers (or, without any, the model but its loss) through ``torch.compile``, compiled for every
+    shape once in training and once in evaluation, so only together with ``data.shapes``.
     ``pinned``: batches go through page-locked memory, so that their copy overlaps with computing.
     ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null keeps PyTorch's default.
     """
@@ -68,6 +75,7 @@ class CUDA(Device):
     compile: bool = False
     pinned: bool = True
     allocator: str | None = "expandable_segments:True"
+    _shapes: int = field(init=False, default=0)  # of training, each of which is compiled
 
     def environment(self, processes: int) -> dict[str, str]:
         memory = {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
@@ -92,6 +100,7 @@ class CUDA(Device):
             raise ConfigError(
                 "device.compile=true: data.shapes=0 would compile every batch; set data.shapes=8"
             )
+        self._shapes = len(shapes)
 
     def open(self, local_rank: int) -> None:
         index = 0 if _has_own_gpus(local_rank, torch.cuda.device_count()) else local_rank
@@ -135,7 +144,17 @@ class CUDA(Device):
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         if self.compile:
-            module.compile()
+            from torch._dynamo import config
+
+            # in training and in evaluation; beyond the limit, torch would run the layers eagerly
+            config.recompile_limit = max(config.recompile_limit, 2 * self._shapes)
+            layers = _repeated(module)
+            if not layers and hasattr(
+                module, "losses"
+            ):  # they read lengths, so their graph would break often
+                module.losses = torch.compiler.disable(module.losses)
+            for part in layers or [module]:
+                part.compile(dynamic=False)
         return module, optimizer
 
     def move(self, batch: Batch) -> Batch:

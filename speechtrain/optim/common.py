@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from speechtrain.dtensor import is_sharded, sum_shares
-
-Step = Generator[Sequence[Tensor], list[Tensor], None]
-"""A parameter's update: it yields tensors once and receives the squared norms () of the full tensors."""
+from speechtrain.dtensor import is_sharded, local, sum_shares
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -32,11 +29,23 @@ def squared_norm(tensor: Tensor) -> Tensor:
     return (wide * wide).sum()
 
 
+def squared_norms(shares: Sequence[Tensor], model: Tensor) -> Tensor:
+    """The squared Euclidean norms (N,) of the tensors that ``shares`` are parts of, sharded as ``model``."""
+    wide = [share if share.dtype == torch.float64 else share.float() for share in shares]
+    return sum_shares(torch.stack([square.sum() for square in torch._foreach_mul(wide, wide)]), model)
+
+
+def scalars(vector: Tensor) -> list[Tensor]:
+    """The elements () of ``vector``, by their index: lazy tensors cannot be unbound without gradients."""
+    return [vector[index] for index in range(len(vector))]
+
+
 class TensorwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of a parameter depends on that parameter alone, its norms included.
 
     Where parameters are sharded, each rank updates its rows, and the norms are those of the full tensors:
-    one all-reduce sums them for a whole group. Until it ends, the step of every row is in memory.
+    one all-reduce sums them for a whole group. There, and on devices with kernels for lists of tensors, a
+    group is updated at once, and its steps are in memory together.
     """
 
     @torch.no_grad()
@@ -49,28 +58,19 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        kinds = _get_foreach_kernels_supported_devices()
         for group in self.param_groups:
-            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if any(gradient.is_sparse for _, gradient in pairs):
+            trained = [p for p in group["params"] if p.grad is not None]
+            if any(p.grad.is_sparse for p in trained):
                 raise ValueError("sparse gradients are not supported; use embeddings with sparse=False")
-            shared = [pair for pair in pairs if is_sharded(pair[0])]
-            together = [shared, *([pair] for pair in pairs if not is_sharded(pair[0]))]
-            for part in filter(None, together):
-                _take([self._update(parameter, gradient, group) for parameter, gradient in part], part[0][0])
+            shared = [p for p in trained if is_sharded(p)]
+            rest = [p for p in trained if not is_sharded(p)]
+            together = [p for p in rest if p.device.type in kinds]
+            alone = ([p] for p in rest if p.device.type not in kinds)
+            for parameters in filter(None, (shared, together, *alone)):
+                self._update(parameters, [local(p.grad) for p in parameters], group)
         return loss
 
     @abstractmethod
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
-        """Update this rank's shard of ``parameter`` in place."""
-
-
-def _take(steps: list[Step], parameter: Tensor) -> None:
-    """Run the steps of tensors that are all sharded over the same ranks as ``parameter``, or all not."""
-    asked = [list(next(step)) for step in steps]
-    squares = [squared_norm(tensor) for tensors in asked for tensor in tensors]
-    if is_sharded(parameter):
-        squares = list(sum_shares(torch.stack(squares), parameter))
-    found = iter(squares)
-    for step, tensors in zip(steps, asked, strict=True):
-        with contextlib.suppress(StopIteration):
-            step.send([next(found) for _ in tensors])
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """Update this rank's shards of ``parameters`` in place; they are all sharded alike, or all not."""

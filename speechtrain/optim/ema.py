@@ -82,16 +82,17 @@ class EMA(Average):
         tensors = _tensors(module)
         # moved as data: a number that equals another number of the step would change the recorded graph
         share = None if taken is None else torch.tensor([1 - decay]).to(taken.device)[0] * taken
-        for name, average in self._average.items():
-            average, value = local(average), local(tensors[name])  # each rank its shard where sharded
-            if average.is_floating_point():
-                # by the difference, so that constant values stay bit by bit
-                if share is None:
-                    average.add_(value - average, alpha=1 - decay)
-                else:
-                    average.add_((value - average) * share)
-            else:
+        pairs = [(local(average), local(tensors[name])) for name, average in self._average.items()]
+        for average, value in pairs:
+            if not average.is_floating_point():
                 average.copy_(value)
+            elif share is not None:
+                average.add_((value - average) * share)
+        if share is None:
+            averages = [average for average, _ in pairs if average.is_floating_point()]
+            values = [value for average, value in pairs if average.is_floating_point()]
+            # by the difference, so that constant values stay bit by bit
+            torch._foreach_add_(averages, torch._foreach_sub(values, averages), alpha=1 - decay)
 
     @contextmanager
     def swapped(self, module: nn.Module) -> Iterator[None]:

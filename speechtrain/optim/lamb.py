@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.dtensor import local
-from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
+from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalars, squared_norms
 
 
 class LAMB(TensorwiseOptimizer):
@@ -34,27 +34,36 @@ class LAMB(TensorwiseOptimizer):
         check_settings(settings)
         super().__init__(params, settings)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0  # a host integer, so the host computes the bias corrections
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        parameter, gradient = local(parameter), local(gradient)
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = 0  # a host integer, so the host computes the bias corrections
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
+        steps = [state["step"] for state in states]
+        means, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        weights = [local(parameter) for parameter in parameters]
         beta1, beta2 = group["betas"]
-        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
         # m̂ / (√v̂ + eps) with both corrections factored out: two passes over memory fewer
-        correction = math.sqrt(1 - beta2 ** state["step"])
-        denominator = square.sqrt().add_(group["eps"] * correction)
-        direction = parameter.mul(group["weight_decay"])
-        direction.addcdiv_(mean, denominator, value=correction / (1 - beta1 ** state["step"]))
+        corrections = [math.sqrt(1 - beta2**step) for step in steps]
+        factors = [
+            correction / (1 - beta1**step) for correction, step in zip(corrections, steps, strict=True)
+        ]
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_add_(denominators, [group["eps"] * correction for correction in corrections])
+        directions = torch._foreach_mul(weights, group["weight_decay"])
+        torch._foreach_addcdiv_(directions, means, denominators, factors)
 
-        squares = yield parameter, direction
-        weight_norm, direction_norm = squares[0].sqrt(), squares[1].sqrt()
-        both = (weight_norm > 0) & (direction_norm > 0)
-        ratio = torch.where(both, weight_norm / direction_norm, torch.ones_like(weight_norm))
-        parameter.sub_(direction.mul_(ratio * group["lr"]))
+        norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
+        weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
+        both = (weight_norms > 0) & (direction_norms > 0)
+        ratios = torch.where(both, weight_norms / direction_norms, torch.ones_like(weight_norms))
+        torch._foreach_mul_(directions, scalars(ratios * group["lr"]))
+        torch._foreach_sub_(weights, directions)

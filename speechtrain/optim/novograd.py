@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.dtensor import local
-from speechtrain.optim.common import Step, TensorwiseOptimizer, check_settings
+from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalars, squared_norms
 
 
 class NovoGrad(TensorwiseOptimizer):
@@ -33,21 +33,23 @@ class NovoGrad(TensorwiseOptimizer):
         check_settings(settings)
         super().__init__(params, {**settings, "grad_averaging": grad_averaging})
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> Step:
-        state = self.state[parameter]
-        (square,) = yield (local(gradient),)
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(square)
+    def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        squares = squared_norms(gradients, parameters[0])
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(squares[0])
+        means, seconds = [local(state["exp_avg"]) for state in states], [s["exp_avg_sq"] for s in states]
         beta1, beta2 = group["betas"]
-        second = state["exp_avg_sq"]
         # selected by arithmetic: a branch would be a host read
-        fresh = (second == 0).to(second.dtype)
-        second.mul_(beta2).add_(square * (1 - beta2 + fresh * beta2))
+        fresh = (torch.stack(seconds) == 0).to(squares.dtype)
+        torch._foreach_mul_(seconds, beta2)
+        torch._foreach_add_(seconds, scalars(squares * (1 - beta2 + fresh * beta2)))
 
-        parameter, gradient = local(parameter), local(gradient)
-        added = gradient / (second.sqrt() + group["eps"])
-        added.add_(parameter, alpha=group["weight_decay"])
-        mean = local(state["exp_avg"])
-        mean.mul_(beta1).add_(added, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        parameter.add_(mean, alpha=-group["lr"])
+        weights = [local(parameter) for parameter in parameters]
+        added = torch._foreach_div(gradients, scalars(torch.stack(seconds).sqrt() + group["eps"]))
+        torch._foreach_add_(added, weights, alpha=group["weight_decay"])
+        torch._foreach_mul_(means, beta1)
+        torch._foreach_add_(means, added, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_add_(weights, means, alpha=-group["lr"])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config
+from torch._dynamo.utils import counters
 
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.errors import MachineError
+from speechtrain.nn.transformer import Transformer
 
 
 @pytest.fixture
@@ -107,3 +112,89 @@ def test_a_rank_that_sees_all_gpus_takes_that_of_its_number(monkeypatch: pytest.
 def test_nccl_records_its_collectives() -> None:
     recorder = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
     assert recorder < CUDA().environment(1).keys()  # one on each of several hosts
+
+
+class Small(nn.Module):
+    """A model without repeated layers, and a loss that reads its lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def losses(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: int((x.sum() * 0).item()) + 1].sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.losses(self.line(x))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Torch's counts of graphs, from 0, with a backend that needs no compiler."""
+    compiling = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **keys: compiling(self, **{"backend": "aot_eager", **keys})
+    )
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    counters.clear()
+    with config.patch(recompile_limit=config.recompile_limit):  # type: ignore[attr-defined]
+        yield counters["stats"]
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+
+
+# dynamo looks for gradients of tensors that have none
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+def prepared(module: nn.Module, shapes: int) -> CUDA:
+    device = CUDA(compile=True)
+    device.validate_shapes([(2, 16000, 3)] * shapes)
+    device.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    return device
+
+
+def test_compiled_layers_share_a_graph_for_each_shape_and_mode(graphs: Counter[str]) -> None:
+    torch.manual_seed(0)
+    values = {"position_kernel": 4, "position_groups": 2, "dropout": 0.0, "attention_dropout": 0.0}
+    plain, compiled = (Transformer(8, 3, 16, heads=2, **values) for _ in range(2))  # type: ignore[arg-type]
+    compiled.load_state_dict(plain.state_dict())
+    shapes = range(10, 16)  # twice as many graphs as torch's limit of 8 would allow
+    device = prepared(compiled, len(shapes))
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    for frames in (*shapes, *shapes):
+        x, lengths = torch.randn(2, frames, 8), torch.tensor([frames, frames - 2])
+        found = []
+        for model in (plain, compiled):
+            y = model.train()(x, lengths)
+            y.square().sum().backward()
+            with torch.no_grad():
+                found.append([y, model.eval()(x, lengths), *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert device.graphs() == graphs["unique_graphs"] == 2 * len(shapes)
+
+
+def test_another_model_is_compiled_without_its_loss(graphs: Counter[str]) -> None:
+    model = Small()
+    x = torch.randn(3, 4)
+    wanted = model(x)
+    device = prepared(model, 1)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), wanted)
+    assert device.graphs() == 1  # the loss would have broken it into several
+
+
+def test_a_real_compiler_keeps_the_gradients_of_a_transformer() -> None:
+    """With gcc torch.compile makes real kernels on the CPU, too; without one this test has nothing to run."""
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs a C++ compiler on a CPU")
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    sizes = {"width": 16, "layers": 2, "feed_forward": 32, "heads": 2, "dropout": 0.0}
+    values = {"attention_dropout": 0.0, "position_kernel": 4, "position_groups": 2}
+    encoder = Transformer(**sizes, **values)  # type: ignore[arg-type]
+    x, lengths = torch.randn(2, 20, 16), torch.tensor([20, 13])
+    wanted = torch.autograd.grad(encoder(x, lengths)[:, :13].square().sum(), list(encoder.parameters()))
+    prepared(encoder, 1)
+    found = torch.autograd.grad(encoder(x, lengths)[:, :13].square().sum(), list(encoder.parameters()))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]

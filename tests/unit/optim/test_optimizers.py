@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from speechtrain.optim import common
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 
@@ -269,3 +270,27 @@ def test_the_configured_choices_build_and_list_what_a_user_may_change(name: str)
     assert losses[-1] < losses[0]
     unlisted = set(optimizer.param_groups[0]) - {"params", *node}
     assert unlisted <= {"maximize", "capturable", "differentiable", "decoupled_weight_decay"}
+
+
+@pytest.mark.parametrize("cls", [LAMB, NovoGrad])
+def test_tensors_together_are_those_one_by_one(
+    cls: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerators update a whole group with operations on lists: bit for bit what each tensor gets alone."""
+    one, other = network(), network()
+    other.load_state_dict(one.state_dict())
+    optimizers = [cls(model.parameters(), lr=0.1) for model in (one, other)]  # type: ignore[call-arg]
+    for step in range(4):
+        for model in (one, other):
+            torch.manual_seed(step)
+            for index, parameter in enumerate(model.parameters()):
+                # a parameter that begins to train later has another number of steps
+                parameter.grad = torch.randn_like(parameter) if index or step else None
+        optimizers[0].step()
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+            optimizers[1].step()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for name, value in optimizers[0].state[a].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizers[1].state[b][name]))
