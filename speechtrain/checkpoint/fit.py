@@ -67,8 +67,8 @@ def _update_fails(optimizer: torch.optim.Optimizer) -> Exception | None:
             trial.param_groups.append({**group, **flags, "params": [twins[p] for p in group["params"]]})
         for parameter, twin in twins.items():
             for key, value in optimizer.state.get(parameter, {}).items():
-                is_large = isinstance(value, Tensor) and value.ndim
-                trial.state[twin][key] = _without_values(value) if is_large else copy.deepcopy(value)
+                is_read = not isinstance(value, Tensor) or key == "step"  # torch's counter, by the host
+                trial.state[twin][key] = copy.deepcopy(value) if is_read else _without_values(value)
         trial.step()
     except Exception as error:
         return error

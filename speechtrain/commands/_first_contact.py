@@ -30,7 +30,7 @@ from speechtrain.config.build import build_device, build_encoder, build_model, b
 from speechtrain.devices.base import Device
 from speechtrain.devices.recorder import Recorder
 from speechtrain.errors import one_line
-from speechtrain.files import write_json
+from speechtrain.files import read_json, write_json, write_text
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.lstm import LSTM
@@ -207,7 +207,7 @@ class Contact:
         said = (done.stderr or done.stdout).strip().splitlines()[-1:]
         found: Values = {"exit code": done.returncode, "seconds": time.perf_counter() - begun}
         if (run_dir / RESULT).is_file():
-            result = json.loads((run_dir / RESULT).read_text())
+            result = read_json(run_dir / RESULT)
             return found | {key: result[key] for key in ("status", "step", "metrics") if key in result}
         return found | {"said": one_line(" ".join(said), 300)}
 
@@ -249,5 +249,5 @@ def first_contact(config: DictConfig, overrides: list[str]) -> tuple[Path, list[
     lines += [
         f"| {name} | {one_line(json.dumps(values), 2000).replace('|', '/')} |" for name, values in found
     ]
-    stem.with_suffix(".md").write_text("\n".join([*lines, ""]))
+    write_text(stem.with_suffix(".md"), "\n".join([*lines, ""]))
     return path, found

@@ -42,7 +42,7 @@ def restart_for(device: Device) -> None:
     Returns if all are set, if the device has none beyond the CPU's (which only make training faster), and if
     this process is a user's Python. Raises MachineError if the device is missing.
     """
-    if device.name == "cpu" or not Path(sys.argv[0]).name.startswith("speechtrain-"):
+    if device.on_host or not Path(sys.argv[0]).name.startswith("speechtrain-"):
         return
     device.check(1)
     missing = {name: value for name, value in device.environment(1).items() if name not in os.environ}

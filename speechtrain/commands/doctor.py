@@ -109,8 +109,8 @@ def _contact(overrides: list[str], config_dir: str | None) -> int:
         failed = "error" in values or values.get("exit code", 0)
         code = code or (MachineError.exit_code if failed else 0)
         told = "  ".join(f"{key}: {value}" for key, value in values.items())
-        print(f"{RED if failed else GREEN:<5}  {name:<13} {printable(one_line(told, 300))}")
-    print(f"written: {path} and {path.with_suffix('.md')}; please send both to us")
+        print(printable(f"{RED if failed else GREEN:<5}  {name:<13} {one_line(told, 300)}"))
+    print(printable(f"written: {path} and {path.with_suffix('.md')}; please send both to us"))
     return code
 
 
@@ -292,7 +292,7 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
         except Exception as error:  # a doctor reports whatever it finds
             yield _data_failure(config, error) if what == "data" else failure(what, error)
             return
-        if device.name != "cpu":
+        if not device.on_host:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("recorder", lambda: recorded(config, device, data, watched))

@@ -71,6 +71,9 @@ class Device(ABC):
     oversubscribe: bool = True
     """Whether a host may get more ranks than it has CPUs, or memory for their models."""
 
+    on_host: bool = False
+    """Whether it computes in the host's memory, with torch alone."""
+
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import platform
@@ -24,7 +26,9 @@ _CHOICES = {
     "allocator": ("auto", "jemalloc", "tcmalloc", "default"),
     "openmp": ("auto", "intel", "default"),
     "pin": ("auto", "cores", "numa", "none"),
+    "collectives": ("gloo", "ccl"),
 }
+_ONECCL = "oneccl_bindings_for_pytorch"
 ALLOCATORS = {"jemalloc": ("libjemalloc.so",), "tcmalloc": ("libtcmalloc.so", "libtcmalloc_minimal.so")}
 INTEL_OPENMP = ("libiomp5.so",)
 """The files of libraries that can be loaded before Python."""
@@ -82,10 +86,13 @@ class CPU(Device):
     node, ``auto`` the share if there are several ranks and several memory nodes and this process is not
     bound yet. ``comm_cores``: cores of each rank's share that are reserved for communication.
 
+    ``collectives``: ``ccl`` is Intel's oneCCL, in a package of its own for each release of torch.
+
     ``oversubscribe`` allows more ranks on a host than it has CPUs, or memory for their models.
     """
 
     name = "cpu"
+    on_host = True
     facts = DeviceFacts(
         forwarded_variables=("OMP_*", "KMP_*", "GOMP_*", "ONEDNN_*", "DNNL_*", "MALLOC_CONF", "CCL_*")
     )
@@ -99,6 +106,7 @@ class CPU(Device):
     isa: str | None = None
     pin: str = "auto"
     comm_cores: int = 0
+    collectives: str = "gloo"
     oversubscribe: bool = False
 
     def __post_init__(self) -> None:
@@ -108,6 +116,14 @@ class CPU(Device):
         for key in ("threads", "comm_cores"):
             if (count := getattr(self, key)) < 0:
                 raise ValueError(f"{key} is {count}; it is at least 0")
+        self.facts = replace(self.facts, collectives={"cpu": self.collectives})
+
+    def check(self, processes: int) -> None:
+        if self.collectives == "ccl" and importlib.util.find_spec(_ONECCL) is None:
+            raise MachineError(
+                f"device.collectives=ccl: {_ONECCL} is not installed here; install Intel's build for torch "
+                f"{torch.__version__.partition('+')[0]}, or set device.collectives=gloo"
+            )
 
     # --- before Python starts -------------------------------------------------------------------
 
@@ -169,6 +185,9 @@ class CPU(Device):
     # --- at the start -----------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> None:
+        if self.collectives == "ccl":
+            self.check(1)
+            importlib.import_module(_ONECCL)  # which gives torch.distributed the backend
         self._pin(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         threads = self.threads or int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
         if threads > 0:

@@ -149,10 +149,8 @@ class CUDA(Device):
             # in training and in evaluation; beyond the limit, torch would run the layers eagerly
             config.recompile_limit = max(config.recompile_limit, 2 * self._shapes)
             layers = _repeated(module)
-            if not layers and hasattr(
-                module, "losses"
-            ):  # they read lengths, so their graph would break often
-                module.losses = torch.compiler.disable(module.losses)
+            if not layers and hasattr(module, "losses"):  # they read lengths, which would break the graph
+                module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
             for part in layers or [module]:
                 part.compile(dynamic=False)
         return module, optimizer

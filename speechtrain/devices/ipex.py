@@ -23,7 +23,10 @@ _ADVICE = (
 
 
 class IPEX(CPU):
-    """The CPU with Intel's kernels, autocast and fused optimizer steps; everything else as ``CPU``.
+    """The CPU with Intel's LSTM kernel and autocast; everything else as ``CPU``.
+
+    Of our optimizers the extension fuses the step of ``sgd`` only. Its repository is archived with known
+    security issues, and Intel recommends plain PyTorch.
 
     Weights stay plain fp32 tensors in memory. The extension can also store them in bf16 (with the exact
     ones inside its optimizer) and in oneDNN's blocked order: weight averages, gradient norms and
@@ -34,6 +37,7 @@ class IPEX(CPU):
     facts = replace(CPU.facts, fsdp=False, packages=(_PACKAGE,))
 
     def check(self, processes: int) -> None:
+        super().check(processes)
         _version()
 
     def open(self, local_rank: int) -> None:

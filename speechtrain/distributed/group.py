@@ -58,7 +58,7 @@ class Group(ABC):
 
     @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
-        """The elementwise sum over the group."""
+        """The elementwise sum over the group, of a tensor in host memory."""
 
     def barrier(self) -> None:
         self.any(False)  # a host reduction: nccl's own barrier takes memory on a device of its choice
@@ -164,11 +164,8 @@ class TorchGroup(Group):
     @collective
     def sum(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
-        self._all_reduce(total)
+        dist.all_reduce(total, group=self._of_host)
         return total
-
-    def _all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._of_host if tensor.device.type == "cpu" else None)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -185,9 +182,9 @@ class TorchGroup(Group):
         is_apart = weight.device != flags.device  # the host's flags then wait for no device
         numbers = [weight.reshape(1), skip.reshape(1), *(s.reshape(-1) for s in self._statistics)]
         joined = torch.cat([part.detach().to(dtype) for part in (numbers if is_apart else [flags, *numbers])])
-        self._all_reduce(joined)
+        dist.all_reduce(joined)
         if is_apart:
-            self._all_reduce(flags)
+            dist.all_reduce(flags, group=self._of_host)
         else:
             flags, joined = joined[:2], joined[2:]
         means = torch.split(joined[2:] / self.world.size, [s.numel() for s in self._statistics])

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
 from speechtrain.dtensor import is_sharded, local, sum_shares
 
@@ -44,8 +43,8 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose update of a parameter depends on that parameter alone, its norms included.
 
     Where parameters are sharded, each rank updates its rows, and the norms are those of the full tensors:
-    one all-reduce sums them for a whole group. There, and on devices with kernels for lists of tensors, a
-    group is updated at once, and its steps are in memory together.
+    one all-reduce sums them for a whole group. A group is updated at once, so that a GPU gets few launches;
+    its steps are in memory together.
     """
 
     @torch.no_grad()
@@ -58,16 +57,13 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kinds = _get_foreach_kernels_supported_devices()
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             if any(p.grad.is_sparse for p in trained):
                 raise ValueError("sparse gradients are not supported; use embeddings with sparse=False")
             shared = [p for p in trained if is_sharded(p)]
             rest = [p for p in trained if not is_sharded(p)]
-            together = [p for p in rest if p.device.type in kinds]
-            alone = ([p] for p in rest if p.device.type not in kinds)
-            for parameters in filter(None, (shared, together, *alone)):
+            for parameters in filter(None, (shared, rest)):
                 self._update(parameters, [local(p.grad) for p in parameters], group)
         return loss
 

@@ -309,3 +309,16 @@ def test_the_probe_asks_for_the_same_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert not is_exact(monkeypatch, 2e-3)  # rounded to bf16 inside
     assert not is_exact(monkeypatch, 0.0, is_same=True)  # nothing to choose between
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_one_ccl_is_asked_for_by_name() -> None:
+    assert CPU().facts.backends == "cpu:gloo"
+    device = CPU(collectives="ccl")
+    assert device.facts.backends == "cpu:ccl"
+    for refused in (lambda: device.check(2), lambda: device.open(0)):
+        with pytest.raises(
+            MachineError, match=r"device\.collectives=ccl: oneccl_bindings_for_pytorch is not"
+        ):
+            refused()
+    with pytest.raises(ValueError, match="collectives is 'mpi'; it is one of gloo, ccl"):
+        CPU(collectives="mpi")

@@ -184,6 +184,7 @@ def test_another_model_is_compiled_without_its_loss(graphs: Counter[str]) -> Non
     assert device.graphs() == 1  # the loss would have broken it into several
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_real_compiler_keeps_the_gradients_of_a_transformer() -> None:
     """With gcc torch.compile makes real kernels on the CPU, too; without one this test has nothing to run."""
     if shutil.which("g++") is None:
