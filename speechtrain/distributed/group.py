@@ -126,6 +126,8 @@ class TorchGroup(Group):
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=timeout_seconds),
+                # the device that this rank has opened, so that its communicator starts here
+                device_id=torch.empty(0, device=facts.bound).device if facts.bound else None,
             )
         except (RuntimeError, ValueError, OSError) as error:  # a taken port, no answer, no MASTER_ADDR
             missed = f"rank {world.rank} of {world.size} did not find its peers ({facts.backends})"
@@ -173,14 +175,20 @@ class TorchGroup(Group):
     @collective
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         dtype = self.facts.sum_dtype
-        flags = torch.tensor([stop, late], dtype=dtype, device=weight.device)
-        numbers = [weight.reshape(1), skip.reshape(1), flags, *(s.reshape(-1) for s in self._statistics)]
+        flags = torch.tensor([stop, late], dtype=dtype)  # facts of the host: reading them waits for no device
+        on_host = [] if weight.device != flags.device else [flags]  # or one reduction carries all
+        numbers = [weight.reshape(1), skip.reshape(1), *(s.reshape(-1) for s in self._statistics), *on_host]
         joined = torch.cat([part.detach().to(dtype) for part in numbers])
         dist.all_reduce(joined)
-        means = torch.split(joined[4:] / self.world.size, [s.numel() for s in self._statistics])
+        if on_host:
+            flags = joined[-2:]
+        else:
+            dist.all_reduce(flags)
+        sizes = [statistic.numel() for statistic in self._statistics]
+        means = torch.split(joined[2 : 2 + sum(sizes)] / self.world.size, sizes)
         for statistic, mean in zip(self._statistics, means, strict=True):
             statistic.copy_(mean.view_as(statistic))
-        stop, late = (count > 0 for count in joined[2:4].tolist())  # an update's only read from the device
+        stop, late = (count > 0 for count in flags.tolist())
         return joined[0].float(), stop, late, joined[1] > 0
 
     def explained(self, error: Exception) -> Exception:
