@@ -153,7 +153,7 @@ class CUDA(Device):
             if not layers and hasattr(
                 module, "losses"
             ):  # they read lengths, so their graph would break often
-                module.losses = torch.compiler.disable(module.losses)
+                module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
             for part in layers or [module]:
                 part.compile(dynamic=False)
         return module, optimizer

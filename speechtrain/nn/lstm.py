@@ -85,7 +85,7 @@ class LSTM(nn.Module, PolicyAware):
                 x = F.dropout(x, self.lstm.dropout, self.training)
             before = [start, start] if state is None else [part[layer : layer + 1] for part in state]
             # has biases, layers, dropout, training, both directions, batch first
-            x, *last = torch.lstm(x, before, weights, True, 1, 0.0, self.training, False, False)
+            x, *last = torch.lstm(x, before, tuple(weights), True, 1, 0.0, self.training, False, False)
             after.append(last)
         hidden, cell = (torch.cat(parts) for parts in zip(*after, strict=True))
         return x, (hidden, cell)

@@ -141,11 +141,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, **keys: compiling(self, **{"backend": "aot_eager", **keys})
     )
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    torch._dynamo.reset()
     counters.clear()
-    with config.patch(recompile_limit=config.recompile_limit):  # type: ignore[attr-defined]
+    with config.patch(recompile_limit=config.recompile_limit):
         yield counters["stats"]
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    torch._dynamo.reset()
 
 
 # dynamo looks for gradients of tensors that have none
