@@ -38,6 +38,7 @@ class DeviceFacts:
 
     # the torch.distributed backend of each torch device type; without cpu the host has a group of its own
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
+    bound: str = ""  # the torch device type to whose opened chip the group is bound; empty: to none
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
     forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too

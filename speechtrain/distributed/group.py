@@ -129,6 +129,8 @@ class TorchGroup(Group):
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timeout,
+                # the device that this rank has opened, so that its communicator starts here
+                device_id=torch.empty(0, device=facts.bound).device if facts.bound else None,
             )
             if "cpu" not in facts.collectives:
                 self._of_host = dist.new_group(backend="gloo", timeout=timeout)

@@ -43,7 +43,7 @@ class NovoGrad(TensorwiseOptimizer):
         means, seconds = [local(state["exp_avg"]) for state in states], [s["exp_avg_sq"] for s in states]
         beta1, beta2 = group["betas"]
         # selected by arithmetic: a branch would be a host read
-        fresh = (torch.stack(seconds) == 0).to(squares.dtype)
+        fresh = (torch.stack(seconds).to(squares.device) == 0).to(squares.dtype)  # a trial's are elsewhere
         torch._foreach_mul_(seconds, beta2)
         torch._foreach_add_(seconds, scalars(squares * (1 - beta2 + fresh * beta2)))
 

@@ -15,7 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.distributed.group import SingleProcess, open_group
+from speechtrain.devices.base import DeviceFacts
+from speechtrain.devices.cuda import CUDA
+from speechtrain.distributed import group as module
+from speechtrain.distributed.group import SingleProcess, TorchGroup, open_group
 from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.errors import MachineError
 from speechtrain.launcher import World
@@ -326,3 +329,35 @@ def test_slurm_counts_the_ranks_of_each_node(node: str, ranks: int) -> None:
 
 def test_a_batch_script_of_slurm_is_one_process() -> None:
     assert World.from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == World()
+
+
+def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator's numbers stay there: a read of a ``meta`` tensor would raise an error."""
+    reduced: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group=None: reduced.append(tensor))
+    group = object.__new__(TorchGroup)
+    group.world, group.facts = World(0, 2, 0, 2), DeviceFacts(sum_dtype=torch.float32)
+    running = torch.zeros(3, device="meta")
+    group._statistics = [running]
+    nothing = torch.tensor(False, device="meta")
+    weight, stop, late, skip = group.all_reduce_status(
+        torch.tensor(2.0, device="meta"), stop=True, late=False, skip=nothing
+    )
+    assert [(tensor.device.type, len(tensor)) for tensor in reduced] == [("meta", 5), ("cpu", 2)]
+    assert (stop, late) == (True, False)
+    assert weight.device == skip.device == running.device
+    reduced.clear()
+    group._statistics = [torch.ones(3)]
+    answer = group.all_reduce_status(torch.tensor(2.0), stop=False, late=True, skip=torch.tensor(False))
+    assert (len(reduced), answer[1:3]) == (1, (False, True))
+    assert torch.equal(group._statistics[0], torch.full((3,), 0.5))
+
+
+def test_the_group_is_bound_to_the_chip_that_the_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **named: given.update(named))
+    monkeypatch.setattr(module, "store_of_one_host", lambda *_: None)
+    for facts, expected in ((DeviceFacts(), None), (DeviceFacts(bound="meta"), torch.device("meta"))):
+        TorchGroup(World(0, 2, 0, 2), facts)
+        assert given["device_id"] == expected
+    assert CUDA.facts.bound == "cuda"

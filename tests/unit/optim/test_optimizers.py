@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from speechtrain.optim import common
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 
