@@ -329,6 +329,10 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
             with recorder.warm_up() if is_new else recorder:
                 torch.autograd.backward(loss)
             recorder.mark_step()
+            with recorder.warm_up() if is_new else recorder, torch.no_grad(), policy.autocast("cpu"):
+                task.eval()(prepared)
+            recorder.mark_step()
+            task.train()
             known.add(shape)
     segments = recorder.segments
     graphs = ""

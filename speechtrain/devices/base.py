@@ -29,6 +29,7 @@ class Operations:
     refused_dtypes: tuple[torch.dtype, ...] = ()
     int64_bits: int = 64  # that int64 really has
     reinterprets: bool = True  # Tensor.view(dtype)
+    largest_graph: int = 0  # most operations of a graph; 0: any number
     records: bool = False  # graphs, which a read by the host or a shape that depends on data ends
 
 

@@ -91,6 +91,7 @@ class HPU(Device):
             (torch.float64, torch.complex64, torch.complex128),
             int64_bits=32,  # the copy raises beyond it; PT_ENABLE_INT64_SUPPORT excludes lazy mode
             reinterprets=False,  # the lowering of view(dtype) keeps the old type and sizes
+            largest_graph=5000,  # one of 136,000 took XLA minutes to compile; not measured on Synapse
             records=True,
         ),
         packages=(_PACKAGE,),

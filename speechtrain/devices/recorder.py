@@ -35,9 +35,7 @@ _DYNAMIC = "gives a shape that depends on data, so every step is compiled"
 _MASKS = (torch.bool, torch.uint8)
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 # methods that read a CPU tensor's memory without an operation that the dispatcher sees
-_MEMORY = {
-    getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
-}
+_MEMORY = ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
 _SELECTING = ("gather", "index", "index_select", "embedding")
 _COPIES = (Tensor.to, Tensor.cuda)
 
@@ -134,12 +132,29 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._places.clear()
+        for name in _MEMORY:
+            self._watch(name)
         self._stack.enter_context(_Methods(self))
         self._stack.enter_context(_Operations(self))
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
+
+    def _watch(self, name: str) -> None:
+        """Count calls of a method of tensors; a function mode would not see those of a backward."""
+        method, is_own = getattr(Tensor, name), name in vars(Tensor)
+
+        def watched(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+            if not self.is_on_host(tensor):
+                self.read(f"Tensor.{name}")
+            return method(tensor, *arguments, **keywords)
+
+        setattr(Tensor, name, watched)
+        if is_own:
+            self._stack.callback(setattr, Tensor, name, method)
+        else:
+            self._stack.callback(delattr, Tensor, name)
 
     def mark_step(self) -> None:
         """End the open segment, as a device's ``mark_step`` does; an empty one does not count."""
@@ -234,6 +249,9 @@ class Recorder:
         if not function.is_view and torch.Tag.data_dependent_output not in function.tags:
             moved = self.costs.moved + _bytes(function.__name__, given, outputs)
             self.costs = replace(self.costs, launches=self.costs.launches + 1, moved=moved)
+            most = self.operations.largest_graph
+            if most and self.costs.launches - self._first > most:
+                raise self.blame(function.__name__, f"makes a graph of more than {most:,} operations")
 
     def _content(self, leaf: Any) -> Any:
         """What a segment's hash holds of an argument; of a tensor, its place among those seen."""
@@ -296,7 +314,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Methods(TorchFunctionMode):
-    """Intercepts what no operation shows: reads of a tensor's memory, and tensors made on the host."""
+    """Intercepts what no operation shows: which tensors are made on the host, and their copies."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -309,8 +327,6 @@ class _Methods(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _MEMORY and not self.recorder.is_on_host(args[0]):
-            self.recorder.read(_MEMORY[func])
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         self.recorder.makes_on_host = not has_tensors and "device" not in (kwargs or {})
         try:

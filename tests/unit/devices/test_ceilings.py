@@ -17,7 +17,7 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder
+from speechtrain.devices.recorder import Recorder, Unfit
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.train_rank import build_task
 
@@ -50,6 +50,18 @@ def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
     assert max(recorder.segments) <= 3000
     assert graphs[0] <= 15
     assert graphs[1] - graphs[0] <= 7  # graphs of the encoder's segments serve every length
+
+
+def test_an_encoder_in_one_graph_is_refused() -> None:
+    task, tokenizer = build_task(
+        compose(["model=rnnt_mlperf", "encoder.hidden=8", "model.prediction.hidden=8"])
+    )
+    recorder = Recorder(HPU.facts.operations)
+    apply_policy(task, replace(HPU().policy(torch.float32), lstm_segment=0))
+    batch = recorder.move(task.prepare(batch_of(1, 16.7, 100, tokenizer.size), 1))
+    with recorder.warm_up(), pytest.raises(Unfit, match="makes a graph of more than 5,000") as raised:
+        task(batch)
+    assert raised.value.place.file.endswith("lstm.py")
 
 
 def test_the_loss_on_cuda() -> None:

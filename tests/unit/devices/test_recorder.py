@@ -161,6 +161,40 @@ def test_what_is_planted_in_a_backward_is_named_with_the_forward_that_made_it() 
     assert "in the backward of" in str(found)
 
 
+class Listing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * len(gradients[0].tolist())  # planted
+
+
+def test_memory_that_a_backward_reads_is_named() -> None:
+    methods = {name: getattr(Tensor, name) for name in ("tolist", "numpy", "cpu")}
+    found = fault(lambda x, number: Listing.apply(x))
+    assert found.place.line == line_of(Listing.backward, "# planted")
+    assert "Tensor.tolist reads a value back" in str(found)
+    assert methods == {name: getattr(Tensor, name) for name in methods}
+
+
+def test_a_graph_that_is_too_large_is_named() -> None:
+    recorder = Recorder(Operations(largest_graph=10))
+
+    def added(times: int) -> None:
+        x = torch.ones(3, device="cpu")
+        for _ in range(times):
+            x = x + 1.0
+
+    with recorder:
+        for _ in range(3):
+            added(9)
+            recorder.mark_step()
+        with pytest.raises(Unfit, match=r"add\.Tensor makes a graph of more than 10 operations"):
+            added(10)
+
+
 class Ragged(torch.autograd.Function):
     """Its forward is the same at each step, its backward is not."""
 
