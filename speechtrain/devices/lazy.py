@@ -44,7 +44,8 @@ class Lazy(Device):
     """Records graphs, cuts them at ``mark_step``, compiles each distinct graph once, runs it on the CPU.
 
     It shows on any machine that a recipe is fit for a lazy device: ``graphs`` stays constant after the
-    warm-up, and ``fallbacks`` counts the operations that left the graph. ``oversubscribe`` as in ``CPU``.
+    warm-up, and ``fallbacks`` counts the operations that left the graph. One process only.
+    ``oversubscribe`` as in ``CPU``.
     """
 
     name = "lazy"
@@ -59,6 +60,12 @@ class Lazy(Device):
     )
 
     oversubscribe: bool = False
+
+    def check(self, processes: int) -> None:
+        if processes > 1:  # each rank would get its own tensor back, without an error
+            raise MachineError(
+                "device=lazy: torch's collectives do not sum lazy tensors; set world_size=1, or device=cpu"
+            )
 
     def open(self, local_rank: int) -> None:
         try:

@@ -114,6 +114,12 @@ def test_precisions_are_known_before_the_device_is_there(choice: str) -> None:
     assert device.policy(torch.float32).static_shapes == device.static_shapes
 
 
+def test_lazy_tensors_are_for_one_process() -> None:
+    device_of("lazy").check(1)
+    with pytest.raises(MachineError, match="world_size=1"):
+        device_of("lazy").check(2)
+
+
 # --- a lack of memory ---------------------------------------------------------------------------------
 
 
