@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from speechtrain.devices.base import Operations
+from speechtrain.devices.recorder import Recorder
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA
 from speechtrain.optim.lamb import LAMB
@@ -103,3 +105,16 @@ def test_a_filler_batch_has_its_shape_and_no_weight() -> None:
     assert batch.labels.shape == (3, 5)
     assert batch.weight.sum() == 0
     assert batch.utterances == 0
+
+
+@pytest.mark.parametrize(("kind", "reads"), [(HostCheckedUpdate, 1), (BranchFreeUpdate, 0)])
+def test_an_update_is_read_once_at_most(kind: type[Update], reads: int) -> None:
+    """A device waits for every read; that of the norm, for a log line, is not the update's."""
+    run, recorder = Run(kind, "lamb"), Recorder(Operations())
+    for seed in range(3):
+        run.module(torch.randn(8, 4)).square().sum().backward()
+        trained = Trained(run.module, run.optimizer, run.average)
+        scale, fine = torch.tensor(0.125), torch.tensor(1.0)
+        with recorder:
+            run.update(trained, 0.01, scale, fine)
+        assert recorder.costs.reads == reads * (seed + 1)
