@@ -51,7 +51,8 @@ def test_modes_differ_in_their_variables() -> None:
     assert lazy["PT_HPU_LAZY_MODE"] == "1"
     assert lazy["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] == "0"
     assert eager == compiled
-    assert eager == {"PT_HPU_LAZY_MODE": "0", "HABANA_PGM_LRU_MAX": "100000"}
+    early = {"PT_HPU_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert eager == {"PT_HPU_LAZY_MODE": "0", "HABANA_PGM_LRU_MAX": "100000", **early}
 
 
 @pytest.mark.parametrize(
@@ -71,9 +72,10 @@ def test_wrong_values_name_their_key(arguments: dict[str, object], named: str) -
 
 def test_what_it_declares() -> None:
     device = HPU()
-    assert device.policy(torch.bfloat16) == replace(
-        STATIC, autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat16
-    )
-    assert device.facts.backends == "cpu:gloo,hpu:hccl"
+    narrow = replace(STATIC, autocast_dtype=torch.bfloat16, product_dtype=torch.bfloat16, lattice_cells=65536)
+    assert device.policy(torch.bfloat16) == replace(narrow, lstm_segment=80)
+    assert HPU("compile").policy(torch.bfloat16) == narrow
+    assert "out of one card's memory" in device.precision_fallback_reason(torch.float32)
+    assert device.facts.backends == "hpu:hccl"
     assert not device.supports(torch.float16)
     assert device.graphs() == 0  # before it is open
