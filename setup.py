@@ -54,6 +54,7 @@ setup(
     extras_require={
         # GPL-3 espeak-ng as a wheel: only to synthesise more words and voices, never at run time
         "demo": ["espeakng-loader"],
+        "kenlm": ["kenlm"],  # decoder.lm from its binary files; compiled where there is no wheel
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "huggingface": ["datasets>=4"],  # corpus=huggingface; older ones run a program of the data set
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other

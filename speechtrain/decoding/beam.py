@@ -18,7 +18,7 @@ from speechtrain.decoding.fusion import Fusion
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.files import FilePath
-from speechtrain.text.ngram import NGram
+from speechtrain.text.ngram import read_ngram
 
 NEVER = -torch.inf
 _SPARE = 2  # hypotheses more than ``width`` that a transducer's search follows (NeMo's expansion_beta)
@@ -160,7 +160,7 @@ class BeamSearch(Decoder):
             if not 1 <= size <= _MOST_WIDTH:
                 raise ValueError(f"{name} is {size}; it must be 1 to {_MOST_WIDTH}")
         self.width, self.nbest, self.normalise_score = width, nbest, normalise_score
-        model = NGram(lm) if lm else None
+        model = read_ngram(lm) if lm else None
         self.fusion = Fusion(model, lm_weight, word_bonus, phrases=hotwords or (), phrase_bonus=hotword_bonus)
 
     @abstractmethod

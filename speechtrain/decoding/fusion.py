@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.errors import ConfigError
-from speechtrain.text.ngram import BEGIN, END, NGram
+from speechtrain.text.ngram import BEGIN, END, KenLM, NGram
 from speechtrain.text.vocabulary import Tokenizer
 
 Begun = tuple[str, ...]
@@ -25,7 +25,7 @@ class Fusion:
     A phrase's bonus comes with its letters, and is taken back if the phrase is not completed.
     """
 
-    model: NGram | None = None
+    model: NGram | KenLM | None = None
     weight: float = 0.0
     word_bonus: float = 0.0
     phrases: Sequence[str] = ()

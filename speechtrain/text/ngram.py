@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from speechtrain.errors import DataError
+from speechtrain.errors import DataError, one_line
 from speechtrain.files import MOST_LOG_BYTES, open_regular, write_text
 
 _MOST_ORDER, _MOST_LINE = 9, 2**16
 _MOST_GRAMS = 10**7  # about 200 bytes of memory each
 _LN_10 = math.log(10)
+_BINARY = b"mmap lm http://kheafield.com/code"  # kenlm's first bytes
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 
 
@@ -89,6 +92,49 @@ class NGram:
         """The context of the word that follows."""
         known = word if word in self._scores else UNKNOWN
         return (*context, known)[1 - self.order :] if self.order > 1 else ()
+
+
+class KenLM:
+    """``NGram`` by the kenlm library, from its binary file of any size. Raises DataError likewise."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._kenlm: Any = importlib.import_module("kenlm")
+            self._model = self._kenlm.Model(path)
+        except ImportError:
+            fix = "pip install kenlm (extra 'kenlm'), or give an ARPA file"
+            raise DataError(
+                f"decoder.lm: {path} is a binary file of kenlm, which is not here; {fix}"
+            ) from None
+        except OSError as error:
+            raise DataError(f"decoder.lm: {path}: {one_line(str(error), 200)}; give another file") from None
+        self.order = int(self._model.order)
+
+    def score(self, context: tuple[str, ...], word: str) -> float:
+        """The logarithm of the probability of ``word`` after ``context``."""
+        before, after = self._kenlm.State(), self._kenlm.State()
+        if context[:1] == (BEGIN,):
+            self._model.BeginSentenceWrite(before)
+        else:
+            self._model.NullContextWrite(before)
+        for known in context[context[:1] == (BEGIN,) :]:
+            self._model.BaseScore(before, known, after)
+            before, after = after, before
+        return float(self._model.BaseScore(before, word, after)) * _LN_10
+
+    def after(self, context: tuple[str, ...], word: str) -> tuple[str, ...]:
+        """The context of the word that follows."""
+        return (*context, word)[1 - self.order :] if self.order > 1 else ()
+
+
+def read_ngram(path: str) -> NGram | KenLM:
+    """The model of an ARPA file, or of kenlm's binary file. Raises DataError for another file."""
+    try:
+        with open_regular(path) as file:
+            is_binary = file.read(len(_BINARY)) == _BINARY
+    except OSError as error:
+        raise DataError(f"decoder.lm: {path}: {error.strerror}; correct the path") from None
+    return KenLM(path) if is_binary else NGram(path)
 
 
 def write_ngram(texts: Iterable[str], path: Path, order: int = 3) -> tuple[int, list[int]]:

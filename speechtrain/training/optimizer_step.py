@@ -67,7 +67,7 @@ class HostCheckedUpdate(Update):
         norm = total_norm(gradients) * scale
         if self.clip > 0:
             scale = scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
-        if bool(healthy.bool() & torch.isfinite(norm)):  # an update's only host read: every rank decides the same
+        if bool(healthy.bool() & torch.isfinite(norm)):  # its only host read: every rank decides the same
             torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)

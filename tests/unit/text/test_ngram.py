@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from speechtrain.errors import DataError
-from speechtrain.text.ngram import NGram, write_ngram
+from speechtrain.text.ngram import BEGIN, END, KenLM, NGram, read_ngram, write_ngram
 
 TEXTS = ["the cat sat", "the cat ran", "a dog ran", "", "the dog sat on the cat"]
 ARPA = "\\data\\\nngram 1=3\nngram 2=1\n\n\\1-grams:\n-1.0\t<s>\t-0.5\n-0.5\ta\t-0.2\n-0.7 </s>\n"
@@ -84,3 +85,25 @@ def test_a_missing_file_and_bytes_are_one_line(tmp_path: Path) -> None:
 def test_transcripts_without_a_word_make_no_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="every transcript is empty"):
         write_ngram(["", " "], tmp_path / "lm.arpa")
+
+
+def test_kenlm_scores_as_we_do(tmp_path: Path) -> None:
+    pytest.importorskip("kenlm", reason="kenlm is missing (extra 'kenlm')")
+    write_ngram(["one two three", "two three one", "three three two one"], tmp_path / "lm.arpa", 3)
+    ours, theirs = NGram(str(tmp_path / "lm.arpa")), KenLM(str(tmp_path / "lm.arpa"))
+    assert ours.order == theirs.order == 3
+    for context in ((BEGIN,), (BEGIN, "two"), ("three", "two"), ("two",), ("one", "one"), ()):
+        for word in ("one", "two", "three", "four", END):
+            assert theirs.score(context, word) == pytest.approx(ours.score(context, word), abs=1e-5)
+
+
+def test_a_binary_file_names_the_library_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lm.bin"
+    path.write_bytes(b"mmap lm http://kheafield.com/code format version 5\n\0" + bytes(64))
+    monkeypatch.setitem(sys.modules, "kenlm", None)
+    with pytest.raises(DataError, match=r"lm\.bin is a binary file of kenlm.*pip install kenlm"):
+        read_ngram(str(path))
+    with pytest.raises(DataError, match="correct the path"):
+        read_ngram(str(tmp_path / "none"))
