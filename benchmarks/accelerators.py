@@ -22,7 +22,7 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
-from speechtrain.devices.recorder import Recorder
+from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.train_rank import build_task
 
@@ -73,7 +73,7 @@ def gaudi(rows: int, widths: int | None, shapes: int, dtype: torch.dtype) -> Non
         )
 
 
-def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> None:
+def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> Costs:
     """Joint and loss with dropout in bf16, forward and backward, at random initialisation."""
     policy = CUDA().policy(torch.bfloat16)
     torch.manual_seed(0)
@@ -90,6 +90,7 @@ def cuda(rows: int, frames: int, labels: int, classes: int, hidden: int) -> None
         )  # fmt: skip
         loss.sum().backward()
     print(f"B{rows} T{frames} U{labels} V{classes} H{hidden}: {recorder.costs}")
+    return recorder.costs
 
 
 def main() -> None:

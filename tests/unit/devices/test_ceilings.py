@@ -15,13 +15,12 @@ import torch
 
 from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
-from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder, Unfit
-from speechtrain.losses.transducer import transducer_loss
 from speechtrain.train_rank import build_task
 
-batch_of: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))["batch_of"]
+BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))
+batch_of = BENCHMARK["batch_of"]
 
 
 @pytest.mark.parametrize(("dtype", "operations"), [(torch.float32, 33_500), (torch.bfloat16, 48_000)])
@@ -65,18 +64,6 @@ def test_an_encoder_in_one_graph_is_refused() -> None:
 
 
 def test_the_loss_on_cuda() -> None:
-    policy = CUDA().policy(torch.bfloat16)
-    torch.manual_seed(0)
-    joint = torch.nn.Linear(8, 16)
-    sides = torch.randn(8, 100, 8), torch.randn(8, 41, 8)
-    given = [tensor.detach().requires_grad_() for tensor in (*sides, joint.weight, joint.bias)]
-    texts, lengths = torch.randint(0, 15, (8, 40)), (torch.full((8,), 100), torch.full((8,), 40))
-    recorder = Recorder(CUDA.facts.operations)
-    with recorder:
-        loss = transducer_loss(
-            *given, texts, *lengths, blank=15, dropout=0.3, seed=5,
-            compute_dtype=policy.product_dtype, chunk=policy.lattice_cells, keep=policy.logit_bytes,
-        )  # fmt: skip
-        loss.sum().backward()
-    assert recorder.costs.launches <= 2 * 100 + 450  # two in each frame of the recursion
-    assert recorder.costs.reads <= 15
+    costs = BENCHMARK["cuda"](8, 100, 40, classes=16, hidden=8)
+    assert costs.launches <= 2 * 100 + 450  # two in each frame of the recursion
+    assert costs.reads <= 15
