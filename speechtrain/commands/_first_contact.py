@@ -100,7 +100,7 @@ class Contact:
             scores, labels = torch.randn(2, 30, 9), torch.randint(1, 9, (2, 6))
             scores, labels = move(scores).log_softmax(-1), move(labels)
             lengths, symbols = move(torch.tensor([30, 25])), move(torch.tensor([6, 4]))
-            return ctc_loss(scores, labels, lengths, symbols, blank=0, static=policy.ctc == "static")
+            return ctc_loss(scores, labels, lengths, symbols, blank=0, policy=policy)
 
         return self._difference(loss)
 
@@ -149,7 +149,7 @@ class Contact:
         steps: dict[str, Callable[[], None]] = {}
         for name, policy in policies.items():
             try:
-                steps[name] = step(replace(policy, mark_step=self.device.mark_step))
+                steps[name] = step(self.device.attach(policy))
                 steps[name]()
                 recorder = Recorder(replace(self.device.facts.operations, records=False, known=frozenset()))
                 with recorder:

@@ -116,14 +116,26 @@ def _contact(overrides: list[str], config_dir: str | None) -> int:
 
 def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
     """The findings of all checks, the cheapest check first."""
-    yield from machine()
-    yield from packages()
-    yield from tried("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
-        yield from tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder))
+        composing = list(tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder)))
+        if config:
+            _restart(config[0])  # before the first line is printed
+        yield from machine()
+        yield from packages()
+        yield from tried("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
+        yield from composing
         if config:
             yield from recipe(config[0])
+
+
+def _restart(config: DictConfig) -> None:
+    """Start this command again with the device's variables; a device that is missing has a line later."""
+    from speechtrain.commands._on_host import restart_for
+    from speechtrain.config.build import build_device
+
+    with contextlib.suppress(SpeechtrainError):
+        restart_for(build_device(config))
 
 
 def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
@@ -189,6 +201,8 @@ def packages() -> Iterator[Finding]:
             yield Finding(GREEN, name, metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(RED, name, f"is not installed; pip install {name}")
+    with contextlib.suppress(metadata.PackageNotFoundError):  # an extra: its recipe asks for it
+        yield Finding(GREEN, "bitsandbytes", metadata.version("bitsandbytes"))
     import torch
 
     from speechtrain.devices.cpu import has_bf16
@@ -264,16 +278,15 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
     import torch
 
-    from speechtrain.commands._on_host import restart_for
-    from speechtrain.config.build import build_data, build_device
-    from speechtrain.train_rank import build_task, open_device
+    from speechtrain.config.build import build_data, build_device, build_optimizer
+    from speechtrain.train_rank import build_task, fill_batch_memory, free_batch_memory, open_device
 
     what = "device"
     with contextlib.ExitStack() as stack:
         try:
             device, opened = build_device(config), None
+            yield from _host_memory(device, int(config.world_size or 1))
             try:
-                restart_for(device)
                 device, precision = opened = open_device(config, 0)
                 name = config.device._target_.rpartition(".")[2]
                 yield Finding(GREEN, what, f"{name}, precision={precision.name}")
@@ -285,7 +298,11 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
                 task.to(device.tensor(torch.zeros(())).device)
             parameters = sum(p.numel() for p in task.parameters())
             yield Finding(GREEN, what, f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
+            yield from tried(
+                "optimizer", lambda: type(build_optimizer(config, task.parameter_groups())).__name__
+            )
             what = "data"
+            fill_batch_memory(config, lambda: free_batch_memory(config, device, task))
             data = build_data(config, tokenizer, task)
             stack.callback(data.close)
             yield from _check_data(config, data, task, tokenizer=tokenizer)
@@ -298,6 +315,16 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
             yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
             yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
+
+
+def _host_memory(device: Device, processes: int) -> Iterator[Finding]:
+    """The finding on host memory, for a device whose vendor says how much each process may need."""
+    import psutil
+
+    if needed := device.facts.host_gib * processes:
+        memory = psutil.virtual_memory().total / 2**30
+        found = f"{memory:.0f} GiB; the vendor's recipe for {processes} cards asks for {needed} GiB"
+        yield Finding(GREEN if memory >= needed else AMBER, "host memory", found)
 
 
 def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -> str:
@@ -314,7 +341,8 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
 
     device.validate_shapes(data.shapes())
     precision, recorder = build_precision(config), Recorder(device.facts.operations)
-    policy = replace(device.policy(precision.dtype), mark_step=recorder.mark_step)
+    # on the CPU, where the vendor's kernel does not run
+    policy = replace(device.policy(precision.dtype), mark_step=recorder.mark_step, ctc_kernel=None)
     apply_policy(task, policy)
     known = set[tuple[int, ...]]()
     task.train()

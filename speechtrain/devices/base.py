@@ -52,6 +52,8 @@ class DeviceFacts:
     optimizer_flags: Mapping[str, bool] = field(default_factory=dict)  # they override the config's
     sum_dtype: torch.dtype = torch.float64  # of sums over ranks: accelerators may lack fp64
     fsdp: bool = True  # whether ranks may shard parameters: not where graphs hold fixed tensors
+    host_gib: int = 0  # GiB of the host's memory that each process may need
+    narrow_gathers: bool = False  # whether sharded parameters are sent in autocast's type
     operations: Operations = Operations()
     packages: tuple[str, ...] = ()  # patterns of the vendor's modules, named in the device's file only
 
@@ -126,6 +128,11 @@ class Device(ABC):
         products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 is too narrow
         return replace(plain, autocast_dtype=dtype, product_dtype=products)
 
+    def attach(self, policy: ComputePolicy) -> ComputePolicy:
+        """``policy``, read from a record, with this opened device's own functions."""
+        own = self.policy(torch.float32)
+        return replace(policy, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
+
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         """The policies to time on this opened device before the first step; the first is the reference."""
         return [self.policy(dtype)]
@@ -155,6 +162,12 @@ class Device(ABC):
     def memory(self) -> int:
         """Peak bytes in use so far: by default, of this process in the host's memory."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def free_memory(self, processes: int) -> int:
+        """The bytes that this rank, of ``processes`` on its host, may still use. Raises MachineError."""
+        raise MachineError(
+            f"data.batch.memory_gib=auto: device={self.name} does not tell its free memory; set GiB"
+        )
 
     def counts(self) -> dict[str, int]:
         """Counts since the run started, for log lines: compilations, cache hits, ends of graphs."""

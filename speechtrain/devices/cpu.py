@@ -255,6 +255,9 @@ class CPU(Device):
     def move(self, batch: Batch) -> Batch:
         return batch
 
+    def free_memory(self, processes: int) -> int:
+        return host.free_memory() // processes
+
 
 def is_medium_exact() -> bool:
     """Whether fp32 products through oneDNN are another computation here, and as exact as torch's default."""

@@ -7,12 +7,15 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy
+from speechtrain.compute_policy import ComputePolicy, usable_cpus
+from speechtrain.devices import affinity, host
 from speechtrain.devices.base import Device, DeviceFacts, Prepared
 from speechtrain.errors import ConfigError, MachineError, one_line
 
@@ -43,6 +46,17 @@ def _has_own_gpus(local_rank: int, visible: int) -> bool:
     return environ.get("SLURM_LOCALID") == str(local_rank) and any(m and int(m[1]) == visible for m in found)
 
 
+def _near(index: int, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """The usable CPUs on the memory node of GPU ``index``; none where the kernel or torch does not say."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    if not hasattr(gpu, "pci_domain_id"):  # torch 2.8
+        return set()
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    node = affinity.read(devices / address / "numa_node")  # -1 on a host of one node
+    cores = affinity.usable(affinity.topology(), usable_cpus())
+    return {cpu for core in cores if str(core.node) == node for cpu in core.cpus}
+
+
 def _repeated(module: nn.Module) -> list[nn.Module]:
     """The members of each ``ModuleList`` that a part of ``module`` names in ``shard_units``."""
     units = [owner.get_submodule(n) for owner in module.modules() for n in getattr(owner, "shard_units", ())]
@@ -57,7 +71,8 @@ class CUDA(Device):
     ``precision`` is not fp32, whose other products have 8 or 11 bits. ``compile``: the
     repeated layers (or, without any, the model but its loss) through ``torch.compile``, compiled for every
     shape once in training and once in evaluation, so only together with ``data.shapes``.
-    ``pinned``: batches go through page-locked memory, so that their copy overlaps with computing.
+    ``pinned``: batches go through page-locked memory and are copied on a stream of their own, beside the
+    kernels that are queued.
     ``allocator`` is PyTorch's ``PYTORCH_CUDA_ALLOC_CONF``; null keeps PyTorch's default.
     """
 
@@ -69,6 +84,7 @@ class CUDA(Device):
         network_variables=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
         forwarded_variables=("NCCL_*", "TORCH_NCCL_*", "TORCH_FR_*", "PYTORCH_CUDA_ALLOC_CONF"),
         peer_lost="gloo|nccl|distbackend",
+        narrow_gathers=True,
         packages=(r"torch\.cuda",),
     )
 
@@ -77,10 +93,12 @@ class CUDA(Device):
     pinned: bool = True
     allocator: str | None = "expandable_segments:True"
     _shapes: int = field(init=False, default=0)  # of training, each of which is compiled
+    _copies: torch.cuda.Stream | None = field(init=False, default=None)
 
     def environment(self, processes: int) -> dict[str, str]:
         memory = {} if self.allocator is None else {"PYTORCH_CUDA_ALLOC_CONF": self.allocator}
-        return {**memory, **_FLIGHT_RECORDER}
+        # torchrun would set one thread, and data workers are processes of their own
+        return {**memory, **_FLIGHT_RECORDER, "OMP_NUM_THREADS": str(host.threads(processes))}
 
     def check(self, processes: int) -> None:
         count = torch.cuda.device_count()  # asks the driver and initialises no GPU
@@ -112,6 +130,8 @@ class CUDA(Device):
         except (RuntimeError, AssertionError) as error:
             problem = one_line(str(error), 200)
             raise MachineError(f"device=cuda: GPU {index} cannot be used ({problem})") from None
+        if (cpus := _near(index)) and len(cpus) < len(usable_cpus()):
+            affinity.pin(cpus)
         # one layer's weights are a part of the memory of all: cuDNN copies them in 0.1 ms
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous")
 
@@ -157,11 +177,28 @@ class CUDA(Device):
         return module, optimizer
 
     def move(self, batch: Batch) -> Batch:
-        # the copy from page-locked memory returns at once; torch keeps the memory until the copy is done
-        return batch.to(lambda value: self.tensor(value.pin_memory() if self.pinned else value))
+        if not self.pinned:
+            return batch.to(self.tensor)
+        # on a stream of its own, the copy runs beside the kernels that are queued already; torch keeps the
+        # page-locked memory until the copy is done
+        computing = torch.cuda.current_stream()
+        if self._copies is None:
+            self._copies = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies):
+            moved = batch.to(lambda value: self.tensor(value.pin_memory()))
+        computing.wait_stream(self._copies)
+
+        def used(value: Tensor) -> Tensor:
+            value.record_stream(computing)  # its memory is free for the next copy after its last kernel
+            return value
+
+        return moved.to(used)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def free_memory(self, processes: int) -> int:
+        return int(torch.cuda.mem_get_info()[0])
 
     def memory(self) -> int:
         return int(torch.cuda.max_memory_allocated())

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.devices.affinity import read
+from speechtrain.devices.affinity import read, topology, usable
 
 _GROUPS = Path("/sys/fs/cgroup")
 _PERIOD = "100000"  # microseconds, of every quota that Docker, Kubernetes and systemd set
@@ -21,11 +21,21 @@ def cpu_quota() -> int:
     return max(1, min(quotas, default=sys.maxsize))
 
 
+def threads(processes: int) -> int:
+    """The cores of each of ``processes`` ranks: what an accelerator's host computes with, at least 1."""
+    return max(1, min(len(usable(topology(), usable_cpus())), cpu_quota()) // processes)
+
+
+def free_memory() -> int:
+    """The bytes that new processes may use here."""
+    limits = [int(words[0]) for words in _limits("memory.max", "memory.limit_in_bytes")]
+    return min(psutil.virtual_memory().available, *limits, sys.maxsize)
+
+
 def oversubscription(processes: int, memory: int) -> str:
     """Why ``processes`` ranks of ``memory`` bytes each do not fit here, and the fix; empty if they do."""
     cpus = min(len(usable_cpus()), cpu_quota())
-    limits = [int(words[0]) for words in _limits("memory.max", "memory.limit_in_bytes")]
-    free = min(psutil.virtual_memory().available, *limits, sys.maxsize)
+    free = free_memory()
     if processes > cpus:
         reason = f"{processes} ranks would share {cpus} CPU{'s' * (cpus > 1)}"
     elif processes * memory > free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from speechtrain.compute_policy import ComputePolicy
+from speechtrain.devices import host
 from speechtrain.devices.base import Device, DeviceFacts, Operations, Prepared
 from speechtrain.errors import MachineError, one_line
 
@@ -86,6 +88,7 @@ class HPU(Device):
         peer_lost="gloo|hccl|distbackend",
         optimizer_flags={"fused": False, "foreach": False},
         fsdp=False,
+        host_gib=64,  # the port of wav2vec 2.0 to Gaudi: 512 GB for 8 cards
         operations=Operations(
             frozenset(_KNOWN.split()),
             (torch.float64, torch.complex64, torch.complex128),
@@ -117,6 +120,7 @@ class HPU(Device):
             raise ValueError(f"bf16_ops and fp32_ops both name {both[0]}; keep it in one")
         self._core: Any = None
         self._hpu: Any = None
+        self._ctc: Any = None
 
     # --- before Python starts -------------------------------------------------------------------
 
@@ -125,6 +129,8 @@ class HPU(Device):
         # import torch would otherwise load the bridge, before `open` has written autocast's lists and before
         # a rank knows its card
         variables |= {"PT_HPU_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        # torchrun would set one thread, and the host decodes
+        variables["OMP_NUM_THREADS"] = str(host.threads(processes))
         if self.mode == "lazy":  # weights keep torch's order, as in the port to Gaudi
             variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
             variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
@@ -159,6 +165,8 @@ class HPU(Device):
         except Exception as error:  # another torch, a missing driver, or any other cause
             problem = one_line(str(error), 200)
             raise MachineError(f"device=hpu: {_PACKAGE} does not load ({problem}); {_ADVICE}") from None
+        with contextlib.suppress(ImportError, AttributeError):  # one node of a graph, from Synapse 1.15 on
+            self._ctc = importlib.import_module(f"{_PACKAGE}.torch.hpex.kernels").CTCLoss.apply
         cards = int(self._hpu.device_count()) if self._hpu.is_available() else 0
         if local_rank >= cards:
             raise MachineError(
@@ -179,7 +187,8 @@ class HPU(Device):
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         # graphs of at most 3,000 operations: an unrolled LSTM of 136,000 took XLA minutes to compile
         segment = 80 if self.mode == "lazy" else 0
-        return replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment)
+        plain = replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment)
+        return plain if self._ctc is None else replace(plain, ctc="vendor", ctc_kernel=self._ctc)
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
         narrower = "the published wav2vec 2.0 port runs out of one card's memory in it; use precision=bf16"

@@ -20,21 +20,7 @@ from speechtrain.distributed.group import HOST, Status, TorchGroup
 from speechtrain.dtensor import is_sharded
 from speechtrain.errors import ConfigError, MachineError, one_line
 from speechtrain.launcher import World
-
-
-def units_of(module: nn.Module) -> list[nn.Module]:
-    """The units of ``module``, which are gathered one after the other; inner units first.
-
-    A module names its units in ``shard_units``; each member of a named ``ModuleList`` is a unit. A unit
-    must be used through its ``forward`` alone and equally often on every rank, in evaluation, too. A
-    decoder that runs as long as its hypotheses last is no unit: it is gathered with the rest, once a batch.
-    """
-    found: list[nn.Module] = []
-    for owner in module.modules():
-        for name in getattr(owner, "shard_units", ()):
-            part = owner.get_submodule(name)
-            found += list(part) if isinstance(part, nn.ModuleList) else [part]
-    return found[::-1]
+from speechtrain.task import units_of
 
 
 class ShardedGroup(TorchGroup):
@@ -44,15 +30,24 @@ class ShardedGroup(TorchGroup):
         super().__init__(world, facts, timeout_seconds)
         self._module: nn.Module | None = None
 
-    def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def shard(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, narrow: torch.dtype | None = None
+    ) -> None:
         """Shard ``module``'s parameters, and make ``optimizer`` train this rank's shards of them.
 
-        All ranks start with rank 0's values. Until here, every rank has the whole model in memory.
+        ``narrow`` halves what the ranks send for units whose products are in that type anyway; gradients
+        are summed in fp32. All ranks start with rank 0's values. Until here, every rank has the whole model
+        in memory.
         Raises ConfigError for a model or an optimizer that cannot be sharded.
         """
         # imported after the group is open; otherwise torch warns when the group is closed
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import (
+            FSDPModule,
+            MixedPrecisionPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
 
         for parameter in module.parameters():
             self._broadcast(parameter.data)
@@ -63,11 +58,16 @@ class ShardedGroup(TorchGroup):
                 "trainer.shard=parameters: the optimizer trains a tensor that is not a parameter of the "
                 "model, or already has state; use trainer.shard=none"
             )
+        if not getattr(optimizer, "can_shard", True):
+            name = type(optimizer).__name__
+            raise ConfigError(f"trainer.shard=parameters: {name} needs whole tensors; use optimizer=adamw")
         device = next(module.parameters()).device.type
         mesh = init_device_mesh(device, (self.world.size,))
         try:
-            for unit in units_of(module):
-                fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+            for unit in units_of(module, is_even=True):
+                dtype = narrow if getattr(unit, "computes_narrow", False) else None
+                types = MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+                fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=types)
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
         except (ValueError, NotImplementedError) as error:  # scalar or non-contiguous parameters
             cause = one_line(str(error), 200)

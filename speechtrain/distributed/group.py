@@ -45,8 +45,13 @@ class Group(ABC):
         """This rank's step and phase, and whether it waits for peers."""
         return RankStatus()
 
-    def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
-        """Shard parameters and optimizer if this group shards; call it before anything is loaded."""
+    def shard(  # noqa: B027
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, narrow: torch.dtype | None = None
+    ) -> None:
+        """Shard parameters and optimizer if this group shards; call it before anything is loaded.
+
+        ``narrow`` is the type in which units that set ``computes_narrow`` are gathered; None: their own.
+        """
 
     @abstractmethod
     def wrap(self, module: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._hydra_app import compose
+from speechtrain.compute_policy import PLAIN, ComputePolicy
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
@@ -34,6 +36,7 @@ from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
+from speechtrain.losses.ctc import ctc_loss
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
@@ -299,6 +302,34 @@ def test_the_command_of_the_readme_fits_its_data_and_trains_in_bf16(calls: list[
     published = compose(["recipe=wav2vec2", "data.train=train.tsv", "++data.valid.dev=valid.tsv"])
     assert published.data.valid == {"dev": "valid.tsv"}
     assert published.schedule.warmup_steps == 32_000
+
+
+@pytest.mark.usefixtures("vendor")
+def test_ctc_is_the_vendors_node_where_it_exists() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 12, 5, generator=generator).requires_grad_()
+    labels = torch.randint(0, 4, (3, 4), generator=generator)
+    frames, symbols = torch.tensor([12, 7, 3]), torch.tensor([4, 2, 4])  # the last one does not fit
+    device = OnHost()
+    assert device.policy(torch.float32).ctc == "static"  # the library is not loaded yet
+    device.open(0)
+    policy = device.policy(torch.float32)
+    read = ComputePolicy.from_record(policy.record())
+    assert read is not None
+    found = []
+    for each in (policy, device.attach(read), replace(policy, ctc_kernel=None), PLAIN):
+        losses = ctc_loss(logits.log_softmax(-1), labels, frames, symbols, 4, each)
+        found.append((losses.detach(), *torch.autograd.grad(losses.sum(), logits)))
+    assert read == policy
+    assert (policy.ctc, read.ctc_kernel, device.attach(read).ctc_kernel) == (
+        "vendor",
+        None,
+        policy.ctc_kernel,
+    )
+    assert found[0][0][2] == 0
+    for loss, gradient in found[:3]:  # the third computes without the vendor's library, as the recorder does
+        torch.testing.assert_close(loss, found[3][0])
+        torch.testing.assert_close(gradient, found[3][1])
 
 
 def test_the_bridge_reads_the_lists_of_this_run_when_it_is_imported(vendor: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 _API = "https://docs.habana.ai/en/latest/PyTorch/Reference/Python_Packages.html"
 _FLAGS = "https://docs.habana.ai/en/latest/PyTorch/Runtime_Flags.html"
@@ -40,6 +41,7 @@ _MEMORY = f"{_SOURCE}/backend/habana_device/device_memory.cpp"
 _SAVE = f"{_SOURCE}/python_packages/habana_frameworks/torch/core/torch_overwrites.py"
 _LISTS = f"{_SOURCE}/habana_helpers/autocast_helpers.h"
 _AUTOLOAD = "https://github.com/pytorch/pytorch/blob/v2.13.0/docs/source/backends.md"
+_CTC = f"{_SOURCE}/python_packages/habana_frameworks/torch/hpex/kernels/ctc_loss.py"
 _OPTIMUM = "https://github.com/huggingface/optimum-habana/blob/main/examples/language-modeling/README.md"
 
 
@@ -67,6 +69,8 @@ MODULES = {
     "habana_frameworks.torch.core": _MODES,
     "habana_frameworks.torch.hpu": f"{_API}#hpu-apis",
     "habana_frameworks.torch.hpu.metrics": f"{_API}#metric-apis",
+    "habana_frameworks.torch.hpex": _CTC,
+    "habana_frameworks.torch.hpex.kernels": _CTC,
     "habana_frameworks.torch.distributed": _HCCL,
     "habana_frameworks.torch.distributed.hccl": _HCCL,
 }
@@ -84,7 +88,25 @@ NAMES = {
     ),
 }
 
+
+class CTCLoss:
+    """The vendor's node: torch's arguments in its order (_CTC)."""
+
+    @staticmethod
+    def apply(
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: torch.Tensor,
+        target_lengths: torch.Tensor,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
 VARIABLES = {
+    "OMP_NUM_THREADS": "https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/run.py",
     "PT_HPU_LAZY_MODE": _FLAGS,
     "PT_HPU_RECIPE_CACHE_CONFIG": _FLAGS,
     "HABANA_PGM_LRU_MAX": _OLD_FLAGS,
@@ -124,6 +146,8 @@ class Strict(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if (self.__name__, name) == ("habana_frameworks.torch.hpex.kernels", "CTCLoss"):
+            return CTCLoss
         whole = f"{self.__name__}.{name}"
         if whole not in NAMES:
             raise AttributeError(f"the vendor documents no {whole} that habana_fake knows of")

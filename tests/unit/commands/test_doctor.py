@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from speechtrain.commands import doctor
 from speechtrain.commands._cli import guarded
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.models.rnnt import RNNT
+from speechtrain.optim import adamw8bit
 from speechtrain.task import Loss
 
 TINY = (
@@ -213,3 +215,23 @@ def test_a_command_starts_again_with_the_variables_of_its_device(tmp_path: Path)
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert "opened with 1" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_optimizer_without_its_library_is_red(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adamw8bit._library.cache_clear()
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    code, found = look(capsys, *TINY, "optimizer=adamw8bit")
+    assert code == 4
+    state, text = found["optimizer"]
+    assert state == "red"
+    assert "pip install 'speechtrain[memory]'" in text
+
+
+def test_an_optimizer_with_its_library_is_green(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
+    code, found = look(capsys, *TINY, "optimizer=adamw8bit")
+    assert code == 0
+    assert found["optimizer"] == ("green", "AdamW8bit")
+    assert found["bitsandbytes"] == ("green", metadata.version("bitsandbytes"))

@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
+from speechtrain.config.build import build_encoder, build_model
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder, Unfit
+from speechtrain.text.vocabulary import Characters
 from speechtrain.train_rank import build_task
+from speechtrain.training.recompute import checkpoint_layers
 
 BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))
 batch_of = BENCHMARK["batch_of"]
@@ -67,3 +71,28 @@ def test_the_loss_on_cuda() -> None:
     costs = BENCHMARK["cuda"](8, 100, 40, classes=16, hidden=8)
     assert costs.launches <= 2 * 100 + 450  # two in each frame of the recursion
     assert costs.reads <= 15
+
+
+@pytest.mark.parametrize(("saver", "gib"), [(False, 13), (True, 3)])
+def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float) -> None:
+    """8 rows of 16.7 s with 80 labels in fp32: bytes beyond weights, on tensors without values."""
+    config = compose(
+        ["model=rnnt_mlperf", "encoder=contextnet_large", "prediction=contextnet", "data=digits"]
+    )
+    config.model.joint.hidden = 640
+    recorder, rows, samples = Recorder(), 8, round(16.7 * 16000)
+    with torch.device("meta"):
+        letters = Characters("".join(chr(0x4E00 + number) for number in range(1024)))
+        model = build_model(config, letters, build_encoder(config)).train()
+        if saver:
+            checkpoint_layers(model)
+        apply_policy(
+            model, replace(HPU().policy(torch.float32), mark_step=recorder.mark_step, lstm_segment=0)
+        )
+        one, names = torch.ones(rows), ("a",) * rows
+        counts = (torch.full((rows,), samples), torch.zeros(rows, 80).long(), torch.full((rows,), 80))
+        batch = Batch(torch.zeros(rows, samples), *counts, one, one.long(), names, names)
+    with recorder:
+        torch.autograd.backward(model(batch).total)
+    assert recorder.costs.peak <= gib * 2**30
+    assert recorder.costs.peak >= 0.7 * gib * 2**30

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from torch._dynamo.utils import counters
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
+from speechtrain.devices import affinity, cuda, host
 from speechtrain.devices.cuda import CUDA
+from speechtrain.devices.hpu import HPU
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import MachineError
 from speechtrain.nn.transformer import Transformer
@@ -67,8 +70,36 @@ def opened(monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: int, **env
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None: zeros(*shape))
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=local_rank, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     CUDA().open(local_rank)
     return taken[0]
+
+
+def test_a_rank_computes_on_the_cpus_beside_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cores = [affinity.Core((2 * number, 2 * number + 1), node=number // 2) for number in range(4)]
+    monkeypatch.setattr(affinity, "topology", lambda: cores)
+    monkeypatch.setattr(cuda, "usable_cpus", lambda: set(range(7)))
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xAB, pci_device_id=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    place = tmp_path / "0000:ab:01.0"
+    place.mkdir()
+    for node, cpus in {"1": {4, 5, 6}, "0": {0, 1, 2, 3}, "-1": set[int](), "7": set[int]()}.items():
+        (place / "numa_node").write_text(f"{node}\n")
+        assert cuda._near(0, tmp_path) == cpus
+    place.rename(tmp_path / "gone")
+    assert cuda._near(0, tmp_path) == set()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+    assert cuda._near(0, tmp_path) == set()
+
+
+def test_every_rank_of_an_accelerators_host_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "topology", lambda: [affinity.Core((number,)) for number in range(96)])
+    monkeypatch.setattr(host, "usable_cpus", lambda: set(range(64)))
+    monkeypatch.setattr(host, "cpu_quota", lambda: 48)
+    for device in (CUDA(), HPU()):
+        found = [device.environment(processes)["OMP_NUM_THREADS"] for processes in (1, 8, 100)]
+        assert found == ["48", "6", "1"]
 
 
 @pytest.mark.parametrize(

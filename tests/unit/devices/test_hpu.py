@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from speechtrain.compute_policy import STATIC
+from speechtrain.devices import host
 from speechtrain.devices.hpu import HPU
 from speechtrain.errors import MachineError
 
@@ -52,6 +53,7 @@ def test_modes_differ_in_their_variables() -> None:
     assert lazy["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] == "0"
     assert eager == compiled
     early = {"PT_HPU_AUTOLOAD": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    early["OMP_NUM_THREADS"] = str(host.threads(1))
     assert eager == {"PT_HPU_LAZY_MODE": "0", "HABANA_PGM_LRU_MAX": "100000", **early}
 
 

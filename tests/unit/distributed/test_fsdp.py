@@ -22,12 +22,14 @@ from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
 from speechtrain.dtensor import local, whole
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.launcher import World
+from speechtrain.nn.transformer import Transformer
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.ema import EMA, Average
 from speechtrain.optim.lamb import LAMB
 from speechtrain.optim.novograd import NovoGrad
 from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
+from speechtrain.training.recompute import checkpoint_layers
 
 RANKS = 2
 STEPS = 20
@@ -84,6 +86,31 @@ class Net(nn.Module):
         loss = self(x).total
         total: Tensor = loss + 0 * self.last.weight.sum()  # whole after a forward within
         return total
+
+
+def narrowed(group: Group, narrow: torch.dtype | None) -> dict[str, Any]:
+    """Losses of a small transformer in bf16, and the types of a weight: gathered, its gradient, and kept."""
+    torch.manual_seed(0)
+    net = Transformer(16, 2, 32, 2, dropout=0.0, attention_dropout=0.0, position_kernel=3, position_groups=2)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    group.shard(net, optimizer, narrow)
+    wrapped, weight = group.wrap(net), "layers.0.attention.query.weight"
+    gathered, losses = set[str](), []
+    net.layers[0].attention.register_forward_hook(
+        lambda *_: gathered.add(str(net.get_parameter(weight).dtype))
+    )
+    x, lengths = torch.randn(2, 6, 16), torch.tensor([6, 4])
+    for _ in range(5):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (wrapped(x, lengths)[:, :4].float() - x[:, :4].flip(2)).square().mean()
+        loss.backward()
+        gradient = net.get_parameter(weight).grad
+        assert gradient is not None
+        optimizer.step()
+        losses.append(loss.item())
+    kept = net.get_parameter(weight).dtype
+    return {"losses": losses, "types": [*gathered, str(gradient.dtype), str(kept)]}
 
 
 def rows(number: int) -> Tensor:
@@ -164,6 +191,10 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
         for kind, group in (("plain", plain), ("sharded", sharded)):
             run = Run(group, name)
             told[f"{name}, {kind}"] = run.train(STEPS), run.weights()
+    again = Net()
+    checkpoint_layers(again)
+    run = Run(sharded, "sgd", net=again)
+    told["sgd, sharded, computed again"] = run.train(STEPS), run.weights()
     told["shares"] = [
         sum(local(t).numel() for t in tensors)
         for tensors in (
@@ -207,6 +238,8 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
             again.step = 5
             told[f"again, {name}, {kind}"] = again.train(10), again.weights()
 
+    told["narrow"] = [narrowed(sharded, narrow) for narrow in (None, torch.bfloat16)]
+
     if rank:  # a disk that this rank cannot write to
         (folder / "file").write_text("")
     failing = ShardedCheckpointer(folder / "failing", 3, sharded)
@@ -226,8 +259,9 @@ def member(rank: int, folder: Path) -> dict[str, Any]:
             self.scale = nn.Parameter(torch.ones(()))
 
     refused = []
-    for net, params in ((Scalar(), None), (Net(), [nn.Parameter(torch.ones(2))])):
+    for net, params in ((Scalar(), None), (Net(), [nn.Parameter(torch.ones(2))]), (Net(), None)):
         optimizer = torch.optim.SGD(params or net.parameters(), lr=1)
+        optimizer.can_shard = not refused[1:]  # type: ignore[attr-defined]
         try:
             sharded.shard(net, optimizer)
         except ConfigError as error:
@@ -291,10 +325,27 @@ def test_every_optimizer_trains_alike(told: list[dict[str, Any]], name: str, ran
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
+def test_layers_that_are_computed_again_are_gathered_for_it(told: list[dict[str, Any]], rank: int) -> None:
+    (figures, weights), (others, theirs) = (
+        told[rank][f"sgd, sharded{end}"] for end in (", computed again", "")
+    )
+    assert figures == others
+    assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
 def test_all_begin_with_the_weights_of_rank_0(told: list[dict[str, Any]], rank: int) -> None:
     expected = Net(0).state_dict()
     assert told[rank]["begin"].keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in told[rank]["begin"].items())
+
+
+def test_narrow_units_are_sent_in_autocasts_type_and_summed_in_fp32(told: list[dict[str, Any]]) -> None:
+    plain, narrow = told[0]["narrow"]
+    assert plain["types"] == ["torch.float32"] * 3
+    assert narrow["types"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+    assert narrow["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+    assert narrow["losses"][-1] < 0.8 * narrow["losses"][0]
 
 
 def test_a_rank_holds_its_share(told: list[dict[str, Any]]) -> None:
@@ -404,7 +455,8 @@ def test_what_one_rank_cannot_write_all_leave_unwritten(told: list[dict[str, Any
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_models_that_cannot_be_spread(told: list[dict[str, Any]], rank: int) -> None:
-    scalar, stranger = told[rank]["refused"]
+    scalar, stranger, wholes = told[rank]["refused"]
+    assert "SGD needs whole tensors; use optimizer=adamw" in wholes
     assert "trainer.shard=none" in scalar
     assert "scalar" in scalar
     assert "not a parameter of the model" in stranger
