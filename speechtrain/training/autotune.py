@@ -40,7 +40,7 @@ def recorded_policy(record: Mapping[str, Any], device: Device, precision: Precis
             return None
         if policy.fp32_matmul not in {candidate.fp32_matmul for candidate in candidates}:
             policy = replace(policy, fp32_matmul=candidates[0].fp32_matmul)
-    return replace(policy, mark_step=device.mark_step)
+    return device.attach(policy)
 
 
 def choose_policy(
@@ -83,7 +83,7 @@ def resolve_policy(
                 write_json(run_dir / DEVICE, record)
     policy = ComputePolicy.from_record(record["policy"])
     assert policy is not None
-    policy = replace(policy, mark_step=device.mark_step)
+    policy = device.attach(policy)
     apply_policy(task, policy)
     return policy, {**record, "policy": policy.describe()}
 
