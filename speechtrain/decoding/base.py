@@ -138,6 +138,7 @@ class TransducerScorer(Scorer):
             encoder_lengths=lengths,
             label_lengths=symbols,
             blank=self.blank,
+            durations=joint.durations,
         )
 
 

@@ -260,6 +260,10 @@ class TransducerBeam(BeamSearch):
     @torch.no_grad()
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         if isinstance(scorer, TransducerScorer):
+            if scorer.joint.durations:
+                raise ConfigError(
+                    "decoder=beam: joint.durations (TDT) has no beam search; set decoder=greedy"
+                )
             return self._decode(scorer, frames, lengths)
         other = "; choose ctc_beam" if isinstance(scorer, CTCScorer) else ""
         raise ConfigError(f"decoder=beam searches transducers, not {type(scorer).__name__}{other}")

@@ -21,7 +21,8 @@ class Greedy(Decoder):
     a window. A blank keeps the prediction state; a label replaces it. A frame ends after
     ``max_symbols_per_step`` labels, a row after ``max_symbols`` (MLPerf: 300); None allows 50 per second of
     audio, twice the characters of the fastest speech. With 300, the labels are those of MLPerf's reference
-    decoder, which takes one utterance at a time.
+    decoder, which takes one utterance at a time. With durations (TDT), the likeliest one of each symbol says
+    how many frames are skipped after it, at least one after a blank.
 
     CTC: the best class of each frame, repetitions merged, blanks removed.
     """
@@ -48,7 +49,9 @@ class Greedy(Decoder):
         limits = torch.full_like(lengths, self.max_symbols or 0)
         if self.max_symbols is None:
             limits = (lengths * (_LABELS_PER_SECOND * scorer.frame_seconds)).ceil().long()
-        index, ahead = (torch.arange(n, device=frames.device) for n in (rows, _WINDOW))
+        durations = torch.tensor(scorer.joint.durations, dtype=torch.int64, device=frames.device)
+        window = 1 if len(durations) else _WINDOW  # how far a blank goes is not known before it is read
+        index, ahead = (torch.arange(n, device=frames.device) for n in (rows, window))
         frame = torch.zeros(rows, dtype=torch.int64, device=frames.device)
         in_frame, emitted = torch.zeros_like(frame), torch.zeros_like(frame)
         scores = torch.zeros(rows, device=frames.device)
@@ -58,18 +61,19 @@ class Greedy(Decoder):
             for _ in range(_STEPS_PER_READ):
                 at = frame[:, None] + ahead
                 near = frames[index[:, None], at.clamp(max=most - 1)].flatten(0, 1)
-                logits = scorer.joint(near, prediction.repeat_interleave(_WINDOW, 0)).float()
-                logits = logits.view(rows, _WINDOW, -1)
+                logits = scorer.joint(near, prediction.repeat_interleave(window, 0)).float()
+                logits = logits.view(rows, window, -1)
+                logits, of_durations = logits.tensor_split([logits.shape[2] - len(durations)], 2)
                 labels = logits.max(-1).indices
                 logs = logits.log_softmax(-1)  # a third of logsumexp's time on a CPU
                 highest = logs.gather(2, labels[..., None])[..., 0]
                 inside = active[:, None] & (at < lengths[:, None])
                 hits = inside & (labels != scorer.blank)
                 emits = hits.any(1)
-                blanks = torch.where(emits, hits.int().argmax(1), _WINDOW)
+                blanks = torch.where(emits, hits.int().argmax(1), window)
                 seen = inside & (ahead <= blanks[:, None])
                 scores += highest.masked_fill(~seen, 0.0).sum(1)
-                here = (index, blanks.clamp(max=_WINDOW - 1))
+                here = (index, blanks.clamp(max=window - 1))
                 label = torch.where(emits, labels[here], 0)
                 found.append(torch.stack((torch.where(emits, label, -1), frame + blanks)))
                 sure.append((highest[here].exp() / -logs[..., -1][here].expm1()).clamp(max=1.0))
@@ -78,8 +82,13 @@ class Greedy(Decoder):
                 state = scorer.prediction.select(emits, new_state, state)
                 in_frame = torch.where(emits, in_frame * (blanks == 0) + 1, 0)
                 is_full = in_frame >= self.max_symbols_per_step
-                in_frame = in_frame.masked_fill(is_full, 0)
-                frame = torch.where(active, frame + blanks + is_full, frame)
+                moved = blanks + is_full
+                if len(durations):
+                    chance, longest = of_durations[:, 0].log_softmax(-1).max(-1)
+                    scores += chance.masked_fill(~active, 0.0)
+                    moved = torch.maximum(moved, durations[longest])
+                in_frame = in_frame.masked_fill(moved > blanks, 0)
+                frame = torch.where(active, frame + moved, frame)
                 emitted += emits
                 active = active & (frame < lengths) & (emitted < limits)
         if not found:

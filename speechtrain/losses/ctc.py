@@ -12,22 +12,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from speechtrain.compute_policy import PLAIN, ComputePolicy
+
 _NEVER = -1e30  # log-probability of the impossible; finite, since an infinite one times 0 is NaN
 
 
 def ctc_loss(
-    scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int, static: bool = False
+    scores: Tensor,
+    labels: Tensor,
+    frames: Tensor,
+    symbols: Tensor,
+    blank: int,
+    policy: ComputePolicy = PLAIN,
 ) -> Tensor:
     """Negative log-likelihood (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count, in ``frames`` (B,).
 
     ``scores`` (B, T, V) are log-probabilities. A row whose labels do not fit into its frames has loss 0
-    and no gradient. ``static`` computes the same without any value read by the host: rows of every
-    length take T steps forward and T steps backward.
+    and no gradient. ``policy.ctc`` selects the kernel; ``static`` computes the same without any value read
+    by the host: rows of every length take T steps forward and T steps backward. It also replaces a vendor's
+    kernel where that is not loaded.
     """
-    if static:
+    kernel = None if policy.ctc == "static" else policy.ctc_kernel
+    if policy.ctc != "torch" and kernel is None:
         loss: Tensor = _StaticLoss.apply(scores, labels, frames, symbols, blank)  # type: ignore[no-untyped-call]
         return loss
     by_time = scores.transpose(0, 1)
+    if kernel is not None:
+        return kernel(by_time, labels, frames, symbols, blank, "none", True)
     return F.ctc_loss(by_time, labels, frames, symbols, blank, reduction="none", zero_infinity=True)
 
 

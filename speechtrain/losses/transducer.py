@@ -7,9 +7,13 @@ are computed only where the occupancy matters: in a third to a half of the cells
 in a fourteenth after the model has learned an alignment. There the joint is computed again, unless its
 logits are in the buffer of a few megabytes that is reused from utterance to utterance.
 
-Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols, N cells
-of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path continues by blank, to
-(b, t + 1, u), or by the next label, to (b, t, u + 1); the last cell's blank ends the path.
+Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols, K durations,
+N cells of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path continues by blank,
+to (b, t + 1, u), or by the next label, to (b, t, u + 1); the last cell's blank ends the path.
+
+With ``durations`` (TDT), each arc also has a duration d, drawn from a softmax of its own: a label leads to
+(b, t + d, u + 1), a blank of d > 0 to (b, t + d, u), and the blank that leads to frame T exactly, after all
+labels, ends the path.
 
 On a CPU the result is bit-equal from run to run at a fixed number of threads.
 Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
@@ -24,11 +28,12 @@ compiles in dozens of pieces, anew for each shape.
 
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission regularization" (ICASSP 2021).
+Xu et al., "Efficient sequence transduction by jointly predicting tokens and durations" (ICML 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speechtrain.nn.full_precision import full_precision
+from speechtrain.nn.joint import check_durations
 
 _NEVER = -1e30  # log-probability of an arc that does not exist; finite, since inf - inf is NaN
 
@@ -56,6 +62,8 @@ def transducer_loss(
     dropout: float = 0.0,
     seed: int | Tensor = 0,
     fastemit: float = 0.0,
+    durations: Sequence[int] = (),
+    sigma: float = 0.0,
     compute_dtype: torch.dtype | None = None,
     skip_below: float = 1e-6,
     chunk: int = 1024,
@@ -79,6 +87,10 @@ def transducer_loss(
     evaluation. Its mask is a function of ``seed`` (an int, or an int64 tensor on the device), which must
     differ from step to step, and of the cell; it does not depend on which cells are visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``; the loss's value is unchanged.
+    ``durations``, ascending, make it the loss of TDT: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row
+    for each after those of the symbols. ``sigma`` is subtracted from the log-probability of every symbol, so
+    paths of few arcs, with long durations, gain. An utterance without a path (too few frames for its labels,
+    or a number of them to which no durations add up) has loss 0 and no gradient. ``fastemit`` is then 0.
     ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64; by default float64 for a
     float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
     autocast has no effect here.
@@ -88,17 +100,21 @@ def transducer_loss(
     lengths and labels are not read, which would stall a device: an id of V or more is undefined there).
     """
     _check_settings(activation, dropout, fastemit, chunk=chunk, keep=keep)
-    _check_tensors(blank, encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
+    durations = check_durations(durations)
+    if (fastemit and durations) or not (sigma == 0 or (durations and sigma > 0)):
+        raise ValueError(f"fastemit is {fastemit}, sigma {sigma}: one excludes durations, one needs them")
+    extra = len(durations)
+    _check_tensors(blank, extra, encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
     dtype = _product_dtype(compute_dtype, encoder.dtype)
     # an int moves as data, not as a constant: a new constant would compile the graph again at each step
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
     integers = labels.long(), encoder_lengths.long(), label_lengths.long()
     given = _Given(encoder, prediction, weight, bias, *integers, keys=keys)
     if not static:
-        _check_contents(given, blank)
+        _check_contents(given, blank, len(bias) - extra)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
     costs = {"skip_below": skip_below, "chunk": chunk, "keep": keep}
-    joint = _Joint(blank, activation, dropout, fastemit, dtype, **costs)  # type: ignore[arg-type]
+    joint = _Joint(blank, activation, dropout, fastemit, dtype, **costs, durations=durations, sigma=sigma)  # type: ignore[arg-type]
     is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
@@ -108,8 +124,8 @@ def transducer_loss(
 class _Given(NamedTuple):
     encoder: Tensor  # (B, T, H)
     prediction: Tensor  # (B, P, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor  # (V,)
+    weight: Tensor  # (V + K, H)
+    bias: Tensor  # (V + K,)
     labels: Tensor  # (B, U)
     frames: Tensor  # (B,)
     symbols: Tensor  # (B,)
@@ -138,7 +154,7 @@ _AXES = {"encoder": "B T H", "prediction": "B U+1 H", "weight": "V H", "bias": "
 _AXES |= dict.fromkeys(("encoder_lengths", "label_lengths"), "B")
 
 
-def _check_tensors(blank: int, encoder: Any, *others: Any) -> None:
+def _check_tensors(blank: int, durations: int, encoder: Any, *others: Any) -> None:
     """Refuse wrong types, devices and shapes; no value is read."""
     sizes: dict[str, int] = {}
     for (name, axes), tensor in zip(_AXES.items(), (encoder, *others), strict=True):
@@ -155,14 +171,15 @@ def _check_tensors(blank: int, encoder: Any, *others: Any) -> None:
         if len(found) != len(axes.split()) or not all(fits):
             raise ValueError(f"{name} has shape {found}; it must be ({axes}), where {sizes}")
         sizes["U"] = sizes.get("U+1", 1) - 1
-    if not 0 <= blank < sizes["V"]:
-        raise ValueError(f"blank is {blank}; it must be the id of a class, 0 to {sizes['V'] - 1}")
+    symbols = sizes["V"] - durations
+    if not 0 <= blank < symbols:
+        raise ValueError(f"blank is {blank}; it must be the id of a class, 0 to {symbols - 1}")
     if not encoder.numel():
         raise ValueError(f"encoder has shape {tuple(encoder.shape)}, with no utterance, frame or unit")
 
 
-def _check_contents(given: _Given, blank: int) -> None:
-    most, longest, vocabulary = given.labels.shape[1], given.encoder.shape[1], len(given.bias)
+def _check_contents(given: _Given, blank: int, vocabulary: int) -> None:
+    most, longest = given.labels.shape[1], given.encoder.shape[1]
     misfit = (given.frames < 0) | (given.frames > longest) | (given.symbols < 0) | (given.symbols > most)
     if bool(misfit.any()):
         lengths = f"{given.frames.tolist()} and {given.symbols.tolist()}"
@@ -184,6 +201,8 @@ class _Joint:
     skip_below: float
     chunk: int  # cells
     keep: int  # bytes
+    durations: tuple[int, ...] = ()
+    sigma: float = 0.0
 
     @property
     def wide(self) -> torch.dtype:
@@ -200,6 +219,11 @@ class _Joint:
         """The scale of kept units, applied to the weight, which has fewer elements."""
         return 65536 / (65536 - self.dropped)
 
+    def parts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of symbols and those of durations."""
+        symbols = logits.shape[-1] - len(self.durations)
+        return logits[..., :symbols], logits[..., symbols:]
+
     def slope(self, hidden: Tensor) -> Tensor:
         """The derivative of units by what they were before, but for dropped ones of tanh; overwrites them.
 
@@ -215,19 +239,15 @@ class _Posteriors(NamedTuple):
     loss: Tensor  # (B,)
     occupancy: Tensor  # (B, T, P) probability that a path passes through the cell; 0 outside the lattice
     label_share: Tensor  # (B, T, P) fraction of the paths through the cell that continue by its label
+    duration_shares: tuple[Tensor, ...] = ()  # (B, T, P) each: fractions that continue by an arc so long
 
 
-class _Differentials(NamedTuple):
-    """The parts of the gradient over the logits, all (B, T, P). At a cell, this gradient is the weight times
-    (softmax - the fractions of the arcs). The fractions are nonzero at two elements, blank and label, which
-    are computed in full precision, since the terms cancel."""
-
-    weight: Tensor
-    blank: Tensor
-    label: Tensor
-
-
-def _differentials(joint: _Joint, posteriors: _Posteriors, blank: Tensor, label: Tensor) -> _Differentials:
+def _differentials(joint: _Joint, posteriors: _Posteriors, arcs: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of the gradient over the logits, all (B, T, P): the weight, and those of blank, label and
+    each duration. At a cell, this gradient is the weight times (softmax - the fractions of the arcs). Among
+    the symbols, the fractions are nonzero at two, blank and label. These elements and the durations' are
+    computed in full precision, since the terms cancel."""
+    blank, label, *durations = arcs
     share = posteriors.label_share
     # FastEmit counts label arcs 1 + fastemit times, so cells with label arcs have more weight
     emphasis = 1 + joint.fastemit * share
@@ -235,8 +255,9 @@ def _differentials(joint: _Joint, posteriors: _Posteriors, blank: Tensor, label:
         posteriors.occupancy * emphasis,
         blank.exp() - (1 - share) / emphasis,
         label.exp() - (1 + joint.fastemit) * share / emphasis,
+        *(log_p.exp() - one for log_p, one in zip(durations, posteriors.duration_shares, strict=True)),
     )
-    return _Differentials(*(field.to(joint.wide) for field in fields))
+    return [field.to(joint.wide) for field in fields]
 
 
 class _Gradients(NamedTuple):
@@ -263,21 +284,22 @@ class _RaggedLoss(torch.autograd.Function):
             walk = _RaggedWalk(joint, given)
             loss = walk.losses(is_training)
         ctx.joint = joint
-        ctx.save_for_backward(*given, walk.blank, walk.label, *(walk.gradients() if is_training else ()))
+        ctx.save_for_backward(*given, *walk.arcs, *(walk.gradients() if is_training else ()))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         given = _Given(*ctx.saved_tensors[:8])
-        blank, label, *gradients = ctx.saved_tensors[8:]
+        *arcs, _, _, _, _ = ctx.saved_tensors[8:]
+        gradients = ctx.saved_tensors[-4:]
         of_utterances = upstream[given.frames > 0]
         if bool((of_utterances == of_utterances[:1]).all()):
             factor = of_utterances[:1].sum()  # 0 where there is none
             return _Gradients(*(gradient * factor for gradient in gradients)).like(given)
         with full_precision(upstream.device):
             walk = _RaggedWalk(ctx.joint, given)
-            walk.blank, walk.label = blank, label
+            walk.arcs = arcs
             everyone = slice(0, len(upstream))
             walk.add_gradients(everyone, walk.posteriors(everyone), upstream)
         return walk.gradients().like(given)
@@ -289,9 +311,9 @@ class _StaticLoss(torch.autograd.Function):
         *tensors, joint, _ = arguments
         given = _Given(*tensors)
         with full_precision(given.encoder.device):
-            blank, label = _StaticWalk(joint, given).log_probabilities()
-            posteriors = _posteriors_by_diagonals(blank, label, given.frames, symbols=given.symbols)
-            differentials = _differentials(joint, posteriors, blank, label=label)
+            arcs = _StaticWalk(joint, given).log_probabilities()
+            posteriors = _posteriors(joint, arcs, given.frames, given.symbols, is_static=True)
+            differentials = _differentials(joint, posteriors, arcs)
         ctx.joint = joint
         ctx.save_for_backward(*given, *differentials)
         return posteriors.loss
@@ -299,7 +321,7 @@ class _StaticLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        given, differentials = _Given(*ctx.saved_tensors[:8]), _Differentials(*ctx.saved_tensors[8:])
+        given, differentials = _Given(*ctx.saved_tensors[:8]), ctx.saved_tensors[8:]
         with full_precision(upstream.device):
             gradients = _StaticWalk(ctx.joint, given).gradients(differentials, upstream)
         return gradients.like(given)
@@ -323,31 +345,31 @@ class _RaggedWalk:
         self.bias = given.bias.to(joint.dtype)
         self.targets = _targets(given, joint.blank).flatten()
         self.dropout = _dropout(joint, given)
-        self.blank = self.encoder.new_zeros(self.shape)
-        self.label = torch.zeros_like(self.blank)
+        # log-probabilities (B, T, P) of blank, next label and each duration
+        self.arcs = [self.encoder.new_zeros(self.shape) for _ in range(2 + len(joint.durations))]
         self.sums = _Gradients(
             torch.zeros_like(self.encoder),
             torch.zeros_like(self.prediction),
             torch.zeros_like(self.weight, dtype=joint.wide),
             bias=torch.zeros_like(self.bias, dtype=joint.wide),
         )
-        vocabulary, width = given.weight.shape
+        outputs, width = given.weight.shape
         self.frame_units = self.encoder.new_empty(joint.chunk, width)
         self.position_units = self.encoder.new_empty(joint.chunk, width)
         self.units, self.of_units = self.weight.new_empty(2, joint.chunk, width)
-        self.logits = self.weight.new_empty(joint.chunk, vocabulary)
-        self.normalised = self.encoder.new_empty(joint.chunk, vocabulary)
+        self.logits = self.weight.new_empty(joint.chunk, outputs)
+        self.normalised = self.encoder.new_empty(joint.chunk, outputs)
         self.wide_logits = self.logits.to(joint.wide)  # this and the next are no copies if dtypes are equal
         self.softmax = self.normalised.to(joint.dtype)
         self.kept = self.logits[:0]
-        self.place = torch.full((self.blank.numel(),), -1, device=self.blank.device)  # among the kept
+        self.place = torch.full((self.arcs[0].numel(),), -1, device=self.bias.device)  # among the kept
 
     def losses(self, with_gradients: bool) -> Tensor:
         """Compute the losses (B,) and, if asked, add the gradients for an upstream gradient of 1."""
         losses = self.encoder.new_zeros(self.shape[0])
         if with_gradients:
             room = self.joint.keep // (self.logits.shape[1] * self.logits.itemsize)
-            self.kept = self.logits.new_empty(min(room, self.blank.numel()), self.logits.shape[1])
+            self.kept = self.logits.new_empty(min(room, len(self.place)), self.logits.shape[1])
         for rows in self._groups():
             self._fill_arcs(rows)
             posteriors = self.posteriors(rows)
@@ -358,22 +380,23 @@ class _RaggedWalk:
 
     def posteriors(self, rows: slice) -> _Posteriors:
         symbols = self.symbols[rows]
-        return _posteriors_by_rows(self.blank[rows], self.label[rows], self.frames[rows], symbols=symbols)
+        arcs = [field[rows] for field in self.arcs]
+        return _posteriors(self.joint, arcs, self.frames[rows], symbols, is_static=False)
 
     def add_gradients(self, rows: slice, posteriors: _Posteriors, upstream: Tensor) -> None:
         """Add the gradients of the utterances ``rows`` for the upstream gradients (B,)."""
-        weight, *arcs = _differentials(self.joint, posteriors, self.blank[rows], label=self.label[rows])
+        weight, *arcs = _differentials(self.joint, posteriors, [field[rows] for field in self.arcs])
         weight = weight * upstream[rows, None, None]
         # written so that NaN cells are visited, and gradient checks find them
         matters = ~(posteriors.occupancy < self.joint.skip_below) & (weight != 0)
-        first = rows.start * self.blank[0].numel()
-        of_cell, of_blank, of_label = (field.flatten() for field in (weight, *arcs))
+        first = rows.start * weight[0].numel()
+        of_cell, *of_arcs = (field.flatten() for field in (weight, *arcs))
         local = matters.flatten().nonzero()[:, 0]
         is_kept = self.place[local + first] >= 0
         for chosen in (local[is_kept], local[~is_kept]):
             for here in torch.split(chosen, self.joint.chunk):
                 cells = _Cells.at(here + first, *self.shape[1:])
-                self._add_cells(cells, of_cell[here], of_blank[here], of_label=of_label[here])
+                self._add_cells(cells, of_cell[here], [field[here] for field in of_arcs])
 
     def gradients(self) -> _Gradients:
         encoder, prediction, weight, bias = self.sums
@@ -392,7 +415,7 @@ class _RaggedWalk:
         yield slice(start, self.shape[0])
 
     def _fill_arcs(self, rows: slice) -> None:
-        """Compute the log-probabilities of blank and next label; store logits while there is room."""
+        """Compute the log-probabilities of the arcs; store logits while there is room."""
         inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
         cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
         is_kept = self._is_worth_keeping(_Cells.at(cells, *self.shape[1:]))
@@ -408,9 +431,12 @@ class _RaggedWalk:
         torch.addmm(self.bias, self._hidden(cells), self.weight.t(), out=logits)
         if logits.dtype != self.wide_logits.dtype:
             logits = self.wide_logits[: len(logits)].copy_(logits)
-        log_p = torch.log_softmax(logits, 1, out=self.normalised[: len(logits)])
-        self.blank.view(-1)[cells.flat] = log_p[:, self.joint.blank]
-        self.label.view(-1)[cells.flat] = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
+        symbols, durations = self.joint.parts(logits)
+        log_p = torch.log_softmax(symbols, 1, out=self.joint.parts(self.normalised[: len(logits)])[0])
+        label = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
+        found = (log_p[:, self.joint.blank], label, *durations.log_softmax(1).unbind(1))
+        for field, values in zip(self.arcs, found, strict=True):
+            field.view(-1)[cells.flat] = values
 
     def _is_worth_keeping(self, cells: _Cells) -> Tensor:
         """Select as many cells as there is room for, those with the most alignments through them.
@@ -429,8 +455,9 @@ class _RaggedWalk:
         is_kept[(before + after).topk(room).indices] = True
         return is_kept
 
-    def _add_cells(self, cells: _Cells, weight: Tensor, of_blank: Tensor, of_label: Tensor) -> None:
+    def _add_cells(self, cells: _Cells, weight: Tensor, of_arcs: list[Tensor]) -> None:
         n, dtype = len(cells.flat), self.joint.dtype
+        of_blank, of_label, *of_durations = (field.to(dtype) for field in of_arcs)
         hidden = self._hidden(cells)
         places = self.place[cells.flat]
         logits = self.logits[:n]
@@ -438,9 +465,13 @@ class _RaggedWalk:
             torch.index_select(self.kept, 0, places, out=logits)
         else:
             torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
-        gradient = torch.softmax(logits, 1, out=self.softmax[:n])
-        gradient.scatter_(1, self.targets[cells.position_row, None], of_label[:, None].to(dtype))
-        gradient[:, self.joint.blank] = of_blank.to(dtype)
+        gradient = self.softmax[:n]
+        symbols, durations = self.joint.parts(gradient)
+        torch.softmax(self.joint.parts(logits)[0], 1, out=symbols)
+        symbols.scatter_(1, self.targets[cells.position_row, None], of_label[:, None])
+        symbols[:, self.joint.blank] = of_blank
+        for column, field in enumerate(of_durations):
+            durations[:, column] = field
         gradient *= weight[:, None].to(dtype)
         self.sums.bias.add_(gradient.sum(0, dtype=self.joint.wide))
         if self.joint.wide == dtype:
@@ -512,31 +543,39 @@ class _StaticWalk:
         self.targets = _targets(given, joint.blank)
         self.dropout = _dropout(joint, given)
 
-    def log_probabilities(self) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, T, P) of blank and next label; arbitrary but finite outside the lattice."""
+    def log_probabilities(self) -> list[Tensor]:
+        """Log-probabilities (B, T, P) of blank, next label and each duration.
+
+        They are arbitrary but finite outside the lattice.
+        """
         pieces = []
         for span in self._spans():
-            log_p = self._logits(self._hidden(span)).to(self.joint.wide).log_softmax(-1)
+            symbols, durations = self.joint.parts(self._logits(self._hidden(span)).to(self.joint.wide))
+            log_p = symbols.log_softmax(-1)
             targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
-            pieces.append((log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]))
-        blank, label = zip(*pieces, strict=True)
-        return torch.cat(blank, 1), torch.cat(label, 1)
+            piece = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
+            if self.joint.durations:  # graphs take no empty tensor
+                piece += durations.log_softmax(-1).unbind(-1)
+            pieces.append(piece)
+        return [torch.cat(fields, 1) for fields in zip(*pieces, strict=True)]
 
-    def gradients(self, differentials: _Differentials, upstream: Tensor) -> _Gradients:
+    def gradients(self, differentials: Sequence[Tensor], upstream: Tensor) -> _Gradients:
         """Compute the gradients of the inputs for the upstream gradients (B,)."""
-        symbol = torch.arange(len(self.weight), device=self.weight.device)
+        symbol = _count(len(self.weight) - len(self.joint.durations), self.weight)
         is_blank = (symbol == self.joint.blank).to(self.joint.wide)
         is_label = (symbol == self.targets[:, None, :, None]).to(self.joint.wide) * (1 - is_blank)
         is_other = 1 - is_blank - is_label
-        of_cell = differentials.weight * upstream[:, None, None]
+        of_cell = differentials[0] * upstream[:, None, None]
         encoder, prediction = [], torch.zeros_like(self.prediction)
         weight = torch.zeros_like(self.weight, dtype=self.joint.wide)
         bias = torch.zeros_like(self.bias, dtype=self.joint.wide)
         for span in self._spans():
             hidden = self._hidden(span)
-            softmax = self._logits(hidden).to(self.joint.wide).softmax(-1)
-            of_blank, of_label = (field[:, span, :, None] for field in differentials[1:])
+            softmax = self.joint.parts(self._logits(hidden).to(self.joint.wide))[0].softmax(-1)
+            of_blank, of_label, *of_durations = (field[:, span, :, None] for field in differentials[1:])
             gradient = softmax * is_other + of_blank * is_blank + of_label * is_label
+            if of_durations:
+                gradient = torch.cat((gradient, *of_durations), -1)
             gradient = (gradient * of_cell[:, span, :, None]).to(self.joint.dtype)
             bias = bias + gradient.sum((0, 1, 2), dtype=self.joint.wide)
             weight = weight + (gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)).to(self.joint.wide)
@@ -680,6 +719,16 @@ def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
 # ----------------------------------------------------------------------------------------------- recursions
 
 
+def _posteriors(
+    joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor, is_static: bool
+) -> _Posteriors:
+    if joint.durations:
+        wide = arcs if is_static else [field.double() for field in arcs]
+        return _posteriors_of_durations(joint, wide, frames, symbols)
+    recursion = _posteriors_by_diagonals if is_static else _posteriors_by_rows
+    return recursion(arcs[0], arcs[1], frames, symbols)
+
+
 def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
     """Forward-backward recursion by frames: label moves within a frame are one logcumsumexp.
 
@@ -762,6 +811,79 @@ def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbo
     beyond = _count(mass.shape[1], mass) > frames[:, None] - 1 + symbols[:, None]
     loss = -mass.masked_fill(beyond, 0).sum(-1)
     return _Posteriors(loss.masked_fill(frames == 0, 0), occupancy, label_share)
+
+
+def _posteriors_of_durations(
+    joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor
+) -> _Posteriors:
+    """Backward recursion by diagonals t + u, then the occupancy forward from the shares that it gave.
+
+    A share is the fraction of the paths through a cell that take an arc, a softmax over the cell's arcs. It
+    compares probabilities of near cells only, and occupancies are sums of products of shares, without
+    cancellation; so fp32 is exact enough. The arcs (2R) of a cell are blanks that lead 1 to R diagonals on,
+    then labels that lead as far; those that do not exist have the share 0.
+    """
+    batch, most, positions = arcs[0].shape
+    reach = joint.durations[-1] + 1
+    onward, goes_on = _arcs_of_durations(joint, arcs, frames, symbols)
+    window = onward.new_full((batch, reach, positions), _NEVER)  # of the diagonals that follow
+    removed, logs = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
+    for d in range(len(onward) - 1, -1, -1):
+        paths = onward[d] + torch.cat((window, F.pad(window, (-1, 1), value=_NEVER)), 1)
+        logs.append(paths.log_softmax(1))
+        total = (paths.amax(1) - logs[-1].amax(1)) * goes_on[d]  # logsumexp, which Gaudi has not
+        window = torch.cat((total[:, None], window[:, :-1]), 1)
+        if d % 4 == 0:  # numbers stay small; at each diagonal it would be a fifth of the operations
+            highest = window.amax((1, 2))
+            highest = highest * (highest > _NEVER / 2)
+            window, removed = window - highest[:, None, None], removed + highest
+    loss = -(window[:, 0, 0] + removed)
+    has_none = (frames == 0) | (loss > -_NEVER / 2)
+
+    shares = torch.stack(logs[::-1]).exp()  # (diagonals, B, 2R, P)
+    begins = (_count(positions, loss) == 0) & ~has_none[:, None]
+    pending = F.pad(begins.to(loss.dtype)[:, None], (0, 0, 0, reach - 1))
+    occupied = []
+    for share in shares.unbind():
+        occupied.append(pending[:, 0])
+        flow = occupied[-1][:, None] * share
+        pending = F.pad(pending[:, 1:], (0, 0, 0, 1)) + flow[:, :reach] + F.pad(flow[:, reach:], (1, -1))
+
+    def straight(field: Tensor) -> Tensor:
+        return _straight(field.transpose(0, 1), most)
+
+    occupancy = straight(torch.stack(occupied)) * _inside((batch, most, positions), frames, symbols)
+    by_duration = (shares[:, :, reach + d] + (shares[:, :, d - 1] if d else 0) for d in joint.durations)
+    return _Posteriors(
+        loss.masked_fill(has_none, 0),
+        occupancy,
+        straight(shares[:, :, reach:].sum(2)),
+        tuple(straight(field) for field in by_duration),
+    )
+
+
+def _arcs_of_durations(
+    joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of all arcs by diagonals (T + P, B, 2R, P), and 0 (T + P, B, P) where a path has
+    ended, else 1. The lattice has one frame more, in which paths end."""
+    blank, label, *by_duration = arcs
+    batch, most, positions = blank.shape
+    frames_left, position = (frames[:, None] - _count(most, frames))[..., None], _count(positions, frames)
+    no_label, is_complete = (compare(position, symbols[:, None, None]) for compare in (torch.ge, torch.eq))
+    never = torch.full_like(blank, _NEVER)
+    blanks, labels = [never] * (joint.durations[-1] + 1), [never] * (joint.durations[-1] + 1)
+    for d, log_p in zip(joint.durations, by_duration, strict=True):
+        log_p = log_p - joint.sigma
+        labels[d] = (label + log_p).masked_fill((frames_left <= d) | no_label, _NEVER)
+        if d:
+            ends_or_stays = (frames_left > d) | ((frames_left == d) & is_complete)
+            blanks[d - 1] = (blank + log_p).masked_fill(~ends_or_stays, _NEVER)
+    padded = F.pad(torch.stack((*blanks, *labels), 1), (0, 0, 0, 1), value=_NEVER)
+    onward = _skewed(padded.flatten(0, 1), _NEVER).view(batch, -1, most + positions, positions)
+    is_end = (_count(most + 1, frames)[:, None] == frames[:, None, None]) & is_complete
+    goes_on = 1 - _skewed(is_end.to(blank.dtype), 0)
+    return onward.permute(2, 0, 1, 3).contiguous(), goes_on.transpose(0, 1)
 
 
 def _skewed(field: Tensor, fill: float) -> Tensor:

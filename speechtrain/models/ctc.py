@@ -22,9 +22,14 @@ class CTC(Recogniser):
     beam = "ctc_beam"
 
     def __init__(
-        self, tokenizer: Tokenizer, encoder: Encoder, dropout: float = 0.1, freeze_encoder_steps: float = 0
+        self,
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        dropout: float = 0.1,
+        freeze_encoder_steps: float = 0,
+        encoder_lr_scale: float = 1.0,
     ) -> None:
-        super().__init__(tokenizer, encoder, freeze_encoder_steps)
+        super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
         self.dropout = nn.Dropout(dropout)
@@ -36,9 +41,8 @@ class CTC(Recogniser):
         return logits.float().log_softmax(-1)
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        is_static = self.policy.ctc == "static"
         scores, blank, symbols = self.scores(encoded), self.tokenizer.blank, batch.label_lengths
-        return ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, static=is_static), {}
+        return ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, policy=self.policy), {}
 
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
         scores = self.scores(encoded)

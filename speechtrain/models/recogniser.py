@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -22,14 +24,24 @@ class Recogniser(Task, PolicyAware):
 
     The loss of a batch is the sum over its utterances, and its weight is their number. A pretrained encoder
     does not change for the first ``freeze_encoder_steps`` updates; below 1, that is their share of the plan.
+    Its learning rate is the others' times ``encoder_lr_scale``.
     """
 
     metric = "wer"
     writes_text = True
     decoder: Decoder
 
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, freeze_encoder_steps: float) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        encoder: Encoder,
+        freeze_encoder_steps: float,
+        encoder_lr_scale: float = 1.0,
+    ) -> None:
         super().__init__()
+        if not encoder_lr_scale >= 0:
+            raise ValueError(f"encoder_lr_scale is {encoder_lr_scale}; it must be 0 or above")
+        self.encoder_lr_scale = encoder_lr_scale
         if not tokenizer.reads_text:
             raise ConfigError(f"{type(self).__name__} learns from transcripts; replace tokenizer=none")
         if not encoder.width:
@@ -62,6 +74,14 @@ class Recogniser(Task, PolicyAware):
         steps = self.freeze_encoder_steps
         self.encoder.frozen = step < (steps * self.planned_updates if steps < 1 else steps)
         self.encoder.advance(step, seed)
+
+    def parameter_groups(self) -> Iterable[dict[str, Any]]:
+        if self.encoder_lr_scale == 1:
+            return super().parameter_groups()
+        own = [p for p in self.encoder.parameters() if p.requires_grad]
+        known = set(map(id, own))
+        rest = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
+        return [{"params": own, "lr_scale": self.encoder_lr_scale}, {"params": rest}]
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         return self.encoder.prepare(batch, seed)

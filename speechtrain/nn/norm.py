@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from speechtrain.nn.full_precision import at_least_fp32
+
 
 class MaskedBatchNorm(nn.Module):
     """BatchNorm over the valid frames of a batch, with the state keys of ``nn.BatchNorm1d``.
@@ -27,16 +29,19 @@ class MaskedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Normalise (B, T, F) with lengths (B,) to (B, T, F); the statistics are fp32."""
-        mask = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None].to(x.dtype)
-        mean, variance = self.running_mean, self.running_var
+        """Normalise (B, T, F) with lengths (B,) to (B, T, F); the statistics are at least fp32."""
+        wide = at_least_fp32(x)
+        mask = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None].to(wide.dtype)
+        count = mask.sum().clamp(min=1.0)
+        mean = (wide * mask).sum((0, 1)) / count if self.training else self.running_mean
+        centred = wide - mean  # the only copy that backward keeps
+        variance = self.running_var
         if self.training:
-            count = mask.sum().clamp(min=1.0)
-            mean = (x * mask).sum((0, 1)) / count
-            variance = ((x - mean).square() * mask).sum((0, 1)) / count
+            variance = (centred.square() * mask).sum((0, 1)) / count
             with torch.no_grad():
                 unbiased = variance * count / (count - 1).clamp(min=1.0)
                 self.running_mean.lerp_(mean, self.momentum)
                 self.running_var.lerp_(unbiased, self.momentum)
                 self.num_batches_tracked += 1
-        return ((x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias) * mask
+        y = (centred * (torch.rsqrt(variance + self.eps) * self.weight) + self.bias) * mask
+        return y.to(x.dtype)

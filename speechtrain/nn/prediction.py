@@ -18,11 +18,24 @@ from speechtrain.nn.lstm import LSTM, State
 class Prediction(nn.Module, ABC):
     """Maps the labels so far to a vector.
 
-    The input before the first label is a zero vector; the embedding table has no row for the blank.
+    The input before the first label is a zero vector, and the embedding table has no row for the blank
+    (MLPerf). With ``starts_with_blank`` it is the trained embedding of the blank, the table's last row
+    (transformers' Parakeet, NeMo's ``blank_as_pad=False``).
     """
 
     width: int
     """W, of the output."""
+
+    embedding: nn.Embedding
+    starts_with_blank: bool = False
+
+    def _embed(self, labels: Tensor, before: int) -> Tensor:
+        """Embed labels (B, U) after ``before`` inputs that stand for no label: (B, before + U, E)."""
+        if self.starts_with_blank:
+            blank = self.embedding.num_embeddings - 1
+            embedded: Tensor = self.embedding(F.pad(labels, (before, 0), value=blank))
+            return embedded
+        return F.pad(self.embedding(labels), (0, 0, before, 0))
 
     @abstractmethod
     def connect(self, labels: int) -> None:
@@ -49,7 +62,9 @@ class Prediction(nn.Module, ABC):
         return state[rows]
 
 
-def _check(dropout: float, **sizes: int) -> None:
+def _check(dropout: float, start: str, **sizes: int) -> None:
+    if start not in ("zero", "blank"):
+        raise ValueError(f"start is {start!r}; it must be zero or blank")
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
@@ -69,25 +84,26 @@ class LSTMPrediction(Prediction):
         layer_norm: bool = False,
         forget_gate_bias: float = 1.0,
         init_scale: float = 0.5,
+        start: str = "zero",
     ) -> None:
         super().__init__()
-        _check(dropout, embedding=embedding, hidden=hidden, layers=layers)
-        self.width = hidden
+        _check(dropout, start, embedding=embedding, hidden=hidden, layers=layers)
+        self.width, self.starts_with_blank = hidden, start == "blank"
         self._embedding_width = embedding
         self._lstm = {"hidden": hidden, "layers": layers, "dropout": dropout, "layer_norm": layer_norm}
         self._lstm |= {"forget_gate_bias": forget_gate_bias, "init_scale": init_scale}
 
     def connect(self, labels: int) -> None:
-        self.embedding = nn.Embedding(labels, self._embedding_width)
+        self.embedding = nn.Embedding(labels + self.starts_with_blank, self._embedding_width)
         self.rnn = LSTM(self._embedding_width, **self._lstm)  # type: ignore[arg-type]
 
     def forward(self, labels: Tensor) -> Tensor:
-        embedded: Tensor = F.pad(self.embedding(labels), (0, 0, 1, 0))
-        output: Tensor = self.rnn(embedded)[0]
+        output: Tensor = self.rnn(self._embed(labels, 1))[0]
         return output
 
     def start(self, rows: int) -> tuple[Tensor, State]:
-        output, state = self.rnn(self.embedding.weight.new_zeros(rows, 1, self._embedding_width))
+        nothing = torch.zeros(rows, 0, dtype=torch.int64, device=self.embedding.weight.device)
+        output, state = self.rnn(self._embed(nothing, 1))
         return output[:, 0], state
 
     def step(self, labels: Tensor, state: State) -> tuple[Tensor, State]:
@@ -109,23 +125,29 @@ class StatelessPrediction(Prediction):
     """
 
     def __init__(
-        self, embedding: int = 256, hidden: int = 512, context: int = 2, dropout: float = 0.1
+        self,
+        embedding: int = 256,
+        hidden: int = 512,
+        context: int = 2,
+        dropout: float = 0.1,
+        start: str = "zero",
     ) -> None:
         super().__init__()
-        _check(dropout, embedding=embedding, hidden=hidden, context=context)
-        self.width, self.context = hidden, context
+        _check(dropout, start, embedding=embedding, hidden=hidden, context=context)
+        self.width, self.context, self.starts_with_blank = hidden, context, start == "blank"
         self._embedding_width = embedding
         self.dropout = nn.Dropout(dropout)
 
     def connect(self, labels: int) -> None:
-        self.embedding = nn.Embedding(labels, self._embedding_width)
+        self.embedding = nn.Embedding(labels + self.starts_with_blank, self._embedding_width)
         self.projection = nn.Linear(self.context * self._embedding_width, self.width)
 
     def forward(self, labels: Tensor) -> Tensor:
-        return self._projected(F.pad(self.embedding(labels), (0, 0, self.context, 0)))
+        return self._projected(self._embed(labels, self.context))
 
     def start(self, rows: int) -> tuple[Tensor, Tensor]:
-        state = self.embedding.weight.new_zeros(rows, self.context, self._embedding_width)
+        nothing = torch.zeros(rows, 0, dtype=torch.int64, device=self.embedding.weight.device)
+        state = self._embed(nothing, self.context)
         return self._projected(state)[:, 0], state
 
     def step(self, labels: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

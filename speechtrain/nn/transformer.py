@@ -84,11 +84,21 @@ class Attention(nn.Module, PolicyAware):
         return torch.matmul(F.dropout(weights, self.dropout, self.training).to(v.dtype), v)
 
 
+class LayerNorm(nn.LayerNorm):
+    """In the input's dtype, also where the weights are gathered in a narrower one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 class TransformerLayer(nn.Module):
     """Self-attention and feed-forward with residuals, (B, T, D) to (B, T, D).
 
     Post-norm normalises after each residual sum, pre-norm before each branch; ``norm`` is the feed-forward's.
     """
+
+    computes_narrow = True  # its weights are used by autocast's products, or by layer norms, alone
 
     def __init__(
         self,
@@ -102,10 +112,10 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = Attention(width, heads, attention_dropout)
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = LayerNorm(width)
         self.feed_forward_in = nn.Linear(width, feed_forward)
         self.feed_forward_out = nn.Linear(feed_forward, width)
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
         self.activation_dropout = nn.Dropout(activation_dropout)
         self.pre_norm = pre_norm

@@ -211,6 +211,13 @@ def test_a_ctc_model_is_sent_to_the_other_beam() -> None:
         TransducerBeam().decode(CTCScorer(Letters(), 0.5), torch.zeros(1, 1, 4), torch.tensor([1]))
 
 
+def test_a_model_with_durations_is_sent_to_greedy() -> None:
+    scorer, frames, lengths = lattices(1)
+    scorer.joint.durations = (0, 1)
+    with pytest.raises(ConfigError, match=r"durations.*decoder=greedy"):
+        TransducerBeam().decode(scorer, frames, lengths)
+
+
 @pytest.mark.parametrize("key", ["width", "nbest", "max_symbols_per_step", "gamma"])
 def test_a_setting_out_of_range_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"^{key} is 0"):

@@ -68,16 +68,16 @@ class Counting(Prediction):
 class Table(Joint):
     """Logits (T, U + 1, V) by the frame's number, which is its only feature, and the number of labels."""
 
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
+    def __init__(self, logits: Tensor, durations: list[int] | None = None) -> None:
+        super().__init__(durations=durations)
         self.logits, self.prediction = logits, torch.nn.Identity()
 
     def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
         return self.logits[encoded[:, 0].long(), predicted[:, 0].long()]
 
 
-def table(logits: Tensor) -> TransducerScorer:
-    return TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Table(logits))
+def table(logits: Tensor, durations: list[int] | None = None) -> TransducerScorer:
+    return TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Table(logits, durations))
 
 
 def one_hot(*classes: int) -> Tensor:
@@ -116,6 +116,105 @@ def test_a_transducer_emits_at_its_frame_and_scores_every_symbol() -> None:
     assert short.text == "ab"
     (shorter,) = Greedy(max_symbols=1).decode(table(logits), frames, torch.tensor([2]))
     assert shorter.text == "a"
+
+
+def with_durations(logits: Tensor, chosen: list[list[int]]) -> Tensor:
+    return torch.cat((logits, (torch.eye(3)[torch.tensor(chosen)] * 9).log_softmax(-1)), -1)
+
+
+def test_durations_skip_frames_and_a_blank_takes_one_at_least() -> None:
+    # frame 0: a (stays), b (2 on); frame 2: blank of 0, so 1 on; frame 3: c (2 on, the end)
+    tokens = torch.stack([one_hot(0, 1, 0, 0), one_hot(0, 0, 0, 0), one_hot(3, 3, 3, 3), one_hot(3, 3, 2, 3)])
+    logits = with_durations(tokens, [[0, 1, 0, 0], [0] * 4, [0] * 4, [0, 0, 1, 0]])
+    scorer = table(logits, [0, 2, 3])
+    frames = torch.arange(4.0)[None, :, None]
+    (found,) = Greedy().decode(scorer, frames, torch.tensor([4]))
+    assert (found.text, found.times) == ("abc", (0.0, 0.0, 1.5))
+    likely = float(one_hot(0).max()) + float((torch.eye(3)[0] * 9).log_softmax(-1).max())
+    assert found.score == pytest.approx(4 * likely, abs=1e-5)
+    endless = with_durations(torch.stack([one_hot(*[0] * 9)] * 2), [[0] * 9] * 2)
+    (found,) = Greedy(max_symbols_per_step=3).decode(
+        table(endless, [0, 1, 2]), frames[:, :2], torch.tensor([2])
+    )
+    assert found.times == (0.0, 0.0, 0.0, 0.5, 0.5, 0.5)
+
+
+class Theirs(Prediction):
+    """The prediction network of transformers' Parakeet, of one LSTM layer."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def connect(self, labels: int) -> None:
+        pass
+
+    def forward(self, labels: Tensor) -> Tensor:
+        raise AssertionError("a search takes one label at a time")
+
+    def start(self, rows: int) -> tuple[Tensor, Any]:
+        none = torch.zeros(rows, self.decoder.lstm.hidden_size)
+        return self.step(torch.full((rows,), self.decoder.blank_token_id), (none, none))
+
+    def step(self, labels: Tensor, state: Any) -> tuple[Tensor, Any]:
+        given = tuple(x[None].contiguous() for x in state)
+        output, new = self.decoder.lstm(self.decoder.embedding(labels)[:, None], given)
+        return self.decoder.decoder_projector(output[:, 0]), tuple(x[0] for x in new)
+
+    def select(self, mask: Tensor, new: Any, old: Any) -> Any:
+        return tuple(torch.where(mask[:, None], a, b) for a, b in zip(new, old, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_are_those_that_transformers_generates(seed: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "ParakeetForTDT"):
+        pytest.skip("this transformers has no ParakeetForTDT")
+    torch.manual_seed(seed)
+    encoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    encoder |= {"num_mel_bins": 16, "subsampling_conv_channels": 8}
+    config = transformers.ParakeetTDTConfig(
+        vocab_size=BLANK + 1,
+        blank_token_id=BLANK,
+        pad_token_id=BLANK,
+        decoder_hidden_size=16,
+        num_decoder_layers=1,
+        durations=[0, 1, 2, 3, 4],
+        encoder_config=encoder,
+    )
+    model = transformers.ParakeetForTDT(config).eval()
+    for parameter in model.parameters():  # likelier to say something than the small weights of a beginner
+        parameter.data.normal_(0, 0.4)
+    model.joint.head.bias.data[BLANK + 1] -= 3  # neither has a limit of labels in a frame here
+    features, mask = torch.randn(3, 400, 16), torch.ones(3, 400, dtype=torch.long)
+    mask[1, 250:] = 0
+    with torch.no_grad():
+        encoded = model.get_audio_features(
+            input_features=features, attention_mask=mask, output_attention_mask=True
+        )
+        generated = model.generate(
+            input_features=features,
+            attention_mask=mask,
+            decoder_start_token_id=BLANK,
+            pad_token_id=BLANK,
+            max_new_tokens=500,
+            suppress_tokens=[*range(BLANK + 1, BLANK + 6)],  # it would take durations for tokens
+        )
+    joint = Joint(hidden=16, durations=[0, 1, 2, 3, 4])
+    joint.connect(16, 16, BLANK + 1)
+    joint.output, joint.prediction = model.joint.head, torch.nn.Identity()
+    scorer = TransducerScorer(Letters(), 1.0, prediction=Theirs(model.decoder), joint=joint)
+    lengths = encoded.attention_mask.sum(-1)
+    found = Greedy(max_symbols_per_step=10**6).decode(scorer, encoded.pooler_output, lengths)
+    at = generated.durations.cumsum(1).roll(1, 1)  # the frame in which each was written
+    at[:, 0] = 0
+    for row, one in enumerate(found):
+        before = at[row] < lengths[row]
+        kept = before & (generated.sequences[row] != BLANK)
+        theirs = generated.sequences[row][kept].tolist()
+        assert list(one.labels) == theirs
+        assert list(one.times) == at[row][kept].tolist()
+    assert sum(len(one.labels) for one in found) >= 10
 
 
 def test_without_a_limit_a_row_gets_50_labels_a_second() -> None:

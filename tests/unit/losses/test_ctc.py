@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speechtrain.compute_policy import PLAIN, STATIC
 from speechtrain.losses.ctc import ctc_loss
 
 BLANK = 6
@@ -30,7 +31,9 @@ def test_losses_and_gradients_are_torch_s(length: int, width: int) -> None:
     factors = torch.linspace(0.5, 2, 9, dtype=torch.float64)
     found = []
     for static in (False, True):
-        losses = ctc_loss(F.log_softmax(scores, 2), labels, frames, symbols, BLANK, static)
+        losses = ctc_loss(
+            F.log_softmax(scores, 2), labels, frames, symbols, BLANK, STATIC if static else PLAIN
+        )
         (gradient,) = torch.autograd.grad((losses * factors).sum(), scores)
         found.append((losses.detach(), gradient))
     # softplus is linear above 20, which costs 2e-9
@@ -42,7 +45,7 @@ def test_losses_and_gradients_are_torch_s(length: int, width: int) -> None:
 def test_rows_that_cannot_be_spelt_cost_nothing() -> None:
     scores, labels, frames, symbols = case(4, 5, 6)
     frames, symbols = torch.tensor([5, 2, 0, 5]), torch.tensor([6, 4, 1, 2])
-    losses = ctc_loss(F.log_softmax(scores, 2), labels, frames, symbols, BLANK, static=True)
+    losses = ctc_loss(F.log_softmax(scores, 2), labels, frames, symbols, BLANK, STATIC)
     (gradient,) = torch.autograd.grad(losses.sum(), scores)
     assert losses[:3].tolist() == [0, 0, 0]
     assert not gradient[:3].any()
@@ -53,8 +56,8 @@ def test_rows_that_cannot_be_spelt_cost_nothing() -> None:
 def test_what_lies_beyond_a_row_does_not_count() -> None:
     scores, labels, frames, symbols = case(3, 8, 4)
     frames, symbols = torch.tensor([6, 5, 8]), torch.tensor([2, 1, 3])
-    plain = ctc_loss(F.log_softmax(scores, 2), labels, frames, symbols, BLANK, static=True)
+    plain = ctc_loss(F.log_softmax(scores, 2), labels, frames, symbols, BLANK, STATIC)
     other, spelt = scores.detach().clone(), labels.clone()
     other[0, 6:], spelt[0, 2:] = 7.0, 3
-    again = ctc_loss(F.log_softmax(other, 2), spelt, frames, symbols, BLANK, static=True)
+    again = ctc_loss(F.log_softmax(other, 2), spelt, frames, symbols, BLANK, STATIC)
     assert torch.equal(plain.detach(), again)

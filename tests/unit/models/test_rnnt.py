@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
-from speechtrain.config.build import build
+from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
+from speechtrain.config.build import build, build_model
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
@@ -129,6 +131,46 @@ def test_filler_rows_neither_count_nor_poison() -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+def losses_and_gradients(model: RNNT, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(3)
+    total = model.train()(batch).total
+    total.backward()
+    return total.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("policy", [PLAIN, replace(STATIC, spectrum="fft")])
+@pytest.mark.parametrize("rows", [1, 2, 3, 100])
+def test_the_joint_by_rows_has_the_gradient_of_all(rows: int, policy: ComputePolicy) -> None:
+    batch = a_batch([1.0, 0.3, 0.7, 1.2, 0.5], [[1, 2, 3], [4], [], [1] * 9, [5, 6]], [1, 1, 1, 1, 0])
+    small = ["model.joint.dropout=0", "encoder.dropout=0", "augment=none", "model.ctc_weight=0.3"]
+    small += ["encoder.hidden=16", "model.prediction.hidden=8", "model.joint.hidden=8"]
+    found = []
+    for joint_rows in (0, rows):
+        model = built("model=rnnt_small", *small, f"model.joint_rows={joint_rows}")
+        apply_policy(model, policy)
+        model.prediction.eval()
+        found.append(losses_and_gradients(model, batch))
+    (loss, wanted), (split, gradients) = found
+    torch.testing.assert_close(split, loss, rtol=1e-6, atol=0)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        largest = float(wanted[name].abs().max())
+        torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-5 * largest + 1e-12)
+
+
+def test_the_joint_of_all_rows_at_once_draws_the_mask_that_it_always_drew() -> None:
+    batch = a_batch([0.5, 0.4], [[1, 2, 3], [4]])
+    whole, one = (
+        losses_and_gradients(built("model=rnnt_small", f"model.joint_rows={n}"), batch)[0] for n in (0, 2)
+    )
+    assert torch.equal(whole, one)
+
+
+def test_negative_rows_of_the_joint_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.joint_rows=-1: it must be at least 0"):
+        built("model.joint_rows=-1")
+
+
 def one_at_a_time(model: RNNT, encoded: Tensor, length: int, limit: int) -> list[int]:
     """The reference decoder of MLPerf, written again: one utterance, plain loops."""
     labels: list[int] = []
@@ -185,3 +227,53 @@ def test_a_tokenizer_without_text_is_refused() -> None:
 def test_a_negative_fastemit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"fastemit=-0\.1: it must be at least 0"):
         built("model.fastemit=-0.1")
+
+
+TDT = "model.joint.durations=[0,1,2,3,4]"
+
+
+@pytest.mark.parametrize("prediction", ["lstm", "stateless"])
+def test_a_tdt_learns_and_skips_frames(prediction: str) -> None:
+    """A few updates on one utterance halve the loss; sigma and durations arrive at the loss."""
+    model = built("model=rnnt_small", f"prediction={prediction}", TDT, "model.sigma=0.05").eval()
+    assert model.joint.output.out_features == model.tokenizer.size + 5
+    batch = a_batch([1.2, 0.8], [[1, 2, 3, 4], [5, 6]])
+    encoded, lengths = model.encoder.encode(batch)
+    loss, _ = model.losses(encoded, lengths, batch)
+    model.sigma = 0.0
+    without, _ = model.losses(encoded, lengths, batch)
+    assert (loss > without).all()
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3)
+    for _ in range(25):
+        optimizer.zero_grad()
+        total = model(batch).total
+        total.backward()
+        optimizer.step()
+    assert float(total.detach()) < 0.5 * float(without.detach().sum())
+    found = model.transcribe(batch)
+    assert len(found) == 2
+    assert all(isinstance(one.text, str) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.joint.durations=[1,0]", "durations"),
+        ("model.joint.durations=[0]", "durations"),
+        ("model.sigma=0.1", r"sigma=0\.1"),
+        (f"{TDT} model.sigma=-1", "sigma=-1"),
+        (f"{TDT} model.fastemit=0.01", r"fastemit=0\.01: it must be 0 with joint\.durations"),
+    ],
+)
+def test_a_tdt_that_cannot_be_is_refused(override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        built("model=rnnt_small", *override.split())
+
+
+@pytest.mark.parametrize("key", ["decoder", "final_decoder"])
+def test_a_beam_for_a_tdt_is_refused_before_it_trains(key: str) -> None:
+    tokenizer, choice = Characters(), f"{key}=beam" if key == "decoder" else f"decoder@{key}=beam"
+    config = compose(["model=rnnt_small", TDT, choice])
+    encoder = build(config, "encoder", augment=build(config, "augment"))
+    with pytest.raises(ConfigError, match=f"{key}: this model has no beam search; set {key}=greedy"):
+        build_model(config, tokenizer, encoder)
