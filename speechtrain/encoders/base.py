@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
+from speechtrain.counter_rng import EncoderStream, uniform_at
+from speechtrain.features.augment import Augment
+from speechtrain.features.logmel import LogMel
 
 
 class Encoder(nn.Module, ABC):
@@ -42,6 +46,30 @@ class Encoder(nn.Module, ABC):
     @abstractmethod
     def activation_bytes(self) -> float:
         """The predicted bytes that forward keeps for backward, per second of a row's audio."""
+
+
+class LogMelEncoder(Encoder):
+    """An encoder whose network reads ``features`` of audio that ``augment`` changes in training."""
+
+    def __init__(self, features: LogMel, augment: Augment) -> None:
+        super().__init__()
+        self.features, self.augment, self.sample_rate = features, augment, features.sample_rate
+
+    def augmented(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the log-mel frames (B, T, M) and their lengths (B,)."""
+        audio = self.augment.waveform(batch.audio, batch.audio_lengths)
+        warp = self.augment.warp(len(audio), audio.device)
+        mask = self.augment.spectrogram
+        frames: tuple[Tensor, Tensor] = self.features(
+            audio, batch.audio_lengths, keys=batch.keys, warp=warp, mask=mask
+        )
+        return frames
+
+
+def kept_layers(seed: int, layers: int, probability: float) -> Tensor:
+    """Draw the factors (L,) of layer drop for an update: 0 with ``probability``, else 1."""
+    draws = uniform_at(seed, EncoderStream.LAYERS, np.arange(layers, dtype=np.int64))
+    return torch.from_numpy((draws >= probability).astype(np.float32))
 
 
 class NoEncoder(Encoder):

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.counter_rng import EncoderStream, seed_at, uniform_at
-from speechtrain.encoders.base import Encoder
+from speechtrain.counter_rng import EncoderStream, seed_at
+from speechtrain.encoders.base import Encoder, kept_layers
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
@@ -166,9 +165,7 @@ class Wav2Vec2Encoder(Encoder):
 
     def draw_keep(self) -> Tensor:
         """Draw the layers' factors (L,) for this update: 0 with probability ``layer_drop``, else 1."""
-        layers = np.arange(len(self.transformer.layers), dtype=np.int64)
-        draws = uniform_at(self._update_seed, EncoderStream.LAYERS, layers)
-        return torch.from_numpy((draws >= self.layer_drop).astype(np.float32))
+        return kept_layers(self._update_seed, len(self.transformer.layers), self.layer_drop)
 
     def frames(self, samples: int) -> int:
         return self.extractor.frames(samples)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import STATIC, apply_policy
+from speechtrain.compute_policy import PLAIN, STATIC, apply_policy
 from speechtrain.devices.recorder import Recorder
 from speechtrain.encoders.lstm import LSTMEncoder
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.task import units_of
+from speechtrain.training.recompute import checkpoint_layers
 
 
 def encoder(stack_time: int = 2, norm: bool = False) -> LSTMEncoder:
@@ -50,6 +52,56 @@ def test_segments_change_no_result(segment: int, stack_time: int, norm: bool) ->
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def ragged(*samples: int) -> Batch:
+    rows, lengths = len(samples), torch.tensor(samples)
+    audio = 0.1 * torch.randn(rows, max(samples), generator=torch.Generator().manual_seed(1))
+    ones = torch.ones(rows, dtype=torch.int64)
+    names = tuple(map(str, samples))
+    return Batch(audio, lengths, ones[:, None], ones, torch.ones(rows), ones, names, names)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [(9000, 60000, 8000, 40000, 12000), (60000, 1600), (16000,), (16000, 16000), (16000, 40001, 16000)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("stack_time", "norm", "lstm"), [(2, False, "fused"), (3, True, "loop"), (1, True, "layers")]
+)
+def test_halves_change_no_result(samples: tuple[int, ...], stack_time: int, norm: bool, lstm: str) -> None:
+    whole, cut = encoder(stack_time, norm), encoder(stack_time, norm)
+    cut.split_segments = True
+    calls: list[tuple[int, ...]] = []
+    cut.pre_rnn.register_forward_pre_hook(lambda module, given: calls.append(tuple(given[0].shape[:2])))
+    for model in (whole, cut):
+        apply_policy(model, replace(PLAIN, lstm=lstm))
+    (frames, lengths, gradients), (others, theirs, found) = (
+        trained(m, ragged(*samples)) for m in (whole, cut)
+    )
+    assert torch.equal(lengths, theirs)
+    torch.testing.assert_close(others, frames, rtol=1e-6, atol=1e-6)
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    for one, other in zip(gradients, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6 * largest)
+    saves = len(samples) > 1 and sorted(samples)[-1] > 2 * sorted(samples)[-1 - len(samples) // 2]
+    assert [rows for rows, _ in calls] == [len(samples), len(samples) // 2][: 1 + saves]
+
+
+def test_halves_with_dropout_train_and_static_shapes_ignore_them() -> None:
+    config = {"features": LogMel(mels=20, splice=3), "augment": Augment(), "hidden": 8, "dropout": 0.5}
+    model = LSTMEncoder(**config, split_segments=True)
+    assert not units_of(model, is_even=True)
+    assert len(units_of(model)) == 2
+    checkpoint_layers(model)
+    _, _, gradients = trained(model, ragged(60000, 9000, 8000))
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
+    calls: list[object] = []
+    model.pre_rnn.register_forward_pre_hook(lambda module, given: calls.append(module))
+    apply_policy(model, replace(STATIC, spectrum="fft"))
+    model.eval()(ragged(60000, 9000, 8000))
+    assert len(calls) == 1
+
+
 def test_segments_share_their_graphs_across_lengths() -> None:
     model, recorder = encoder(), Recorder()
     apply_policy(model, replace(STATIC, lstm_segment=8, mark_step=recorder.mark_step))
@@ -73,7 +125,7 @@ _LAZY = """
 import torch
 import torch._lazy.metrics as metrics
 from dataclasses import replace
-from speechtrain.compute_policy import STATIC, apply_policy
+from speechtrain.compute_policy import PLAIN, STATIC, apply_policy
 from speechtrain.devices.lazy import Lazy
 device = Lazy()
 device.open(0)

@@ -1,0 +1,312 @@
+"""FastConformer (Rekesh et al., ASRU 2023) in the form of Hugging Face's ``ParakeetEncoder``.
+
+Strided depthwise-separable convolutions over the log-mel frames, then Conformer layers (Gulati et al., 2020)
+with relative positions (Dai et al., 2019, section 3.3). Parameters have the names of ``ParakeetEncoder``.
+
+Legend: B rows, T frames, M mel bins, D width, H heads, C channels, k kernel taps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from speechtrain.batch import Batch
+from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
+from speechtrain.encoders.base import LogMelEncoder, kept_layers
+from speechtrain.features.augment import Augment
+from speechtrain.features.logmel import LogMel
+from speechtrain.nn.full_precision import at_least_fp32
+from speechtrain.nn.norm import MaskedBatchNorm
+from speechtrain.nn.transformer import FORBIDDEN
+
+_SLICE = 2**22  # values of a slice of rows after the first convolution: 16 MB
+
+
+class Subsampling(nn.Module, PolicyAware):
+    """Strided convolutions over time and frequency: (B, T, M) to (B, ceil(T / factor), D).
+
+    The first convolution is dense, the others depthwise, then pointwise. Frames beyond a row's length are 0
+    after each of them. On CPUs a batch is convolved in slices of rows, whose values backward computes again:
+    at 256 channels they are more than half of a small model's memory.
+    """
+
+    def __init__(self, mels: int, factor: int, channels: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(1, channels, 3, stride=2, padding=1), nn.ReLU(inplace=True)])
+        for _ in range(factor.bit_length() - 2):
+            self.layers += [
+                nn.Conv2d(channels, channels, 3, stride=2, padding=1, groups=channels),
+                nn.Conv2d(channels, channels, 1),
+                nn.ReLU(inplace=True),
+            ]
+        self.linear = nn.Linear(channels * (mels // factor), width)
+        self.values = channels * mels // 4  # of an input frame after the first convolution
+        self.apply_policy(PLAIN)
+
+    def apply_policy(self, policy: ComputePolicy) -> None:
+        self._is_sliced = policy.feature_frames > 0
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        rows = max(1, _SLICE // (self.values * x.shape[1])) if self._is_sliced else len(x)
+        convolve = self._convolve
+        if rows < len(x) and torch.is_grad_enabled():
+            convolve = partial(checkpoint, convolve, use_reentrant=False, preserve_rng_state=False)
+        parts = map(convolve, torch.split(x, rows), torch.split(lengths, rows))
+        frames, counts = (torch.cat(part) for part in zip(*parts, strict=True))
+        return self.linear(frames), counts
+
+    def _convolve(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        x = x[:, None]
+        for layer in self.layers:
+            x = layer(x)
+            if isinstance(layer, nn.Conv2d):
+                if layer.stride[0] == 2:
+                    lengths = torch.div(lengths + 1, 2, rounding_mode="floor")
+                    valid = torch.arange(x.shape[2], device=x.device) < lengths[:, None]
+                # in place, as ReLU is: the first output has 32 times the values of the input
+                x = x.mul_(valid[:, None, :, None].to(x.dtype))
+        return x.transpose(1, 2).flatten(2), lengths
+
+
+class RelativeAttention(nn.Module):
+    """Self-attention whose scores also depend on the distance of query and key."""
+
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width, bias=bias) for _ in range(3))
+        self.o_proj = nn.Linear(width, width, bias=bias)
+        self.relative_k_proj = nn.Linear(width, width, bias=False)
+        self.bias_u = nn.Parameter(torch.zeros(heads, width // heads))
+        self.bias_v = nn.Parameter(torch.zeros(heads, width // heads))
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, x: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+        """Attend from (B, T, D) to the keys where ``allowed`` (B, T or 1, T); ``positions`` (2T − 1, D)."""
+        rows, frames, width = x.shape
+        split = (rows, frames, self.heads, width // self.heads)
+        scale = split[-1] ** -0.5
+        q, k, v = (part(x).view(split) for part in (self.q_proj, self.k_proj, self.v_proj))
+        by_distance = self.relative_k_proj(positions).view(1, 2 * frames - 1, *split[2:])
+        scores = torch.matmul(((q + self.bias_u) * scale).transpose(1, 2), k.permute(0, 2, 3, 1))
+        of_distance = torch.matmul(
+            ((q + self.bias_v) * scale).transpose(1, 2), by_distance.permute(0, 2, 3, 1)
+        )
+        scores = at_least_fp32(scores) + at_least_fp32(_by_key(of_distance))
+        weights = scores.masked_fill(~allowed[:, None], FORBIDDEN).softmax(-1).to(v.dtype)
+        y = torch.matmul(F.dropout(weights, self.dropout, self.training), v.transpose(1, 2))
+        attended: Tensor = self.o_proj(y.transpose(1, 2).reshape(rows, frames, width))
+        return attended
+
+
+def _by_key(scores: Tensor) -> Tensor:
+    """Map scores (B, H, T, 2T − 1) of the distances T − 1 to 1 − T to those of the keys (B, H, T, T)."""
+    rows, heads, frames, distances = scores.shape
+    skewed = F.pad(scores, (1, 0)).view(rows, heads, distances + 1, frames)[:, :, 1:]
+    return skewed.reshape(rows, heads, frames, distances)[..., :frames]
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int, dropout: float, bias: bool) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear2(self.dropout(F.silu(self.linear1(x))))
+        return y
+
+
+class Convolution(nn.Module):
+    """The Conformer's convolution: gated pointwise, depthwise over k frames, BatchNorm, pointwise.
+
+    Transformers' BatchNorm counts padded frames in training; here, only valid ones count.
+    """
+
+    def __init__(self, width: int, kernel: int, bias: bool) -> None:
+        super().__init__()
+        self.pointwise_conv1 = nn.Conv1d(width, 2 * width, 1, bias=bias)
+        self.depthwise_conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width, bias=bias)
+        self.norm = MaskedBatchNorm(width)
+        self.pointwise_conv2 = nn.Conv1d(width, width, 1, bias=bias)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        value, gate = _pointwise(self.pointwise_conv1, x).chunk(2, -1)
+        valid = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        x = value * gate.sigmoid() * valid[..., None].to(value.dtype)
+        x = self.depthwise_conv(x.transpose(1, 2)).transpose(1, 2)
+        return _pointwise(self.pointwise_conv2, F.silu(self.norm(at_least_fp32(x), lengths)))
+
+
+def _pointwise(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    """Compute a convolution over one frame as a product: (B, T, D), without two transposed copies."""
+    return F.linear(x, conv.weight[:, :, 0], conv.bias)
+
+
+class ConformerLayer(nn.Module):
+    """Half a feed-forward, attention, convolution, half a feed-forward, LayerNorm: (B, T, D) to (B, T, D)."""
+
+    def __init__(
+        self,
+        width: int,
+        feed_forward: int,
+        heads: int,
+        kernel: int,
+        dropout: float,
+        attention_dropout: float,
+        activation_dropout: float,
+        attention_bias: bool,
+        convolution_bias: bool,
+    ) -> None:
+        super().__init__()
+        hidden = (width, feed_forward, activation_dropout, attention_bias)
+        self.feed_forward1, self.feed_forward2 = FeedForward(*hidden), FeedForward(*hidden)
+        self.self_attn = RelativeAttention(width, heads, attention_dropout, attention_bias)
+        self.conv = Convolution(width, kernel, convolution_bias)
+        self.norm_feed_forward1, self.norm_feed_forward2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm_self_att, self.norm_conv, self.norm_out = (nn.LayerNorm(width) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, lengths: Tensor, positions: Tensor, allowed: Tensor) -> Tensor:
+        x = x + 0.5 * self.dropout(self.feed_forward1(self.norm_feed_forward1(x)))
+        x = x + self.dropout(self.self_attn(self.norm_self_att(x), positions, allowed))
+        x = x + self.dropout(self.conv(self.norm_conv(x), lengths))
+        x = x + 0.5 * self.dropout(self.feed_forward2(self.norm_feed_forward2(x)))
+        y: Tensor = self.norm_out(x)
+        return y
+
+
+class FastConformer(LogMelEncoder):
+    """Log-mel frames, subsampled by ``subsampling`` (a power of 2), then ``layers`` Conformer layers.
+
+    ``dropout`` follows the subsampling, ``position_dropout`` is that of the relative positions, and
+    ``residual_dropout`` that of each branch of a layer (NeMo has it, transformers does not).
+    ``context`` [left, right] limits attention to so many frames on either side; null: all frames.
+    ``layer_drop`` as in ``Transformer``. Raises ValueError for values out of range.
+    """
+
+    shard_units = ("subsampling", "layers")
+
+    def __init__(
+        self,
+        features: LogMel,
+        augment: Augment,
+        width: int = 1024,
+        layers: int = 24,
+        feed_forward: int = 4096,
+        heads: int = 8,
+        kernel: int = 9,
+        subsampling: int = 8,
+        channels: int = 256,
+        dropout: float = 0.1,
+        position_dropout: float = 0.0,
+        attention_dropout: float = 0.1,
+        activation_dropout: float = 0.1,
+        residual_dropout: float = 0.0,
+        layer_drop: float = 0.0,
+        scale_input: bool = True,
+        attention_bias: bool = True,
+        convolution_bias: bool = True,
+        context: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(features, augment)
+        shares = {"dropout": dropout, "position_dropout": position_dropout, "layer_drop": layer_drop}
+        shares |= {"attention_dropout": attention_dropout, "activation_dropout": activation_dropout}
+        shares |= {"residual_dropout": residual_dropout}
+        if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
+            raise ValueError(f"{wrong[0]}; it must be at least 0 and below 1")
+        sizes = {"width": width, "layers": layers, "feed_forward": feed_forward, "heads": heads}
+        if wrong := [f"{name} is {n}" for name, n in (sizes | {"channels": channels}).items() if n < 1]:
+            raise ValueError(f"{wrong[0]}; it must be at least 1")
+        if width % heads or width % 2:
+            raise ValueError(f"width is {width}; it must be even and a multiple of heads, {heads}")
+        if kernel < 1 or kernel % 2 == 0:
+            raise ValueError(f"kernel is {kernel}; it must be odd")
+        mels = features.features
+        if subsampling < 2 or subsampling.bit_count() > 1 or mels % subsampling:
+            raise ValueError(
+                f"subsampling is {subsampling}; it must be a power of 2 that divides the {mels} features"
+            )
+        if context is not None and (len(context) != 2 or min(context) < 0):
+            raise ValueError(f"context is {list(context)}; it must be two numbers of frames, or null")
+        self.subsampling = Subsampling(mels, subsampling, channels, width)
+        rates = {"dropout": residual_dropout, "attention_dropout": attention_dropout}
+        biases = {"attention_bias": attention_bias, "convolution_bias": convolution_bias}
+        of_layer = {**rates, "activation_dropout": activation_dropout, **biases}
+        self.layers = nn.ModuleList(
+            ConformerLayer(width, feed_forward, heads, kernel, **of_layer)  # type: ignore[arg-type]
+            for _ in range(layers)
+        )
+        self.dropout, self.position_dropout = nn.Dropout(dropout), nn.Dropout(position_dropout)
+        self.width, self.factor, self.context = width, subsampling, context
+        self.scale = math.sqrt(width) if scale_input else 1.0
+        self.layer_drop = layer_drop
+        self._update_seed = 0
+
+    def advance(self, step: int, seed: int) -> None:
+        self._update_seed = seed
+
+    def prepare(self, batch: Batch, seed: int) -> Batch:
+        """Add ``keep`` (L,), the layers' factors, to ``extra``, in training with ``layer_drop`` only."""
+        if not (self.training and self.layer_drop):
+            return batch
+        keep = kept_layers(self._update_seed, len(self.layers), self.layer_drop)
+        return replace(batch, extra=batch.extra | {"keep": keep})
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, lengths = self.augmented(batch)
+        return self.contextualise(x, lengths, batch.extra.get("keep") if self.training else None)
+
+    def contextualise(
+        self, features: Tensor, lengths: Tensor, keep: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Map features (B, T', M) of ``lengths`` (B,) to frames (B, T, D) and their lengths (B,)."""
+        x, lengths = self.subsampling(features, lengths)
+        x = self.dropout(x * self.scale)
+        positions = self.position_dropout(_positions(x))
+        frame = torch.arange(x.shape[1], device=x.device)
+        # a row without any valid frame attends to its first one: softmax over no key is NaN
+        allowed = (frame < lengths.clamp(min=1)[:, None])[:, None]
+        if self.context is not None:
+            distance = frame - frame[:, None]
+            near = (distance >= -self.context[0]) & (distance <= self.context[1])
+            # a frame beyond the row's end may have no key at all; its output has no meaning
+            allowed = (allowed & near) | (distance == 0)
+        for index, layer in enumerate(self.layers):
+            y = layer(x, lengths, positions, allowed)
+            if keep is not None:
+                kept = keep[index].to(x.dtype)
+                y = y * kept + x * (1 - kept)
+            x = y
+        return x, lengths
+
+    def frames(self, samples: int) -> int:
+        return -(-self.features.frames(samples) // self.factor)
+
+    def activation_bytes(self) -> float:
+        # tensors that autograd keeps, counted with saved-tensor hooks at rows of 15 s: a frame of a layer
+        # keeps 24 widths, 3 hidden widths of each feed-forward and 14 bytes per head and key
+        rate = 1 / self.features.frame_seconds
+        channels, bins = self.subsampling.linear.in_features, self.features.features
+        values = rate * (6 * bins + channels * self.factor * 0.75)
+        layer = self.layers[0]
+        assert isinstance(layer, ConformerLayer)
+        unit = 24.0 * self.width + 6 * layer.feed_forward1.linear1.out_features
+        unit += 14 / 4 * layer.self_attn.heads * 15 * rate / self.factor
+        return 4 * (values + rate / self.factor * len(self.layers) * unit)
+
+
+def _positions(x: Tensor) -> Tensor:
+    """Sines and cosines, in turn, of the distances T − 1 to 1 − T: (2T − 1, D)."""
+    frames, width = x.shape[1:]
+    distance = torch.arange(frames - 1, -frames, -1, device=x.device, dtype=torch.float32)
+    even = torch.arange(0, width, 2, device=x.device, dtype=torch.float32)
+    angle = distance[:, None] * torch.exp(even * (-math.log(10000.0) / width))
+    return torch.stack((angle.sin(), angle.cos()), -1).flatten(1).to(x.dtype)

@@ -1,0 +1,324 @@
+"""ContextNet and QuartzNet: published sizes, a second implementation without padding, wrong YAMLs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from speechtrain.batch import Batch
+from speechtrain.commands._hydra_app import compose
+from speechtrain.compute_policy import apply_policy
+from speechtrain.config.build import build
+from speechtrain.devices.hpu import HPU
+from speechtrain.devices.recorder import Recorder
+from speechtrain.encoders.convolutional import ConvolutionalEncoder
+from speechtrain.errors import ConfigError
+from speechtrain.features.augment import Augment
+from speechtrain.features.logmel import LogMel
+from speechtrain.nn.norm import MaskedBatchNorm
+
+CHOICES = [f"contextnet_{size}" for size in ("large", "medium", "small", "dummy", "tiny")]
+CHOICES += ["quartznet15x5", "quartznet_tiny"]
+
+
+def parameters(*overrides: str) -> dict[str, int]:
+    config = compose(list(overrides))
+    with torch.device("meta"):
+        encoder = build(config, "encoder", augment=build(config, "augment"))
+        model = build(config, "model", tokenizer=build(config, "tokenizer"), encoder=encoder)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def with_classes(found: dict[str, int], classes: int) -> int:
+    """The parameters with other labels than characters: what depends on their number is scaled."""
+    total = 0
+    for name, count in found.items():
+        if name == "prediction.embedding.weight":
+            count = count // 28 * (classes - 1)
+        elif name.startswith("joint.output"):
+            count = count // 29 * classes
+        total += count
+    return total
+
+
+@pytest.mark.parametrize(("size", "millions"), [("large", 142.0), ("medium", 40.0), ("small", 14.3)])
+def test_contextnet_has_its_published_size(size: str, millions: float) -> None:
+    whole = ["model=rnnt_mlperf", f"encoder=contextnet_{size}", "prediction=contextnet"]
+    found = parameters(*whole, "model.joint.hidden=640", "model.joint.dropout=0.1")
+    blank_row = 640  # NeMo's embedding has one for the blank
+    assert round((with_classes(found, 1025) + blank_row) / 1e6, 1) == millions
+
+
+def test_the_dummy_has_its_published_size() -> None:
+    narrow = [f"model.{key}=64" for key in ("joint.hidden", "prediction.hidden", "prediction.embedding")]
+    found = parameters("model=rnnt_mlperf", "encoder=contextnet_dummy", "prediction=contextnet", *narrow)
+    assert with_classes(found, 1025) + 64 == 189_265
+
+
+def test_quartznet_has_its_published_size() -> None:
+    found = parameters("model=ctc", "encoder=quartznet15x5")
+    assert round(sum(found.values()) / 1e6, 1) == 18.9
+    assert sum(name.endswith("depthwise.weight") for name in found) == 1 + 15 * 5 + 1
+
+
+@pytest.mark.parametrize(("model", "encoder"), [("rnnt", "contextnet_tiny"), ("ctc", "quartznet_tiny")])
+def test_the_tiny_ones_are_tiny_and_fit_characters(model: str, encoder: str) -> None:
+    assert sum(parameters(f"model={model}", f"encoder={encoder}").values()) <= 2_000_000
+    assert narrow(encoder).frames(16_000) == 25
+
+
+def narrow(choice: str, **values: Any) -> ConvolutionalEncoder:
+    """The encoder of a YAML with few channels, whose statistics are those of some noise."""
+    torch.manual_seed(0)
+    node = OmegaConf.to_container(compose([f"encoder={choice}"]).encoder, resolve=True)
+    assert isinstance(node, dict)
+    del node["_target_"], node["features"]["_target_"]
+    features = LogMel(**{**node.pop("features"), "dither": 0.0, "mels": 10})
+    for mapping in (node, *node["blocks"]):
+        if "filters" in mapping:
+            mapping["filters"] = {1024: 24, 512: 20, 640: 24}.get(mapping["filters"], 16)
+    encoder = ConvolutionalEncoder(
+        features, Augment(), **{**node, "squeeze": min(node["squeeze"], 4), **values}
+    )
+    norms = [m for m in encoder.modules() if isinstance(m, MaskedBatchNorm)]
+    for norm in norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        torch.nn.init.uniform_(norm.bias, -0.5, 0.5)
+        norm.momentum = 1.0
+    encoder(batch(24_000, 24_000))
+    for norm in norms:
+        norm.momentum = 0.1
+    return encoder
+
+
+def batch(*lengths: int) -> Batch:
+    rows, samples = len(lengths), max(lengths)
+    generator = torch.Generator().manual_seed(samples)
+    audio = 0.1 * torch.randn(rows, samples, generator=generator)
+    given = torch.tensor(lengths)
+    audio = audio * (torch.arange(samples) < given[:, None])
+    one = torch.ones(rows, dtype=torch.int64)
+    names = ("a",) * rows
+    return Batch(audio, given, one[:, None], one, torch.ones(rows), one, names, names)
+
+
+def second(encoder: ConvolutionalEncoder, rows: list[Tensor]) -> list[Tensor]:
+    """Rows (C, T) without padding, in lockstep: a norm's statistics are those of all their frames."""
+    weights = dict(encoder.named_parameters()) | dict(encoder.named_buffers())
+    act = F.silu if encoder.blocks[0].activation is F.silu else F.relu
+
+    def convolved(rows: list[Tensor], name: str, options: dict[str, int]) -> list[Tensor]:
+        if (depthwise := weights.get(f"{name}.depthwise.weight")) is not None:
+            rows = [F.conv1d(row[None], depthwise, groups=len(row), **options)[0] for row in rows]
+            options = {}
+        stride = options.get("stride", 1)
+        pointwise = weights[f"{name}.pointwise.weight"][:, :, None]
+        rows = [F.conv1d(row[None], pointwise, stride=stride)[0] for row in rows]
+        statistics = [
+            weights[f"{name}.norm.{key}"] for key in ("running_mean", "running_var", "weight", "bias")
+        ]
+        if encoder.training:
+            statistics[:2] = [s.clone() for s in statistics[:2]]
+        whole = F.batch_norm(torch.cat(rows, 1)[None], *statistics, encoder.training, 0.1, 1e-3)[0]
+        return list(whole.split([row.shape[1] for row in rows], 1))
+
+    for number, block in enumerate(encoder.blocks):
+        start, last = rows, len(block.convs) - 1
+        for index, conv in enumerate(block.convs):
+            options = {"padding": conv.padding, "dilation": conv.dilation}
+            if index == last:
+                options["stride"] = block.stride
+            rows = convolved(rows, f"blocks.{number}.convs.{index}", options)
+            rows = [act(row) for row in rows] if index < last else rows
+        if block.squeeze is not None:
+            reduce, expand = block.squeeze.reduce.weight, block.squeeze.expand.weight
+            rows = [row * (expand @ act(reduce @ row.mean(1))).sigmoid()[:, None] for row in rows]
+        if block.residual is not None:
+            added = convolved(start, f"blocks.{number}.residual", {"stride": block.stride})
+            rows = [row + more for row, more in zip(rows, added, strict=True)]
+        rows = [act(row) for row in rows]
+    return rows
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_second_implementation_finds_the_same(choice: str, training: bool) -> None:
+    encoder = narrow(choice, dropout=0.0)
+    given = batch(20_000, 12_345, 7_000)
+    x, lengths = encoder.features(given.audio, given.audio_lengths)
+    x, frames = x.double(), lengths
+    encoder.double().train(training)
+    rows = [row[:length].t() for row, length in zip(x, lengths.tolist(), strict=True)]
+    expected = second(encoder, rows)
+    with torch.no_grad():
+        for block in encoder.blocks:
+            x, frames = block(x, frames)
+    assert x.shape[1:] == (encoder.frames(20_000), encoder.width)
+    assert (
+        frames.tolist()
+        == [row.shape[1] for row in expected]
+        == [encoder.frames(n) for n in given.audio_lengths]
+    )
+    for row, length, other in zip(x, frames.tolist(), expected, strict=True):
+        torch.testing.assert_close(row[:length], other.t().detach(), rtol=1e-7, atol=1e-9)
+        assert not row[length:].any()
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_row_does_not_depend_on_its_batch_and_gradients_are_finite(choice: str) -> None:
+    encoder = narrow(choice).eval()
+    together = batch(24_000, 11_111, 160)
+    with torch.no_grad():
+        frames, lengths = encoder(together)
+        for row, samples in enumerate(together.audio_lengths.tolist()):
+            lone = replace(batch(samples), audio=together.audio[row : row + 1, :samples])
+            alone, length = encoder(lone)
+            assert length.item() == lengths[row] == encoder.frames(samples) == alone.shape[1]
+            torch.testing.assert_close(frames[row, :length], alone[0], rtol=1e-5, atol=1e-5)
+    frames, _ = encoder.train()(together)
+    frames.square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in encoder.parameters())
+
+
+_HALF = """
+import torch
+from speechtrain.encoders.convolutional import SeparableConv
+for channels in (8, 16):
+    conv = SeparableConv(channels, channels, 33).bfloat16()
+    conv.norm.float()
+    conv(torch.randn(1, 50, channels).bfloat16(), torch.tensor([50])).float().sum().backward()
+"""
+
+
+def test_few_channels_in_bf16_end() -> None:
+    subprocess.run([sys.executable, "-c", _HALF], timeout=120, check=True)
+
+
+def test_initial_weights_are_within_their_bound() -> None:
+    encoder = ConvolutionalEncoder(LogMel(), Augment(), [{"kernel": 9}], filters=64, repeat=1)
+    (block,) = encoder.blocks
+    for weight, fan_in in ((block.convs[0].depthwise.weight, 9), (block.residual.pointwise.weight, 240)):
+        assert 1.9 < weight.abs().max() * fan_in**0.5 <= 2.0
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_predicted_activations_are_within_a_factor_of_two(choice: str) -> None:
+    config = compose([f"encoder={choice}"])
+    if choice in ("contextnet_large", "contextnet_medium"):
+        config.encoder.filters = 128  # the widths scale both
+    encoder = build(config, "encoder", augment=build(config, "augment"))
+    weights = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
+    stored: dict[int, tuple[int, Tensor]] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            stored[storage.data_ptr()] = (storage.nbytes(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        encoder(batch(16_000 * 5, 16_000 * 5))
+    measured = sum(size for size, _ in stored.values()) / 10
+    print(choice, encoder.activation_bytes() / measured, measured)
+    assert 0.5 < encoder.activation_bytes() / measured < 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"blocks": []}, "blocks is empty"),
+        ({"blocks": [{}], "filters": None}, "filters is None; it must be 1 to"),
+        ({"blocks": [{}, {"filters": None}]}, r"blocks\[1\]\.filters is None; it must be 1 to"),
+        ({"blocks": [{"kernel": 4}]}, r"blocks\[0\]\.kernel is 4; it must be odd"),
+        ({"blocks": [{}], "kernel": 2}, "kernel is 2; it must be odd"),
+        ({"blocks": [{"stride": 0}]}, r"blocks\[0\]\.stride is 0; it must be 1 to 100"),
+        ({"blocks": [{"dilation": 10**9}]}, r"blocks\[0\]\.dilation is 1000000000"),
+        ({"blocks": [{"repeat": True}]}, r"blocks\[0\]\.repeat is True"),
+        ({"blocks": [{"times": 1.5}]}, r"blocks\[0\]\.times is 1.5"),
+        ({"blocks": [{"residual": "yes"}]}, r"blocks\[0\]\.residual is 'yes'; it must be true or false"),
+        ({"blocks": [{"dropout": 1.0}]}, r"blocks\[0\]\.dropout is 1.0; it must be at least 0 and below 1"),
+        ({"blocks": [{"dropout": float("nan")}]}, r"blocks\[0\]\.dropout is nan"),
+        ({"blocks": [{"kernels": 5}]}, r"blocks\[0\]\.kernels: a block takes no 'kernels'; it takes filters"),
+        ({"blocks": [{"times": 100}] * 3}, "blocks have 1500 convolutions; at most 1000"),
+        ({"blocks": [{}], "activation": "gelu"}, "activation is 'gelu'; it must be swish or relu"),
+        ({"blocks": [{}], "squeeze": -1}, "squeeze is -1"),
+    ],
+)
+def test_a_wrong_block_is_named(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{line}"):
+        ConvolutionalEncoder(LogMel(), Augment(), **({"filters": 8} | values))
+
+
+def test_the_whole_path_of_a_wrong_key_is_named() -> None:
+    config = compose(["encoder=contextnet_tiny"])
+    OmegaConf.update(config, "encoder.blocks", [{"kernel": 4}])
+    with pytest.raises(ConfigError, match=r"^encoder\.blocks\[0\]\.kernel is 4"):
+        build(config, "encoder", augment=Augment())
+
+
+def test_the_statistics_of_the_norm_are_fp32_whatever_its_input() -> None:
+    torch.manual_seed(0)
+    x, lengths = torch.randn(3, 500, 8), torch.tensor([500, 301, 0])  # 801 is no number in bf16
+    wide, half = MaskedBatchNorm(8), MaskedBatchNorm(8)
+    y = half(x.bfloat16(), lengths)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, wide(x.bfloat16().float(), lengths).bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(half.running_var, wide.running_var, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choice", ["contextnet_tiny", "contextnet_large", "quartznet15x5"])
+def test_gaudi_refuses_nothing(choice: str, dtype: torch.dtype) -> None:
+    encoder = narrow(choice)
+    recorder = Recorder(HPU.facts.operations)
+    policy = replace(HPU().policy(dtype), mark_step=recorder.mark_step)
+    apply_policy(encoder, policy)
+    for number in range(3):
+        given = recorder.move(batch(16_000, 9_000))
+        encoder.zero_grad()
+        with recorder.warm_up() if number == 0 else recorder:
+            with policy.autocast("cpu"):
+                frames, _ = encoder(given)
+            frames.float().square().mean().backward()
+            recorder.mark_step()
+    print(choice, recorder.segments, recorder.distinct)
+
+
+_LAZY = """
+import torch
+from speechtrain.compute_policy import STATIC, apply_policy
+from speechtrain.devices.lazy import Lazy
+device = Lazy()
+device.open(0)
+from tests.unit.encoders.test_convolutional import batch, narrow
+for choice in ("contextnet_tiny", "quartznet_tiny"):
+    whole, traced = narrow(choice, dropout=0.0), narrow(choice, dropout=0.0)
+    apply_policy(traced, STATIC)
+    traced.to("lazy")
+    for model, move in ((whole, lambda b: b), (traced, device.move)):
+        for step in range(3):
+            before = device.graphs()
+            model.zero_grad()
+            frames, lengths = model.train()(move(batch(8000, 5000)))
+            frames.square().mean().backward()
+            device.mark_step()
+    for one, other in zip(whole.parameters(), traced.parameters()):
+        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-2, atol=1e-4)
+    print(device.graphs() - before, sum(device.fallbacks().values()), device.fallbacks())
+"""
+
+
+def test_lazy_tensors_compile_it_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LAZY], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["0 0 {}", "0 0 {}"]
