@@ -109,7 +109,8 @@ def is_available() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def _transformers() -> Any:
+def transformers_library() -> Any:
+    """The library, without its log lines. Raises MachineError where it cannot be imported."""
     try:
         module = importlib.import_module("transformers")
         module.Wav2Vec2Model  # noqa: B018 - imported here, and torchaudio with it, if that is installed
@@ -134,7 +135,7 @@ def difference_of(pretrained: Pretrained) -> float:
 
 def _model(pretrained: Pretrained) -> Any:
     """Hugging Face's model with the same weights, in evaluation mode."""
-    transformers = _transformers()
+    transformers = transformers_library()
     head = "ForPreTraining" if pretrained.model else "ForCTC" if pretrained.labels else "Model"
     kind = getattr(transformers, f"Wav2Vec2{head}")
     config = transformers.Wav2Vec2Config(**config_of(pretrained))
@@ -208,9 +209,9 @@ def read(folder: str | Path) -> tuple[Pretrained, float]:
     does not fit, and if the two models differ; MachineError without transformers.
     """
     folder = Path(folder)
-    transformers = _transformers()
+    transformers = transformers_library()
     config = _config(folder)
-    tensors = _normal_names(_tensors(folder))
+    tensors = _normal_names(read_tensors(folder))
     is_encoder = "quantizer.codevectors" not in tensors
     if is_encoder:  # our encoder has no heads of fine-tuned models
         tensors = {name: value for name, value in tensors.items() if name.startswith(_PREFIX)}
@@ -264,7 +265,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
     whole, index, old = (folder / name for name in names)
     if whole.is_file():

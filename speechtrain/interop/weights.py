@@ -19,8 +19,9 @@ from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.files import whole_path
-from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop import fairseq, hub, huggingface, parakeet
 from speechtrain.interop.wav2vec2 import Pretrained
+from speechtrain.text.huggingface import HuggingFace
 
 _LOG = logging.getLogger(__name__)
 _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
@@ -34,13 +35,14 @@ def read_weights(path: str) -> dict[str, Tensor]:
     """Read the tensors at ``path``, in any known format, on the CPU and under our names.
 
     A run directory (its best checkpoint), a checkpoint's folder, a directory or .safetensors file of
-    ours, a fairseq .pt file or a Hugging Face directory: the content decides, not the name.
+    ours, a fairseq .pt file or a Hugging Face directory: the content decides, not the name. ``hf:`` is a
+    model of Hugging Face's hub, or such a directory.
     Files of other systems are checked against Hugging Face's model; without transformers, a fairseq
     file is read with a warning and a Hugging Face directory is refused.
 
     Raises RunError, DataError or MachineError, each naming the path and what to do.
     """
-    found = whole_path(path)
+    found = hub.folder_of(path) if path.startswith(hub.PREFIX) else whole_path(path)
     if found.is_dir():
         return _of_folder(found)
     if not found.is_file():
@@ -50,7 +52,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
         )
     if _is_safetensors(found):
         if (found.parent / "config.json").is_file():
-            return huggingface.read(found.parent)[0].weights
+            return _of_huggingface(found.parent)
         return huggingface.read_safetensors(found)
     pretrained, difference = read_fairseq(found)
     if difference is None:
@@ -58,21 +60,39 @@ def read_weights(path: str) -> dict[str, Tensor]:
     return pretrained.weights
 
 
+def read_labels(path: str) -> list[str] | None:
+    """The labels of the published recogniser at ``path``; None of any other weights."""
+    place = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else whole_path(path)
+    if not parakeet.is_parakeet(place):
+        return None
+    node = parakeet.nodes(place)["tokenizer"]
+    return HuggingFace(node["model"], labels=node["labels"]).labels
+
+
+def _of_huggingface(folder: Path) -> dict[str, Tensor]:
+    return (
+        parakeet.read_weights(folder) if parakeet.is_parakeet(folder) else huggingface.read(folder)[0].weights
+    )
+
+
 def _is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"  # the header's length in 8 bytes, then the header
 
 
-def read_encoder(path: Path) -> dict[str, Any] | None:
-    """The node of the group ``encoder`` that weights of fairseq or Hugging Face fit; None if they are ours.
+def read_nodes(path: Path) -> dict[str, dict[str, Any]]:
+    """The nodes, by group, that weights of fairseq or Hugging Face fit; none if they are ours.
 
-    Raises DataError for a file that cannot be used. All of a fairseq file is read: 2 s for 1 GB.
+    Of wav2vec 2.0 it is the encoder's. Raises DataError for a file that cannot be used. All of a fairseq
+    file is read: 2 s for 1 GB.
     """
     folder = path if path.is_dir() else path.parent
     if not (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-        return _encoder_node(huggingface.read_arguments(folder))
+        if parakeet.is_parakeet(folder):
+            return parakeet.nodes(folder)
+        return {"encoder": _encoder_node(huggingface.read_arguments(folder))}
     is_fairseq = path.is_file() and not _is_safetensors(path)
-    return _encoder_node(fairseq.read(path)) if is_fairseq else None
+    return {"encoder": _encoder_node(fairseq.read(path))} if is_fairseq else {}
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
@@ -100,7 +120,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / "checkpoint.json").is_file():
         Checkpointer(folder.parent).verify(folder, only=WEIGHTS)
     elif (folder / "config.json").is_file():
-        return huggingface.read(folder)[0].weights
+        return _of_huggingface(folder)
     if (folder / "model.safetensors").is_file():
         return huggingface.read_safetensors(folder / "model.safetensors")
     raise DataError(
@@ -157,6 +177,8 @@ def _advice(weights: Mapping[str, Tensor]) -> str:
     fits = [name for name, other in _choices().items() if other == shapes]
     if fits:
         return f"encoder={' or '.join(fits)} fits"
+    if "encoder.subsampling.linear.weight" in shapes:
+        return "recipe=finetune takes encoder, model and tokenizer from it"
     if "encoder.mask_embedding" in shapes:
         return (
             "no encoder= choice has its shapes: set the keys below encoder. as in the run that wrote "

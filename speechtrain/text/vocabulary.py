@@ -66,11 +66,11 @@ class Tokenizer(ABC):
         return {}
 
 
-def _cannot_spell(symbols: set[str]) -> ValueError:
+def cannot_spell(symbols: set[str]) -> ValueError:
     return ValueError(f"unknown symbols {' '.join(repr(symbol) for symbol in sorted(symbols))}")
 
 
-def _check_ids(ids: Sequence[int], blank: int) -> None:
+def check_ids(ids: Sequence[int], blank: int) -> None:
     if any(not 0 <= label < blank for label in ids):
         raise ValueError(f"label ids must be 0 to {blank - 1}, got {min(ids)} to {max(ids)}")
 
@@ -104,10 +104,10 @@ class Characters(Tokenizer):
         try:
             return [self._ids[symbol] for symbol in text]
         except KeyError:
-            raise _cannot_spell(self.unknown(text)) from None
+            raise cannot_spell(self.unknown(text)) from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self.blank)
+        check_ids(ids, self.blank)
         return "".join([self.labels[label] for label in ids])
 
     def unknown(self, text: str) -> set[str]:
@@ -133,7 +133,7 @@ class NoText(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         if text:
-            raise _cannot_spell(self.unknown(text))
+            raise cannot_spell(self.unknown(text))
         return []
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -148,32 +148,58 @@ class NoText(Tokenizer):
         return {"kind": "none"}
 
 
-SAVED_MODEL = "tokenizer.model"
+class FileTokenizer(Tokenizer):
+    """A tokenizer that is read from one file, ``model``, of which a run keeps a copy.
+
+    Raises DataError, with ``advice``, for a file that cannot be read.
+    """
+
+    saved_name: str
+
+    def __init__(self, model: FilePath, advice: str) -> None:
+        try:
+            self._content = read_bytes(model, MOST_LOG_BYTES, follow=True)
+        except OSError as error:
+            raise DataError(f"model: {model}: {error.strerror}; correct the path, or {advice}") from None
+
+    def _identity(self, normaliser: str) -> dict[str, Any]:
+        digest = hashlib.sha256(self._content).hexdigest()
+        return {"normaliser": normaliser, "size": self.size, "sha256": digest}
+
+    def save(self, run_dir: str) -> None:
+        """Copy the model into the run. Raises RunError if the run has a different one."""
+        path = Path(run_dir) / self.saved_name
+        if not path.exists():
+            with atomic(path) as temporary:
+                temporary.write_bytes(self._content)
+        elif read_bytes(path, MOST_LOG_BYTES) != self._content:
+            raise RunError(f"{path} differs from tokenizer.model; use a new run_dir")
+
+    @classmethod
+    def saved(cls, run_dir: str) -> dict[str, str]:
+        path = Path(run_dir) / cls.saved_name
+        return {"model": str(path)} if path.exists() else {}
 
 
-class SentencePiece(Tokenizer):
+class SentencePiece(FileTokenizer):
     """A subword tokenizer: a trained SentencePiece model (unigram or BPE), read from the file ``model``.
 
     The model's pieces keep their ids; the unknown piece is one of them and is never encoded.
     Raises DataError if the file is missing or is not a SentencePiece model.
     """
 
+    saved_name = "tokenizer.model"
+
     def __init__(self, model: FilePath, normaliser: str = "lower") -> None:
+        super().__init__(model, "train a model with speechtrain-prepare tokenizer")
         try:
-            self._model = read_bytes(model, MOST_LOG_BYTES, follow=True)
-        except OSError as error:
-            raise DataError(
-                f"model: {model}: {error.strerror}; "
-                "correct the path, or train a model with speechtrain-prepare tokenizer"
-            ) from None
-        try:
-            if not self._model:
+            if not self._content:
                 raise RuntimeError
-            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+            self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self._content)
             self.labels = [self._pieces.IdToPiece(label) for label in range(self._pieces.GetPieceSize())]
         except (RuntimeError, UnicodeDecodeError):
             raise DataError(f"model: {model} is not a SentencePiece model; train one") from None
-        self._unknown_id = self._pieces.unk_id()
+        self.unknown_id = self._pieces.unk_id()
         self._normaliser = normaliser
         self._normalise = normaliser_of(normaliser)
 
@@ -182,36 +208,25 @@ class SentencePiece(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._pieces.EncodeAsIds(text)
-        if self._unknown_id in ids:
-            raise _cannot_spell(self.unknown(text))
+        if self.unknown_id in ids:
+            raise cannot_spell(self.unknown(text))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self.blank)
+        check_ids(ids, self.blank)
         text: str = self._pieces.DecodeIds([int(label) for label in ids])
         return text
 
     def unknown(self, text: str) -> set[str]:
         pieces = self._pieces.EncodeAsPieces(text)
-        return set().union(*(p for p in pieces if self._pieces.PieceToId(p) == self._unknown_id))
+        return set().union(*(p for p in pieces if self._pieces.PieceToId(p) == self.unknown_id))
+
+    def scores(self) -> list[tuple[str, float]]:
+        """The pieces with their log-probabilities."""
+        return [(piece, float(self._pieces.GetScore(label))) for label, piece in enumerate(self.labels)]
 
     def state(self) -> dict[str, Any]:
-        digest = hashlib.sha256(self._model).hexdigest()
-        return {"kind": "sentencepiece", "normaliser": self._normaliser, "size": self.size, "sha256": digest}
-
-    def save(self, run_dir: str) -> None:
-        """Copy the model into the run. Raises RunError if the run has a different one."""
-        path = Path(run_dir) / SAVED_MODEL
-        if not path.exists():
-            with atomic(path) as temporary:
-                temporary.write_bytes(self._model)
-        elif read_bytes(path, MOST_LOG_BYTES) != self._model:
-            raise RunError(f"{path} differs from tokenizer.model; use a new run_dir")
-
-    @classmethod
-    def saved(cls, run_dir: str) -> dict[str, str]:
-        path = Path(run_dir) / SAVED_MODEL
-        return {"model": str(path)} if path.exists() else {}
+        return {"kind": "sentencepiece", **self._identity(self._normaliser)}
 
 
 _LINE = re.compile(r"\S.{0,998}(?!\S)|\S{999}", re.DOTALL)

@@ -1,0 +1,89 @@
+"""recipe=finetune init_from=hf:…: a published recogniser with its tokenizer, continued without its files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+from .conftest import Command
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+LETTERS = " " + string.ascii_lowercase
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A random tiny ParakeetForRNNT as publishers save one."""
+    encoder = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
+    encoder |= {"num_mel_bins": 16, "subsampling_factor": 4, "subsampling_conv_channels": 4}
+    sizes = {"vocab_size": len(LETTERS) + 1, "blank_token_id": len(LETTERS), "decoder_hidden_size": 16}
+    config = transformers.ParakeetRNNTConfig(encoder_config=encoder, num_decoder_layers=1, **sizes)
+    folder = tmp_path / "published"
+    transformers.ParakeetForRNNT(config).save_pretrained(folder)
+    vocabulary = {symbol: label for label, symbol in enumerate(LETTERS)}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    library.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.ParakeetTokenizer(tokenizer_object=library, pad_token="<blank>")
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=16)
+    transformers.ParakeetProcessor(extractor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def command(tmp_path: Path, environment: dict[str, str], name: str, *overrides: str) -> Command:
+    made = Command(tmp_path / name, environment, [])
+    made.arguments = [
+        *("recipe=finetune", "data=digits", "data.train.utterances=16", "data.valid.unheard.utterances=2"),
+        *("data.workers=0", "device.threads=1", "device.autotune=false", "trainer.max_hours=null"),
+        *(f"init_from=hf:{tmp_path / 'published'}", f"run_dir={tmp_path / name}", *overrides),
+    ]
+    return made
+
+
+def test_the_published_tokenizer_and_settings_are_kept(
+    model: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    first = command(
+        tmp_path, environment, "run", "model.freeze_encoder_steps=1", "model.encoder_lr_scale=0.1"
+    )
+    done = first.run("trainer.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    (start,) = first.events("start")
+    assert start["fresh"] == 0
+    config = OmegaConf.load(first.run_dir / "config.yaml")
+    assert config.init_from == f"hf:{model}"
+    assert config.tokenizer.labels == len(LETTERS)
+    assert (first.run_dir / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    before = load_file(model / "model.safetensors")
+    after = load_file(first.run_dir / "checkpoints/step-00000001/model.safetensors")
+    name = "encoder.layers.0.self_attn.q_proj.weight"
+    assert after[name].equal(before[name]), "frozen"
+    assert not after["joint.output.weight"].equal(before["joint.head.weight"])
+    shutil.rmtree(model)
+    done = first.run("trainer.max_steps=2")
+    assert done.returncode == 0, done.stderr
+    assert first.result()["steps"] == 2
+    exported = first.tool("export", str(first.run_dir), "--to", "huggingface", "--out", str(tmp_path / "out"))
+    assert "largest difference" in exported.stdout, exported.stderr
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "parakeet_rnnt"
+    missing = command(tmp_path, environment, "other").run("trainer.max_steps=1")
+    assert missing.returncode == 3
+    assert len(missing.stderr.splitlines()) == 1
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("model")
+def test_another_tokenizer_begins_with_a_fresh_head(tmp_path: Path, environment: dict[str, str]) -> None:
+    other = command(tmp_path, environment, "run", "tokenizer=characters", "trainer.max_steps=1")
+    done = other.run()
+    assert done.returncode == 0, done.stderr
+    (start,) = other.events("start")
+    fresh = "joint.output.bias, joint.output.weight, prediction.embedding.weight"
+    assert start["fresh for another vocabulary"] == fresh
