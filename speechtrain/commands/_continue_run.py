@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._config_folder import COMMANDS, refuse_commands
+from speechtrain.commands._find_run import find_run, text_of
 from speechtrain.commands._from_data import keys_from_data
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.config.migrations import migrate_overrides
 from speechtrain.config.resolved import resolved, with_whole_paths
-from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of, typed_fields
+from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line
 from speechtrain.files import read_json
@@ -43,29 +43,6 @@ def run_to_continue(command: Command) -> Path | None:
     return command.run_dir if (command.run_dir / CONFIG).is_file() else None
 
 
-def find_run(overrides: Sequence[str], folder: str | None) -> Path | None:
-    """The run below OUTPUT_DIR that started with these overrides and the same YAML files of ``folder``.
-
-    Keys that may change do not count. Raises RunError if there are several.
-    """
-    wanted, found = typed_fields(overrides), []
-    for path in sorted(base_folder().glob(f"*/{ABOUT}")):
-        about = read_about(path.parent)
-        # a damaged run.json says nothing of what was typed, and so matches no command
-        is_same = "argv" in about and typed_fields(about["overrides"]) == wanted
-        is_same = is_same and all(text_of(folder, name) == text for name, text in about["written"].items())
-        if is_same and (path.parent / CONFIG).is_file():
-            found.append(path.parent)
-    if len(found) > 1:
-        raise RunError(f"{found[0]} and {found[1]} started with the same keys; choose one with run_dir=DIR")
-    return found[0] if found else None
-
-
-def base_folder() -> Path:
-    """The folder of runs without ``run_dir``."""
-    return Path(os.environ.get("OUTPUT_DIR", "runs"))
-
-
 def run_name(choices: Mapping[str, Any], overrides: Sequence[str], folder: str | None) -> str:
     """A run's folder name: the existing run's, else one that follows from overrides and the user's files."""
     found = find_run(overrides, folder)
@@ -78,14 +55,6 @@ def written_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, s
     """The text of each chosen YAML file in the user's own config folder, by ``group/choice``."""
     names = sorted(f"{group}/{choice}" for group, choice in choices.items())
     return {name: text for name in names if (text := text_of(folder, name))}
-
-
-def text_of(folder: str | None, name: str) -> str:
-    """The text of a YAML file in the user's own config folder; empty if there is none."""
-    try:
-        return Path(folder, f"{name}.yaml").read_text() if folder else ""
-    except OSError:
-        return ""
 
 
 def continued(run_dir: Path, command: Command) -> DictConfig:
@@ -193,6 +162,7 @@ def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | No
             f"{key}={own[key]}"
             for key in own
             if key in new and not _is_place(key) and new[key] != own[key]
+            if key != "init_from" or not str(own[key]).startswith(f"{new[key]}@")  # the commit of a model
             if not any(key == one or key.startswith(f"{one}.") for one in derived)
         ]
     except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have

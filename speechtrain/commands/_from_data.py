@@ -62,8 +62,10 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
         raise ConfigError(f"from_data={config.from_data}: choose {' or '.join(TABLES)}, or null")
     if config.from_data == "finetune":
         if not config.init_from:
-            raise ConfigError("recipe=finetune begins with what another run has learnt; add init_from=RUN")
-        if not Path(config.init_from).exists():
+            raise ConfigError(
+                "recipe=finetune begins with what another run has learnt; add init_from=RUN or hf:NAME"
+            )
+        if not config.init_from.startswith("hf:") and not Path(config.init_from).exists():
             raise DataError(
                 f"init_from={config.init_from} does not exist; give a run, or a folder of weights"
             )

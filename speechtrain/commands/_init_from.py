@@ -10,6 +10,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from speechtrain.commands._find_run import find_run
 from speechtrain.config.check import part_class
 from speechtrain.config.resolved import of_a_stranger
 from speechtrain.config.resume_fields import key_of
@@ -21,6 +22,13 @@ _USUAL = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for wei
 _IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain-export --from has written
 
 
+def _run_with(overrides: Sequence[str]) -> Path | None:
+    """The existing run that these overrides continue."""
+    typed = next((text for text in reversed(overrides) if key_of(text) == "run_dir"), "")
+    place = whole_path(typed.partition("=")[2]) if typed else find_run(overrides, None)
+    return place if place is not None and (place / CONFIG).is_file() else None
+
+
 def offer_finetuned(overrides: Sequence[str]) -> None:
     """Set the choice ``finetuned`` of this composition from the ``init_from`` among ``overrides``.
 
@@ -30,7 +38,15 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
     parts: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _USUAL.items()}
     typed = next((text for text in reversed(overrides) if key_of(text) == "init_from"), "init_from=null")
     name = OverridesParser.create().parse_override(typed).value()
-    place = whole_path(str(name)) if name else None
+    place: Path | None
+    if str(name).startswith("hf:"):
+        from speechtrain.interop.hub import folder_of
+
+        # a run that exists has its settings, so that continuing it needs no network
+        known = _run_with(overrides)
+        place = known if known is not None else folder_of(str(name), weights=False)
+    else:
+        place = whole_path(str(name)) if name else None
     if place is not None and (run := run_of(place)) is not None:
         from speechtrain.train_rank import read_config  # torch
 
@@ -45,8 +61,8 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{place / _IMPORTED} cannot be read: {error}") from None
         parts["encoder"] = of_a_stranger(node, place / _IMPORTED)
     elif place is not None and place.exists() and "encoder" not in map(key_of, overrides):
-        from speechtrain.interop.weights import read_encoder  # torch
+        from speechtrain.interop.weights import read_nodes  # torch
 
-        parts["encoder"] = read_encoder(place) or parts["encoder"]
+        parts |= read_nodes(place)
     for group, node in parts.items():
         ConfigStore.instance().store(group=group, name="finetuned", node=node)

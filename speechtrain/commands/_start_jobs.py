@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.commands._choices import refuse_bases
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
-from speechtrain.commands._continue_run import base_folder, continued, run_name, written_files
+from speechtrain.commands._continue_run import continued, run_name, written_files
 from speechtrain.commands._external_launch import started_together
+from speechtrain.commands._find_run import base_folder
 from speechtrain.commands._from_data import follow_data, is_open, typed_keys
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._start_run import start_run
@@ -103,6 +104,10 @@ def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
         config.run_dir = str(run_dir)
         _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
         with_whole_paths(config)
+        if str(config.init_from).startswith("hf:"):
+            from speechtrain.interop.hub import pinned
+
+            config.init_from = pinned(config.init_from)
         if job.together and config.world_size == 1:
             config.world_size = job.together.world.size
         if is_open(config):

@@ -30,13 +30,12 @@ from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, 
 from speechtrain.files import atomic, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
 from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, RunLock
-from speechtrain.text.vocabulary import SAVED_MODEL
 
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
 
 _EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training works, not how well
-_BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, SAVED_MODEL)
+_BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
 _NOTHING = 0.9  # error rate of a recogniser that writes next to nothing

@@ -51,6 +51,11 @@ def run(argv: list[str]) -> int:
         )
     out: Path = arguments.out
     _check_free(out, arguments.form, arguments.force)
+    if (arguments.source_form, arguments.form) == (_OURS, "huggingface") and (
+        written := _recogniser(arguments)
+    ):
+        print(printable(written))
+        return 0
     pretrained, updates, differences = _read(arguments)
     if arguments.encoder:
         pretrained = pretrained.encoder_only()
@@ -66,6 +71,22 @@ def run(argv: list[str]) -> int:
     if "fairseq" in (arguments.source_form, arguments.form):
         print("not run in fairseq itself; docs/interchange.md has the commands for that")
     return 0
+
+
+def _recogniser(arguments: argparse.Namespace) -> str:
+    """Write a run's FastConformer recogniser as Parakeet; what was written, or empty for another encoder."""
+    from speechtrain.commands._load_run import open_run
+    from speechtrain.interop import parakeet
+
+    opened = open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
+    if not parakeet.has_encoder(opened.task):
+        return ""
+    with writing(f"--out {arguments.out}", "name another path"):
+        difference = parakeet.write(opened.task, opened.task.state_dict(), arguments.out)
+    return (
+        f"{arguments.out}: Parakeet, checked against Hugging Face's model on the same audio: largest "
+        f"difference {difference:.1e}"
+    )
 
 
 def _check_free(out: Path, form: str, force: bool) -> None:

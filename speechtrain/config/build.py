@@ -53,6 +53,9 @@ def build_model(config: DictConfig, tokenizer: Tokenizer, encoder: Encoder) -> T
     task.decoder, task.final_decoder = build(config, "decoder"), build(config, "final_decoder")
     if task.writes_text and not task.decoder.searches:
         raise ConfigError("decoder=none: this model writes text; set decoder=greedy")
+    for name in ("decoder", "final_decoder"):
+        if task.writes_text and not task.beam and getattr(getattr(task, name), "sums_paths", False):
+            raise ConfigError(f"{name}: this model has no beam search; set {name}=greedy")
     return task
 
 
@@ -104,7 +107,7 @@ def _construct(path: str, node: Mapping[str, Any], offers: Mapping[str, Any]) ->
 
 def _with_path(path: str, message: str, keys: Container[str]) -> str:
     """``message``, after the config path if it begins with a key: a class names its parameter only."""
-    return f"{path}.{message}" if re.split("[ =:]", message)[0] in keys else message
+    return f"{path}.{message}" if re.split(r"[ =:\[]", message)[0] in keys else message
 
 
 def _construct_nested(path: str, value: Any) -> Any:
@@ -121,25 +124,31 @@ def dry_build(config: DictConfig) -> int:
     """Build every part that is cheap to build: a constructor's error is known before a process starts.
 
     Networks are built on torch's meta device, without values; only the ranks build a network that
-    fails there, and trackers, which open files. Returns the bytes of a rank's weights, gradients, optimizer
-    state and average, all of them fp32; 0 for a network that fails. Raises what ``build`` raises.
+    fails there, and trackers, which open files. Returns ``rank_bytes``; 0 for a network that fails. Raises
+    what ``build`` raises.
     """
-    import torch  # only here: --cfg job and dry checks of the root need none
-
     tokenizer = build_tokenizer(config)
-    probe = torch.nn.Parameter(torch.zeros(2, 2))
-    probe.grad = torch.zeros(2, 2)
-    optimizer = build_optimizer(config, [{"params": [probe]}])
-    optimizer.step()  # makes its state
-    state = [value.numel() for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
-    copies = 2 + sum(state) // probe.numel() + bool(config.trainer.ema)
+    rank_bytes(config, 0)  # the optimizer's error comes before the schedule's, which has its learning rate
     build_schedule(config, steps_per_epoch=1, planned_steps=1)
     data = build_data(config, tokenizer)
     rate, values = size_of_network(config, tokenizer)
     if rate and (given := getattr(data, "sample_rate", None)) and given != rate:
         raise ConfigError(f"data.sample_rate={given}: the encoder expects {rate} Hz; set both to one rate")
+    return rank_bytes(config, values)
+
+
+def rank_bytes(config: DictConfig, values: int) -> int:
+    """The bytes of a rank's weights, gradients, optimizer state and average, of so many weights in fp32."""
+    import torch
+
+    probe = torch.nn.Parameter(torch.zeros(64, 64))  # of a size whose state an optimizer may narrow
+    probe.grad = torch.zeros(64, 64)
+    optimizer = build_optimizer(config, [{"params": [probe]}])
+    optimizer.step()  # makes its state
+    state = [value.nbytes for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+    copies = 2 + sum(state) / probe.nbytes + bool(config.trainer.ema)
     shards = 1 if config.trainer.shard == "none" else config.world_size
-    return copies * values * 4 // int(shards)
+    return int(copies * values * 4) // int(shards)
 
 
 def size_of_network(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from speechtrain.errors import ConfigError
+from speechtrain.trainer_config import TrainerConfig
 
 FORMAT = 3
 """The number that ``config.yaml`` begins with. Release 0.1.0 wrote none, which counts as 1."""
@@ -85,10 +87,14 @@ def migrate(plain: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def migrate_limits(limits: Any) -> Any:
-    """The ``trainer`` node of an earlier release's ``result.json``, in the current format."""
-    return (
-        migrate({"trainer": dict(limits)}, "result.json")["trainer"] if isinstance(limits, dict) else limits
-    )
+    """The ``trainer`` node of an earlier release's ``result.json``, in the current format.
+
+    A key that it lacks is one that was added since, and has its default.
+    """
+    if not isinstance(limits, dict):
+        return limits
+    usual = {one.name: one.default for one in fields(TrainerConfig)}
+    return usual | migrate({"trainer": dict(limits)}, "result.json")["trainer"]
 
 
 def _move(node: Any, moved: Mapping[str, str]) -> None:

@@ -183,7 +183,7 @@ def _whole(value: Any) -> Any:
         return [_whole(one) for one in value]
     if found := re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value)):
         return f"{found[1]}'{whole_path(found[2])}'}}"
-    if not isinstance(value, str) or not value or "${" in value or "://" in value:
+    if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):
         return value
     parts = value.split(",") if not os.path.exists(os.path.expanduser(value)) else [value]
     return ",".join(str(whole_path(part.strip())) for part in parts)

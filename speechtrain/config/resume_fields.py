@@ -18,6 +18,7 @@ _VOLATILE = (
 _VOLATILE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "target", "log_every", "validate_every", "save_every"),
     *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile", "shard"),
+    "checkpoint_layers",  # whose losses are bit-equal
 )
 _ALL_VOLATILE = (*_VOLATILE, *(f"trainer.{key}" for key in _VOLATILE_LIMITS))
 

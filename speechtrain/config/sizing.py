@@ -26,16 +26,25 @@ class Speech:
         return _SPEED * self.core_hours / max(self.hours, 1e-9)
 
 
-_SPEED = 75.0  # hours of speech that a core trains the small network on in an hour
+_SPEED = 40.0  # hours of speech that a core trains the small network on in an hour
 CORES_OF_A_CARD = 100  # what another device than a CPU counts as
-_FRAMES = ((2, 4), (3, 2), (2, 2), (3, 1), (2, 1))  # splice and stack_time: 80, 60, 40, 30 and 20 ms
+# milliseconds between windows, and how many of them are a frame: 80, 60, 40, 30 and 20 ms
+_FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
 _SPARE = 2.0  # frames for each label of fast speech: at 1.8 the loss fell slower, at 1.2 CTC could not align
 _CTC = 1.0  # weight of the auxiliary CTC: at 0.3 the encoder was the last to learn, 3 gave no more
-# hours of speech and passes from which a network is worth its cost; layers before and after StackTime
+# hours of speech and passes from which a network is worth its cost
 _NETWORKS: tuple[tuple[float, float, dict[str, Any]], ...] = (
-    (200.0, 200.0, {"hidden": 1024, "pre_layers": 2, "post_layers": 3, "joint": 512, "lr": 7e-4}),
-    (20.0, 75.0, {"hidden": 512, "pre_layers": 2, "post_layers": 3, "joint": 384, "lr": 1e-3}),
-    (0.0, 0.0, {"hidden": 256, "pre_layers": 1, "post_layers": 2, "joint": 256, "lr": 2e-3}),
+    (
+        200.0,
+        200.0,
+        {"width": 256, "layers": 16, "feed_forward": 1024, "channels": 256, "joint": 512, "lr": 7e-4},
+    ),
+    (
+        20.0,
+        75.0,
+        {"width": 176, "layers": 16, "feed_forward": 704, "channels": 176, "joint": 384, "lr": 1e-3},
+    ),
+    (0.0, 0.0, {"width": 128, "layers": 5, "feed_forward": 256, "channels": 32, "joint": 256, "lr": 1.5e-3}),
 )
 _BATCHES = ((20_000, 32), (1_000, 16), (100, 8), (0, 4))  # recordings, and those of a batch
 _SPAN_MASK = "speechtrain.nn.masking.SpanMask"
@@ -56,8 +65,8 @@ def pieces(hours: float, characters: int) -> int:
 
 
 def frame(labels_per_second: float) -> tuple[int, int]:
-    """``splice`` and ``stack_time`` of the longest frame of whole 10 ms hops that fits the labels."""
-    fits = (one for one in _FRAMES if 100 / math.prod(one) >= _SPARE * labels_per_second)
+    """Milliseconds between windows and ``subsampling`` of the longest frame that fits the labels."""
+    fits = (one for one in _FRAMES if _SPARE * labels_per_second * math.prod(one) <= 1000)
     return next(fits, _FRAMES[-1])
 
 
@@ -69,16 +78,14 @@ def hold_out(speech: Speech) -> float:
 
 def scratch(speech: Speech) -> dict[str, Any]:
     """Keys and values of ``recipe=scratch``."""
-    splice, stack_time = frame(speech.labels_per_second)
+    hop, subsampling = frame(speech.labels_per_second)
     rows = (row for hours, passes, row in _NETWORKS if speech.hours >= hours and speech.passes >= passes)
     network = next(rows)
     masks = 2 if speech.passes >= _MASKED_PASSES else 0
     return {
-        "encoder.hidden": network["hidden"],
-        "encoder.pre_layers": network["pre_layers"],
-        "encoder.post_layers": network["post_layers"],
-        "encoder.features.splice": splice,
-        "encoder.stack_time": stack_time,
+        **{f"encoder.{key}": network[key] for key in ("width", "layers", "feed_forward", "channels")},
+        "encoder.features.hop_seconds": hop / 1000,
+        "encoder.subsampling": subsampling,
         "model.prediction.hidden": network["joint"],
         "model.joint.hidden": network["joint"],
         "model.ctc_weight": _CTC,

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 from .conftest import Command, finish, wait_for
 
 SMALL = (
-    *("recipe=scratch", "device.threads=1", "device.autotune=false", "data.workers=0", "encoder.hidden=16"),
+    *("recipe=scratch", "device.threads=1", "device.autotune=false", "data.workers=0"),
+    *("encoder.width=16", "encoder.layers=1", "encoder.feed_forward=16", "encoder.channels=8"),
     *("model.prediction.hidden=16", "model.prediction.embedding=8", "model.joint.hidden=16"),
 )
 
@@ -52,7 +53,7 @@ def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
     assert config.tokenizer.alphabet == "adntéñú"
     assert (config.data.batch.count, config.data.hold_out) == (4, 0.1)
     (start,) = scratch.events("start")
-    assert "encoder.stack_time=" in start["from data"]
+    assert "encoder.subsampling=" in start["from data"]
     assert start["held out"].startswith("1 recordings")
     assert start["untranscribed"] == 1
     plan = json.loads((scratch.run_dir / "plan.json").read_text())

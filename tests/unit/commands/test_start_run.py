@@ -15,7 +15,8 @@ import pytest
 from speechtrain.commands import _on_host, train
 from speechtrain.commands._cli import guarded
 from speechtrain.commands._command_line import read
-from speechtrain.commands._continue_run import continued, find_run
+from speechtrain.commands._continue_run import continued
+from speechtrain.commands._find_run import find_run
 from speechtrain.commands._hydra_app import compose
 from speechtrain.commands._on_host import host_environment
 from speechtrain.commands._start_run import _conclude, _has_learnt_nothing, _is_complete, start_run
