@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 # one process a core; a file stays in one process, so that its run is made once; the long files come first
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
+PEERS_VENV := .venv-peers
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-cluster check bench wheel test-ipex clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-cluster check bench wheel test-ipex peers test-peers clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -60,8 +61,10 @@ check: setup-dev
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
 
+# The benchmarks that need no argument; the others tell what they need (--help).
 bench: setup-dev
-	for program in benchmarks/*.py; do $(BIN)/python $$program || exit 1; done
+	for name in accelerators cpu_step data_resume features memory scaling transducer_loss wav2vec2; do \
+		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
@@ -80,5 +83,19 @@ $(IPEX_VENV)/.stamp: setup.py tools/install_torch.py
 		-c $(IPEX_VENV)/constraints.txt intel_extension_for_pytorch==2.8.0 -e . pytest pytest-timeout hypothesis
 	touch $(IPEX_VENV)/.stamp
 
+# What others train with, as oracles: torchaudio imports beside torch's CUDA build of its own version only (6 GB),
+# which also runs on a CPU. benchmarks/parakeet.py and parakeet_speech.py run here, too.
+peers: $(PEERS_VENV)/.stamp
+
+test-peers: peers
+	$(PEERS_VENV)/bin/python -m pytest -q tests/unit/losses tests/unit/interop/test_parakeet.py
+
+$(PEERS_VENV)/.stamp: setup.py
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 torchaudio==2.11.0
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[interop]' accelerate pytest pytest-timeout pytest-xdist hypothesis
+	touch $(PEERS_VENV)/.stamp
+
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) .setup-stamp .setup-dev-stamp constraints.txt build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) $(PEERS_VENV) .setup-stamp .setup-dev-stamp constraints.txt build dist *.egg-info

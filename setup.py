@@ -55,10 +55,12 @@ setup(
         # GPL-3 espeak-ng as a wheel: only to synthesise more words and voices, never at run time
         "demo": ["espeakng-loader"],
         "kenlm": ["kenlm"],  # decoder.lm from its binary files; compiled where there is no wheel
+        "memory": ["bitsandbytes>=0.46"],  # optimizer=adamw8bit; the first with kernels for every device
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "huggingface": ["datasets>=4"],  # corpus=huggingface; older ones run a program of the data set
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
         "dev": [
+            "bitsandbytes>=0.46",
             "transformers>=4.57",
             "datasets>=4",
             "jiwer",  # the oracle of error rates

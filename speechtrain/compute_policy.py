@@ -38,7 +38,7 @@ class ComputePolicy:
     attention: str = "sdpa"  # torch's own, or basic operations on slices
     conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
     spectrum: str = "fft"  # or matmul where there is no FFT, or conv where there are no strided views either
-    ctc: str = "torch"  # torch's own, or a recursion in static shapes
+    ctc: str = "torch"  # torch's own, a recursion in static shapes, or the vendor's kernel
     transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all of them: static
     lattice_cells: int = 1024  # most cells of the transducer's lattice in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
@@ -47,6 +47,8 @@ class ComputePolicy:
     mark_step: Callable[[], None] = field(
         default=lambda: None, compare=False, repr=False
     )  # ends a lazy graph
+    # the vendor's CTC loss, which takes torch's arguments of ``ctc_loss`` in their order
+    ctc_kernel: Callable[..., Tensor] | None = field(default=None, compare=False, repr=False)
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
         """The context for forward passes on the torch device type ``device``."""
@@ -79,7 +81,7 @@ class ComputePolicy:
         return cls(**values)
 
 
-_RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.name != "mark_step")
+_RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.compare)
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)} | {None: None}
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "autocast_dtype": tuple(_DTYPES),
@@ -90,7 +92,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa", "slices"),
     "conv": ("conv1d", "conv2d", "matmul"),
     "spectrum": ("fft", "matmul", "conv"),
-    "ctc": ("torch", "static"),
+    "ctc": ("torch", "static", "vendor"),
     "transducer": ("ragged", "static"),
 }
 """The values of each field that is not a size."""

@@ -69,6 +69,24 @@ class Alarm:
     message: str  # one line: what happened and what to change
 
 
+def units_of(module: nn.Module, is_even: bool = False) -> list[nn.Module]:
+    """The units of ``module``, which are gathered, or computed again, one after the other; inner units first.
+
+    A module names its units in ``shard_units``; each member of a named ``ModuleList`` is a unit. A unit
+    must be used through its ``forward`` alone and equally often on every rank, in evaluation, too. A
+    decoder that runs as long as its hypotheses last is no unit: it is gathered with the rest, once a batch.
+    ``is_even`` leaves out the units of a module that sets ``uneven_calls``: ranks call them unequally often.
+    """
+    found: list[nn.Module] = []
+    for owner in module.modules():
+        if is_even and getattr(owner, "uneven_calls", False):
+            continue
+        for name in getattr(owner, "shard_units", ()):
+            part = owner.get_submodule(name)
+            found += list(part) if isinstance(part, nn.ModuleList) else [part]
+    return found[::-1]
+
+
 class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -42,9 +42,10 @@ from speechtrain.config.build import (
     build_precision,
     build_schedule,
     build_tokenizer,
+    rank_bytes,
 )
 from speechtrain.config.check import part_class
-from speechtrain.config.resolved import load
+from speechtrain.config.resolved import dump, load
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -65,11 +66,13 @@ from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
 from speechtrain.training.autotune import resolve_policy
+from speechtrain.training.recompute import checkpoint_layers
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
 
 _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, its own name is another
 _RANK0_HEAD_START_SECONDS = 1.0  # other ranks wait so long: rank 0 prints before torchrun kills all
+_BATCH_SHARE = 0.5  # predictions are within a factor of 2
 _MOST_EARLY = 1000  # warnings kept until the trackers exist
 
 
@@ -111,9 +114,14 @@ class StopRequest:
 def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
     """Claim the device; return it with the precision, fp32 if the chip lacks instructions for the other.
 
-    Raises MachineError if device and precision do not fit.
+    Raises MachineError if device and precision do not fit, ConfigError for a device that cannot recompute.
     """
     device, precision = build_device(config), build_precision(config)
+    if config.trainer.get("checkpoint_layers") and device.static_shapes:
+        raise ConfigError(
+            f"trainer.checkpoint_layers=true: device={device.name} records graphs, which compute nothing "
+            "twice; set trainer.checkpoint_layers=false"
+        )
     device.check_precision(precision)
     device.open(local_rank)
     if reason := device.precision_fallback_reason(precision.dtype):
@@ -126,7 +134,10 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     """The task, its weights drawn from the run's seed, and its tokenizer."""
     tokenizer = build_tokenizer(config)
     torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
-    return build_model(config, tokenizer, build_encoder(config)), tokenizer
+    task = build_model(config, tokenizer, build_encoder(config))
+    if config.trainer.get("checkpoint_layers"):
+        checkpoint_layers(task)
+    return task, tokenizer
 
 
 def read_config(run_dir: Path) -> DictConfig:
@@ -144,11 +155,11 @@ def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[st
     """
     if not (path := config.init_from):
         return {}
-    from speechtrain.interop.weights import initialise, read_weights
+    from speechtrain.interop.weights import initialise, read_labels, read_weights
 
     weights, fresh = read_weights(path), set[str]()
-    run = run_of(whole_path(path).resolve())
-    labels = build_tokenizer(read_config(run)).labels if run else None
+    run = None if path.startswith("hf:") else run_of(whole_path(path).resolve())
+    labels = build_tokenizer(read_config(run)).labels if run else read_labels(path)
     if labels not in ([], tokenizer.labels):
         longer = copy.copy(tokenizer)
         longer.labels = tokenizer.labels * 2
@@ -305,11 +316,12 @@ def train(
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
     apply_policy(task, device.policy(precision.dtype))  # before the data: the model's memory depends on it
+    begun = _choose_batch_memory(config, device, group, task=task)
     data = build_data(config, tokenizer, task)
     with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
     device.validate_shapes(data.shapes())
-    begun = _begin_with(config, task, tokenizer) if not checkpointer.folders() else {}
+    begun |= _begin_with(config, task, tokenizer) if not checkpointer.folders() else {}
     task.to(device.tensor(torch.zeros(())).device)
     policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
@@ -320,7 +332,7 @@ def train(
     optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
-    group.shard(module, optimizer)
+    group.shard(module, optimizer, policy.autocast_dtype if device.facts.narrow_gathers else None)
     data.obey(stop)
     attempt.metric = task.metric
     attempt.tracker = tracker = _open_tracker(config, world, early)
@@ -350,6 +362,46 @@ def train(
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
         )
+
+
+def fill_batch_memory(config: DictConfig, gib: Callable[[], float]) -> float:
+    """Replace ``memory_gib=auto`` of the data's batches by ``gib``; the number, 0 where none is ``auto``."""
+    limits: list[Any] = [config.data.get(name) or {} for name in ("batch", "valid_batch")]
+    open_limits = [each for each in limits if each.get("memory_gib") == "auto"]
+    found = gib() if open_limits else 0.0
+    for each in open_limits:
+        each.memory_gib = found
+    return found
+
+
+def free_batch_memory(config: DictConfig, device: Device, task: Task) -> float:
+    """GiB for a batch: half of what the device has free beside a rank's weights, gradients and their like.
+
+    Raises MachineError where nothing is left.
+    """
+    free = device.free_memory(int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    needed = rank_bytes(config, sum(p.numel() for p in task.parameters()))
+    if free <= needed:
+        sizes = f"{needed / 2**30:.2f} GiB of weights, gradients and state, {free / 2**30:.2f} GiB free"
+        raise MachineError(f"data.batch.memory_gib=auto: {sizes}; use a smaller model or another machine")
+    return round(_BATCH_SHARE * (free - needed) / 2**30, 3)
+
+
+def _choose_batch_memory(config: DictConfig, device: Device, group: Group, *, task: Task) -> dict[str, Any]:
+    """Set ``memory_gib=auto`` to rank 0's choice, which the run's config keeps; a note for the start line."""
+
+    def shared() -> float:
+        own = 0.0 if group.world.rank else free_batch_memory(config, device, task)
+        return float(group.sum(torch.tensor([own], dtype=torch.float64))[0])
+
+    if not (chosen := fill_batch_memory(config, shared)):
+        return {}
+    if not group.world.rank:
+        path = Path(config.run_dir) / CONFIG
+        stored = load(path)
+        fill_batch_memory(stored, lambda: chosen)
+        write_text(path, dump(stored))
+    return {"memory of a batch": f"{chosen} GiB"}
 
 
 def _keep_log_lines() -> MemoryHandler:

@@ -21,6 +21,7 @@ class TrainerConfig:
     accumulate: int = 1  # micro-batches per rank and step
     simulate_world: int | None = None  # world_size × accumulate; accumulate is then derived
     shard: str = "none"  # none (DDP) | parameters (FSDP2: each rank holds a shard of them)
+    checkpoint_layers: bool = False  # compute repeated layers again in backward: less memory, more time
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     ema: float = 0.999  # decay of the weight average that is evaluated and exported; 0 turns it off
     log_every: int = 10  # steps

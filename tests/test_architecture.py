@@ -55,7 +55,7 @@ MAY_IMPORT = {
     # it knows interfaces only
     "training": {"checkpoint.whole", "data.base", "devices.base", "distributed.group", "tracking.base"}
     | {"checkpoint.fit", "optim.common", "optim.ema", "optim.schedules"},
-    "interop": {"checkpoint", "encoders", "models", "nn"},
+    "interop": {"checkpoint", "encoders", "features", "models", "nn", "text"},
     "report": {"config.resume_fields", "tracking"},
     # return types of its builders, for type checkers only
     "config": {"data.base", "decoding.base", "devices.base", "encoders.base"}
@@ -216,7 +216,7 @@ TOUCH_FILES = {
     "devices/preload.py": "/proc, and libraries",
     "devices/cpu.py": "/proc",
     "devices/affinity.py": "/sys",
-    "commands/_continue_run.py": "the user's own YAML files",
+    "commands/_find_run.py": "the user's own YAML files",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
     "commands/_first_contact.py": "new files in a temporary folder",

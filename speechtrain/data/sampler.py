@@ -27,7 +27,8 @@ class BatchLimits:
     """Limits of a micro-batch: it is full if one more utterance would exceed any limit.
 
     The limits are ``count`` utterances, ``seconds`` of audio with padding, and ``memory_gib`` predicted
-    by the model's footprint; null is no limit. An utterance that alone exceeds a limit is a batch of
+    by the model's footprint; null is no limit, and a rank replaces ``auto`` by what its device has free.
+    An utterance that alone exceeds a limit is a batch of
     its own. Utterances are shuffled over the epoch and sorted by length within ``window`` batches,
     which are shuffled again: 1 is plain shuffling, more gives less padding and less randomness. A batch
     of at least ``multiple`` utterances has a multiple of it (fairseq: required_batch_size_multiple),
@@ -36,14 +37,14 @@ class BatchLimits:
 
     count: int | None = 8
     seconds: float | None = None
-    memory_gib: float | None = None
+    memory_gib: float | str | None = None
     window: int = 20
     multiple: int = 1
 
     def __post_init__(self) -> None:
         limits = {"count": self.count, "seconds": self.seconds, "memory_gib": self.memory_gib}
         for name, limit in limits.items():
-            if limit is not None and limit <= 0:
+            if limit is not None and limit != "auto" and (isinstance(limit, str) or limit <= 0):
                 raise ValueError(f"{name}={limit}: it must be above 0, or null for no limit")
         if all(limit is None for limit in limits.values()):
             raise ValueError("count, seconds and memory_gib are all null; set at least one")
@@ -51,6 +52,11 @@ class BatchLimits:
             raise ValueError(f"window={self.window}: it must be at least 1 (plain shuffling)")
         if self.multiple < 1:
             raise ValueError(f"multiple={self.multiple}: it must be at least 1 (any number of utterances)")
+
+    @property
+    def bytes(self) -> float:
+        """``memory_gib`` in bytes; infinite for no limit, and until ``auto`` is replaced."""
+        return math.inf if isinstance(self.memory_gib, str | None) else self.memory_gib * 2**30
 
     def even(self, rows: int) -> int:
         """Round ``rows`` down to a multiple of ``multiple``; fewer than ``multiple`` are kept."""
@@ -66,7 +72,7 @@ class BatchLimits:
                 limits.append(self.seconds / seconds)
             if self.memory_gib is not None:
                 row_bytes = max(footprint.bytes(1, seconds, math.ceil(labels)), 1.0)
-                limits.append(self.memory_gib * 2**30 / row_bytes)
+                limits.append(self.bytes / row_bytes)
         # 16 rows of 1.1 s are 17.6 s in spite of rounding
         return self.even(max(1, int(min(min(limits), 2.0**31) * (1 + 1e-6))))
 
@@ -360,7 +366,7 @@ def pack(
         assert packing.count is not None  # BatchLimits checks it; windows are multiples of it
         return np.append(np.arange(0, total, packing.even(packing.count)), total)
     longest = seconds.tolist()
-    cap = packing.memory_gib * 2**30 if packing.memory_gib is not None else math.inf
+    cap = packing.bytes
     bounds, begin = [0], 0
     while begin < total:
         room = min((begin // width + 1) * width, total) - begin

@@ -1,6 +1,7 @@
 """LogMel: waveforms to normalised log-mel frames, on the waveforms' device.
 
-Two published front ends in one module (MLPerf RNN-T v1.0, and its torch fall-back, also Intel's and NeMo's):
+Two published front ends in one module (MLPerf RNN-T v1.0, and its torch fall-back, also Intel's and NeMo's).
+Form ``parakeet`` is ``torch`` with floor(n/hop) frames (Hugging Face's ``ParakeetFeatureExtractor``):
 
 =================  ===================================  ====================================
 detail             form ``dali``                        form ``torch``
@@ -210,10 +211,14 @@ class LogMel(nn.Module, PolicyAware):
             columns = self._columns(audio.shape[1])
             x = self._log_mel(signal, columns, warp)
             start = torch.arange(columns, device=audio.device) * self.hop
-            valid = (start <= lengths[:, None]) if self._dali else (start < lengths[:, None])
+            past = self.hop - 1 if self.form == "parakeet" else 0  # it has whole hops only
+            last = lengths[:, None] - past
+            valid = (start <= last) if self._dali else (start < last)
             return self._finish(x, valid, mask)
 
     def _columns(self, samples: int) -> int:
+        if self.form == "parakeet":
+            return max(1, samples // self.hop)
         return samples // self.hop + 1 if self._dali else -(-samples // self.hop)
 
     def _dithered(self, audio: Tensor, keys: Tensor | None) -> Tensor:
@@ -351,7 +356,7 @@ class LogMel(nn.Module, PolicyAware):
             if not fits:
                 raise ConfigError(line)
 
-        choices = {"form": ("dali", "torch"), "padding": ("reflect", "constant")}
+        choices = {"form": ("dali", "torch", "parakeet"), "padding": ("reflect", "constant")}
         for name, known in choices.items():
             value, (*others, last) = getattr(self, name), map(repr, known)
             demand(value in known, f"{name} is {value!r}; it must be {', '.join(others)} or {last}")
