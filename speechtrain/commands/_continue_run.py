@@ -156,14 +156,15 @@ def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | No
     """Print one line if a new run with these overrides would have other values than this run."""
     own = flat(resolved(with_whole_paths(copy.deepcopy(config))))
     try:
-        new = flat(resolved(with_whole_paths(compose(migrate_overrides(typed), folder))))
-        derived = keys_from_data(config.from_data) | {"from_data"}
+        composed = compose(migrate_overrides(typed), folder)
+        for key in keys_from_data(config.from_data) | {"from_data"}:  # others, as a peak rate, refer to them
+            OmegaConf.update(composed, key, OmegaConf.select(config, key), merge=False, force_add=True)
+        new = flat(resolved(with_whole_paths(composed)))
         kept = [
             f"{key}={own[key]}"
             for key in own
             if key in new and not _is_place(key) and new[key] != own[key]
             if key != "init_from" or not str(own[key]).startswith(f"{new[key]}@")  # the commit of a model
-            if not any(key == one or key.startswith(f"{one}.") for one in derived)
         ]
     except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have
         kept = ["configuration"]

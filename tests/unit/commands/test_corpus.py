@@ -106,12 +106,8 @@ def packed(folder: Path, name: str) -> bytes:
 
 TRAIN = (
     *("model=rnnt_small", "augment=none", "device.threads=1", "device.autotune=false", "data.workers=0"),
-    *(
-        "encoder.hidden=16",
-        "model.prediction.hidden=16",
-        "model.prediction.embedding=8",
-        "model.joint.hidden=16",
-    ),
+    *("encoder.width=16", "encoder.layers=1", "encoder.feed_forward=16", "encoder.channels=8"),
+    *("model.prediction.hidden=16", "model.prediction.embedding=8", "model.joint.hidden=16"),
     *("trainer.max_steps=2", "trainer.max_hours=null", "data.batch.count=2", "decoder.max_symbols=40"),
 )
 
