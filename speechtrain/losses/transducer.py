@@ -424,7 +424,10 @@ class _RaggedWalk:
         for start in range(0, len(kept), self.joint.chunk):
             chunk = kept[start : start + self.joint.chunk]
             self._fill_cells(_Cells.at(chunk, *self.shape[1:]), self.kept[start : start + len(chunk)])
-        for chunk in torch.split(cells[~is_kept], self.joint.chunk):
+        others = cells[~is_kept]
+        # no torch.split, which fails for no cells under the compiler of torch 2.11
+        for start in range(0, len(others), self.joint.chunk):
+            chunk = others[start : start + self.joint.chunk]
             self._fill_cells(_Cells.at(chunk, *self.shape[1:]), self.logits[: len(chunk)])
 
     def _fill_cells(self, cells: _Cells, logits: Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from speechtrain import transducer_loss
 
@@ -172,6 +173,10 @@ def test_no_label_at_all(static: bool, rows: int) -> None:
     torch.autograd.backward(loss.sum())
 
 
+# before the loss and after it; older compilers do not trace torch.amp.is_autocast_available either
+_MOST_GRAPHS = 2 if TorchVersion(torch.__version__) >= "2.13" else 4
+
+
 class Model(nn.Module):
     """The smallest transducer: a frame is a projection, a prediction an embedding."""
 
@@ -218,7 +223,7 @@ def test_a_compiled_caller(kind: type[Model], static: bool) -> None:
     for ours, true in zip(*(torch.autograd.grad(x, [*model.parameters()]) for x in losses), strict=True):
         torch.testing.assert_close(ours, true)
     if static or kind is Apart:
-        assert len(graphs) <= 2  # before the loss and after it
+        assert len(graphs) <= _MOST_GRAPHS
     torch._dynamo.reset()
 
 
