@@ -708,9 +708,8 @@ def _mix_in_place(word: Tensor, spare: Tensor | None) -> None:
 
 
 def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
-    if (
-        spare is None
-    ):  # a fifth of the traffic of the other form, which is 1.15 times as fast in a CPU's cache
+    # by halves: a fifth of the traffic of the other form, which is 1.15 times as fast in a CPU's cache
+    if spare is None:
         halves = word.view(torch.int16)
         halves[..., ::2] ^= halves[..., 1::2]  # little-endian
         return
