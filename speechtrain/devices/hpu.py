@@ -134,9 +134,8 @@ class HPU(Device):
         if self.mode == "lazy":  # weights keep torch's order, as in the port to Gaudi
             variables["PT_HPU_ENABLE_SYNAPSE_OUTPUT_PERMUTE"] = "0"
             variables["PT_HPU_ENABLE_WEIGHT_CPU_PERMUTE"] = "0"
-        if (
-            self.recipe_cache is not None
-        ):  # path, cleared at the start, MiB; bridges up to 1.19 refuse a fourth
+        # path, cleared at the start, MiB; bridges up to 1.19 refuse a fourth
+        if self.recipe_cache is not None:
             variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{self.recipe_cache},false,{self.recipe_cache_mib}"
         return variables
 
