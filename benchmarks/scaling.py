@@ -113,7 +113,7 @@ class Steps:
         for _ in range(LOG_EVERY):
             interval.sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (one, one)))
         begun = time.perf_counter()
-        self.trainer._log(interval, 0.0, 0.0, torch.zeros(()), None)
+        self.trainer._log(interval, 0.0, 0.0, torch.zeros(()))
         return time.perf_counter() - begun
 
     def all_reduce_status(self) -> float:

@@ -92,7 +92,7 @@ class _Recursion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
-        loss, occupancy, label_share = _posteriors_by_rows(blank, label, frames, symbols)
+        loss, occupancy, label_share, _ = _posteriors_by_rows(blank, label, frames, symbols)
         ctx.save_for_backward(
             (-occupancy * (1 - label_share)).to(blank.dtype), (-occupancy * label_share).to(label.dtype)
         )
