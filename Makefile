@@ -63,7 +63,7 @@ check: setup-dev
 
 # The benchmarks that need no argument; the others tell what they need (--help).
 bench: setup-dev
-	for name in accelerators cpu_step data_resume features memory scaling transducer_loss wav2vec2; do \
+	for name in accelerators cpu_step data_resume features memory openmp scaling transducer_loss wav2vec2; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 wheel: setup

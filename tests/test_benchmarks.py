@@ -16,6 +16,7 @@ SMALLEST = {
     "features": ("--rows", "1", "--seconds", "1", "--rounds", "1"),
     "greedy": ("speechtrain/decoding/greedy.py", "--smoke"),
     "memory": ("--smoke",),
+    "openmp": ("--smoke",),
     "scaling": ("--smoke",),
     "transducer_loss": ("--smoke",),
     "wav2vec2": ("--smoke",),

@@ -135,10 +135,10 @@ class CPU(Device):
         # without it torchrun sets one thread, which is very slow here; oneDNN otherwise keeps 1024
         # primitives, which variable lengths fill with memory that is never used again
         variables = {"OMP_NUM_THREADS": str(threads), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-        # libgomp's threads otherwise spin 300,000 times for the next parallel region. On two cores that other
-        # processes also used, a step (an LSTM and small products) took 819 ms of CPU and 2.1 s with two
-        # threads, and 164 ms and 0.66 s with this setting (2026-11-21, load 9; no idle machine available)
-        variables["GOMP_SPINCOUNT"] = "1000"
+        # libgomp's threads otherwise spin 300,000 times for the next parallel region, which takes a busy core
+        # from others; where they sleep at once (1,000), an idle machine trains at half the speed
+        # (docs/benchmarks/openmp.md)
+        variables["GOMP_SPINCOUNT"] = "12000"
         if self.isa is not None:
             variables["DNNL_MAX_CPU_ISA"] = self.isa
         if self.comm_cores and self.pin != "none" and each > self.comm_cores:
