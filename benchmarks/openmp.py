@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ENCODERS = {"LSTM": (), "FastConformer": ("encoder=fastconformer_tiny",)}
-BASE = ("recipe=demo", "trainer.log_every=5", "trainer.validate_every=1000", "tracking=jsonl")
+BASE = ("recipe=demo", "trainer.log_every=5", "tracking=jsonl", "device.autotune=false")
 
 
 @contextmanager
@@ -69,9 +69,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.smoke:
         given.spins, given.others, given.rounds, given.steps = given.spins[:1], [0], 1, 20
-    print(
-        "| encoder | busy processes | GOMP_SPINCOUNT | audio-s/s | ratio | processor s |\n|---|---|---|---|---|---|"
-    )
+    print("| encoder | busy processes | GOMP_SPINCOUNT | audio-s/s | ratio | processor s |")
+    print("|---|---|---|---|---|---|", flush=True)
     for name, overrides in ENCODERS.items():
         for others in given.others:
             with busy(others):
