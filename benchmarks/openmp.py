@@ -1,6 +1,6 @@
 """How long libgomp's threads should spin before they sleep: training speed, alone and beside busy processes.
 
-    python benchmarks/openmp.py                 # the table of docs/benchmarks/openmp.md
+    python benchmarks/openmp.py                 # about ten minutes
     python benchmarks/openmp.py --smoke         # one short run each, a minute
 
 Runs of `recipe=demo` with both encoders take turns over the values of GOMP_SPINCOUNT (A B C A B C ...). The
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--spins", nargs="+", default=["1000", "20000", "300000"])
+    parser.add_argument("--spins", nargs="+", default=["1000", "12000", "300000"])
     parser.add_argument("--others", type=int, nargs="+", default=[0, 2], help="busy processes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
