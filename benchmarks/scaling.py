@@ -148,7 +148,8 @@ def rank(number: int, size: int, port: int, given: argparse.Namespace, out: str)
     found: dict[str, Any] = {"reductions": reductions(group.world, 3 * given.rounds)}
     for name in given.models if size == 2 else []:
         task, batch = task_and_batch(name, given.smoke)
-        folder = Path(tempfile.mkdtemp())
+        folder = Path(out).parent / f"{name}-{number}"
+        folder.mkdir()
         alone = Steps(SingleProcess(), task, task, batch, folder)
         together = Steps(group, task, group.wrap(task), batch, folder)
         together.parts.optimizer = alone.parts.optimizer
@@ -180,9 +181,10 @@ def run(size: int, given: argparse.Namespace) -> dict[str, Any]:
     """What ``size`` ranks found."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        processes.spawn(rank, (size, port, given, file.name), nprocs=size)
-        found: dict[str, Any] = json.loads(Path(file.name).read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/found.json"
+        processes.spawn(rank, (size, port, given, out), nprocs=size)
+        found: dict[str, Any] = json.loads(Path(out).read_text())
     return found
 
 

@@ -30,6 +30,8 @@ from speechtrain.errors import MALFORMED, MachineError
 MOST_BYTES = 2**24  # of a file that is read whole: the largest, checkpoint.json of 1000 ranks, has 0.1 MB
 MOST_LOG_BYTES = 2**28  # of a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes
 
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}")
+
 FilePath = Annotated[str, "path"]
 """A parameter that names a file or folder: a run's config holds it absolute, and so works from any folder."""
 
@@ -247,6 +249,13 @@ def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what killed processes left of ``atomic`` in ``folder``; no other may write there meanwhile."""
+    for path in folder.glob(".*"):
+        if _TEMPORARY.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def append_line(path: Path, line: bytes) -> None:

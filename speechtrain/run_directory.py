@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from speechtrain.errors import DISK, RunError, one_line
-from speechtrain.files import open_append, read_json
+from speechtrain.files import open_append, read_json, remove_temporaries
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
@@ -54,7 +54,10 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock. Raises RunError, which names the process that holds it, or a link in its place."""
+        """Take the lock, and remove what a killed process left half-written.
+
+        Raises RunError, which names the process that holds it, or a link in its place.
+        """
         for folder in (self.path.parent / name for name in _FOLDERS):
             for path in (folder, *folder.glob("*")):
                 if path.is_symlink() and not path.is_file():  # the run would write and delete files elsewhere
@@ -78,6 +81,10 @@ class RunLock:
         file.write(f"pid {os.getpid()} on {platform.node()}\n".encode())
         file.flush()
         self._file = file
+        checkpoints = self.path.parent / "checkpoints"
+        for folder in (self.path.parent, checkpoints, *checkpoints.glob("step-*")):
+            with contextlib.suppress(OSError):  # of a disk that what follows reports
+                remove_temporaries(folder)
         return self
 
     def release(self) -> None:
