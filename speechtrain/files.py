@@ -252,10 +252,14 @@ def atomic(path: Path, durable: bool = True, private: bool = False) -> Iterator[
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes left of ``atomic`` in ``folder``; no other may write there meanwhile."""
+    """Remove what killed processes left of ``atomic`` in ``folder``, where no other process may write now.
+
+    What cannot be removed stays.
+    """
     for path in folder.glob(".*"):
-        if _TEMPORARY.fullmatch(path.name) and path.is_file():
-            path.unlink(missing_ok=True)
+        if _TEMPORARY.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def append_line(path: Path, line: bytes) -> None:

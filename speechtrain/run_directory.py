@@ -54,7 +54,7 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def acquire(self) -> RunLock:
-        """Take the lock, and remove what a killed process left half-written.
+        """Take the lock, and remove what a killed process left half-written beside it.
 
         Raises RunError, which names the process that holds it, or a link in its place.
         """
@@ -81,10 +81,7 @@ class RunLock:
         file.write(f"pid {os.getpid()} on {platform.node()}\n".encode())
         file.flush()
         self._file = file
-        checkpoints = self.path.parent / "checkpoints"
-        for folder in (self.path.parent, checkpoints, *checkpoints.glob("step-*")):
-            with contextlib.suppress(OSError):  # of a disk that what follows reports
-                remove_temporaries(folder)
+        remove_temporaries(self.path.parent)
         return self
 
     def release(self) -> None:

@@ -38,6 +38,7 @@ from speechtrain.files import (
     names_in_archive,
     read_json,
     read_text,
+    remove_temporaries,
     sha256,
     write_json,
 )
@@ -246,9 +247,15 @@ class Checkpointer:
         if self._identity() != self._opened:
             raise OSError(f"{self.root.parent} was moved or removed while the run went on; move it back")
         self.root.mkdir(exist_ok=True)
+        self._clear()
+        temporary.mkdir()
+
+    def _clear(self) -> None:
+        """Remove what a killed process left half-written or half-removed."""
         for left_over in (*self.root.glob(".writing-*"), *self.root.glob(".removing-*")):
             shutil.rmtree(left_over, ignore_errors=True)
-        temporary.mkdir()
+        for folder in (self.root, *self.folders()):
+            remove_temporaries(folder)
 
     @staticmethod
     def _write(temporary: Path, held: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -353,6 +360,7 @@ class Checkpointer:
             folder = self.root / aside.name.removeprefix(".replaced-")
             if not folder.exists():
                 aside.rename(folder)
+        self._clear()
         folders = self.folders()
         for folder in reversed(folders):
             try:

@@ -22,7 +22,7 @@ from typing import IO, TypeVar
 
 from speechtrain.data.tars import file_of
 from speechtrain.errors import DataError
-from speechtrain.files import atomic, open_append, open_regular
+from speechtrain.files import atomic, open_append, open_regular, remove_temporaries
 
 _log = logging.getLogger(__name__)
 
@@ -159,8 +159,7 @@ class Stager:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_copy(copy, status):
                 return
-            for leftover in copy.parent.glob(".*.*"):  # of a process that was killed
-                leftover.unlink()
+            remove_temporaries(copy.parent)
             if shutil.disk_usage(copy.parent).free < status.st_size + _ROOM:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with atomic(copy, private=True) as temporary:

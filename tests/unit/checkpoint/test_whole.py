@@ -131,8 +131,24 @@ def test_a_half_written_checkpoint_is_invisible_and_swept_up(tmp_path: Path) -> 
     left = tmp_path / "checkpoints" / ".writing-step-00000020"
     shutil.copytree(tmp_path / "checkpoints" / "step-00000010", left)
     assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) == 10
+    assert not left.exists()
+    left.mkdir()
     saved(tmp_path, (30,))
     assert not left.exists()
+
+
+def test_what_a_kill_left_at_the_last_save_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    saved(tmp_path, (10,))
+    root = tmp_path / "checkpoints"
+    before = sorted(root.rglob("*"))
+    shutil.copytree(root / "step-00000010", root / ".removing-step-00000005")
+    for path in (
+        root / ".best.json.0123456789abcdef",
+        root / "step-00000010/.checkpoint.json.0123456789abcdef",
+    ):
+        path.touch()
+    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(1))}) == 10
+    assert sorted(root.rglob("*")) == before
 
 
 def of_the_next_format(folder: Path) -> None:

@@ -130,7 +130,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, recordings: Any) 
     path, folder = recordings.tone("a.wav"), tmp_path / "stage"
     staged(folder, path)
     (copy,) = copies(folder)
-    copy.rename(copy.with_name(f".{copy.name}.0123"))
+    copy.rename(copy.with_name(f".{copy.name}.0123456789abcdef"))
     staged(folder, path)
     assert copy.read_bytes() == path.read_bytes()
     assert not list(folder.glob("*/.*.*"))
