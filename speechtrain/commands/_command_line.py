@@ -70,9 +70,9 @@ def _typed_run_dir(overrides: Sequence[str]) -> Path | None:
 def rewrite(argv: Sequence[str]) -> list[str]:
     """Translate arguments as users of other toolkits type them into Hydra's syntax.
 
-    ``data.train=a.jsonl,b.jsonl`` becomes a list (Hydra would read it as a sweep), and
-    ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names. ``final_decoder=`` chooses from the
-    group of decoders.
+    ``glob(*)`` leaves out base YAMLs. ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would
+    read it as a sweep. ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names.
+    ``final_decoder=`` chooses from the group of decoders.
     ``allow_targets=`` moves to the environment, so that no file can set it.
     """
     from speechtrain.config.schema import PLACES
@@ -90,6 +90,8 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             if key.startswith("data.valid") and value != "{}":
                 key = "++" + key
             argument = f"{key}={value}"
+        if re.fullmatch(r"glob\([^()]*\)", value) and "exclude" not in value:
+            argument = f"{key}={value[:-1]},exclude=_*)"
         is_bare = not value.startswith(("[", "{", "'", '"')) and "${" not in value
         if is_bare and not value.isascii() and key[0] != "-":  # Hydra reads other letters in quotes only
             argument = f"{key}={','.join(_quoted(part) for part in value.split(','))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
-from speechtrain.commands._config_folder import COMMANDS, refuse_commands
 from speechtrain.commands._find_run import find_run, text_of
-from speechtrain.commands._from_data import keys_from_data
-from speechtrain.commands._hydra_app import compose, explain
+from speechtrain.commands._hydra_app import explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
-from speechtrain.config.migrations import migrate_overrides
-from speechtrain.config.resolved import resolved, with_whole_paths
 from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line
@@ -66,8 +62,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    refuse_commands(config, command.overrides, run_dir / CONFIG)
-    new = [text for text in command.overrides if text not in about["overrides"] or _is_per_start(text)]
+    new = [text for text in command.overrides if text not in about["overrides"] or key_of(text) in PER_START]
     changes = dict([*_rewritten(command.config_dir, about["written"]), *_parsed(new)])
     changes.pop("run_dir", None)
     shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
@@ -88,28 +83,21 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
         raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")
-    _say_what_is_kept(config, [*about["overrides"], *new], command.config_dir)
+    _say_repeated_limits(config, [text for text in command.overrides if text not in new])
     return config
-
-
-def _is_per_start(text: str) -> bool:
-    """True for an override that counts although it is the run's: what is run is never a stored value."""
-    return key_of(text) in PER_START or (
-        key_of(text).startswith("launcher.") and not COMMANDS.isdisjoint(key_of(text).split("."))
-    )
 
 
 def _shown(items: Sequence[str]) -> str:
     return "; ".join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
-def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _parsed(overrides: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Key and value of each KEY=VALUE, in Hydra's grammar. Raises ConfigError."""
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            raise explain(error, overrides) from None
+            raise explain(error, [text]) from None
         if override.is_sweep_override():
             raise ConfigError(f"{text}: several values are a sweep: add -m; a list is {key_of(text)}=[…]")
         if override.is_delete():
@@ -152,26 +140,13 @@ def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) ->
     return []
 
 
-def _say_what_is_kept(config: DictConfig, typed: Sequence[str], folder: str | None) -> None:
-    """Print one line if a new run with these overrides would have other values than this run."""
-    own = flat(resolved(with_whole_paths(copy.deepcopy(config))))
-    try:
-        composed = compose(migrate_overrides(typed), folder)
-        for key in keys_from_data(config.from_data) | {"from_data"}:  # others, as a peak rate, refer to them
-            OmegaConf.update(composed, key, OmegaConf.select(config, key), merge=False, force_add=True)
-        new = flat(resolved(with_whole_paths(composed)))
-        kept = [
-            f"{key}={own[key]}"
-            for key in own
-            if key in new and not _is_place(key) and new[key] != own[key]
-            if key != "init_from" or not str(own[key]).startswith(f"{new[key]}@")  # the commit of a model
-        ]
-    except (HydraException, OmegaConfBaseException, ConfigError):  # a key that this release does not have
-        kept = ["configuration"]
-    if kept:
-        say(f"{config.run_dir}: the run keeps its {_shown(kept)}; a new run would differ")
-
-
-def _is_place(key: str) -> bool:
-    """True for a key whose value follows from the run's folder or its number of ranks."""
-    return key.endswith("run_dir") or key in (*_BATCH_KEYS, "tokenizer.model")
+def _say_repeated_limits(config: DictConfig, repeated: Iterable[str]) -> None:
+    """Print one line if a limit of the first start is repeated, and a later start has changed it since."""
+    changed = []
+    for key, value in _parsed(repeated):
+        if key.startswith("trainer.") and is_volatile(key):
+            stored = stored_value(config, key)
+            if stored != value:
+                changed.append(f"{key}={stored}")
+    if changed:
+        say(f"{config.run_dir}: the run keeps its {_shown(changed)}")

@@ -27,7 +27,6 @@ from speechtrain.files import read_json, small_yaml, whole_path, write_json, wri
 Node = TypeVar("Node")
 _KEPT = "corpus.json"
 _FIX = "use another out="
-_TYPED = ("corpus", "out", "root", "download")  # a stranger's file chooses no folder, and starts no download
 
 
 @dataclass
@@ -122,8 +121,6 @@ def _written(name: str, folder: str | None) -> dict[str, Any]:
         raise ConfigError(f"{ours[name]} cannot be read: {one_line(str(error), 300)}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{ours[name]} has no keys")
-    if taken := [key for key in _TYPED if key in found]:
-        raise ConfigError(f"{ours[name]}: {taken[0]} is typed, and no key of a file; remove it there")
     return found
 
 

@@ -90,11 +90,6 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
     config.from_data = f"{len(texts.seconds):,} recordings, {texts.hours:.2f} h: {chosen}"
 
 
-def keys_from_data(line: str | None) -> set[str]:
-    """The keys that a run took from its data, of what ``follow_data`` left in ``from_data``."""
-    return {word.partition("=")[0] for word in (line or "").split() if "=" in word}
-
-
 def _has_open_alphabet(config: DictConfig) -> bool:
     return "alphabet" in config.tokenizer and config.tokenizer.alphabet is None
 

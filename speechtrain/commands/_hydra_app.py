@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import hydra
-from hydra._internal.config_repository import ConfigRepository
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.commands import _config_folder  # noqa: F401 - checks what Hydra reads and composes
 from speechtrain.commands._choices import choices, refuse_bases
+from speechtrain.commands._init_from import offer_finetuned
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
 from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
-
-_group_files = ConfigRepository.get_group_options
-# without a hook, Hydra would offer base YAMLs to shell completion, to glob(*) and in its errors
-ConfigRepository.get_group_options = lambda *group, **kind: [  # type: ignore[method-assign]
-    name for name in _group_files(*group, **kind) if not name.startswith("_")
-]
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -34,6 +27,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
     Raises Hydra's errors, and ConfigError for a base YAML.
     """
     refuse_bases(overrides, config_dir)
+    offer_finetuned(overrides)
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
@@ -47,7 +41,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
         return _explain_syntax(error)
     if found := re.search(r"Could not find '([^']*)/([^'/]*)'", message):
         group, choice = found.groups()
-        options = re.findall(r"^\t(\S+)$", message, flags=re.MULTILINE)
+        options = re.findall(r"^\t([^\s_]\S*)$", message, flags=re.MULTILINE)
         close = nearest(choice, options)
         listed = f" ({group} is one of {', '.join(options)})" if options else ""
         return ConfigError(f"{group}={choice}: there is no such choice{close}{listed}")

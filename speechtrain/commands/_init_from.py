@@ -10,7 +10,6 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from speechtrain.commands._find_run import find_run
 from speechtrain.config.check import part_class
 from speechtrain.config.resolved import of_a_stranger
 from speechtrain.config.resume_fields import key_of
@@ -19,32 +18,29 @@ from speechtrain.files import whole_path, yaml_text
 from speechtrain.run_directory import CONFIG, run_of
 
 _USUAL = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights that come without a run
+FINETUNED = "finetuned"
 _IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain-export --from has written
 
 
-def _run_with(overrides: Sequence[str]) -> Path | None:
-    """The existing run that these overrides continue."""
-    typed = next((text for text in reversed(overrides) if key_of(text) == "run_dir"), "")
-    place = whole_path(typed.partition("=")[2]) if typed else find_run(overrides, None)
-    return place if place is not None and (place / CONFIG).is_file() else None
-
-
 def offer_finetuned(overrides: Sequence[str]) -> None:
-    """Set the choice ``finetuned`` of this composition from the ``init_from`` among ``overrides``.
+    """Set Hydra's choice ``finetuned`` from the ``init_from`` among ``overrides``.
 
-    Of pretraining, which has no labels, only the encoder is taken, and of weights without a run the sizes
-    that they name. Raises RunError, ConfigError or DataError for a damaged file.
+    Pretraining has no labels, so only its encoder is used. Weights without a run give the sizes that they
+    name. If ``init_from`` is swept, its first value counts. Each job then composes with its own value.
+    Raises RunError, ConfigError or DataError for a damaged file.
     """
     parts: dict[str, Any] = {group: {"defaults": [choice]} for group, choice in _USUAL.items()}
     typed = next((text for text in reversed(overrides) if key_of(text) == "init_from"), "init_from=null")
-    name = OverridesParser.create().parse_override(typed).value()
+    parser = OverridesParser.create()
+    override = parser.parse_override(typed)
+    if override.is_sweep_override():
+        override = parser.parse_override(f"init_from={next(iter(override.sweep_string_iterator()))}")
+    name = override.value()
     place: Path | None
     if str(name).startswith("hf:"):
         from speechtrain.interop.hub import folder_of
 
-        # a run that exists has its settings, so that continuing it needs no network
-        known = _run_with(overrides)
-        place = known if known is not None else folder_of(str(name), weights=False)
+        place = folder_of(str(name), weights=False)
     else:
         place = whole_path(str(name)) if name else None
     if place is not None and (run := run_of(place)) is not None:
@@ -65,4 +61,4 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
 
         parts |= read_nodes(place)
     for group, node in parts.items():
-        ConfigStore.instance().store(group=group, name="finetuned", node=node)
+        ConfigStore.instance().store(group=group, name=FINETUNED, node=node)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._choices import refuse_bases
 from speechtrain.commands._cli import say
@@ -26,6 +30,7 @@ from speechtrain.commands._external_launch import started_together
 from speechtrain.commands._find_run import base_folder
 from speechtrain.commands._from_data import follow_data, is_open, typed_keys
 from speechtrain.commands._hydra_app import compose, explain
+from speechtrain.commands._init_from import FINETUNED, offer_finetuned
 from speechtrain.commands._start_run import start_run
 from speechtrain.config.check import check
 from speechtrain.config.resolved import with_whole_paths
@@ -68,9 +73,14 @@ def start_jobs(command: Command) -> None:
         os.environ["PYTHONSAFEPATH"] = "1"  # of joblib's workers and submitit's jobs
     try:
         refuse_bases(command.overrides, command.config_dir)
+        offer_finetuned(command.overrides)
         start = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
-        with contextlib.suppress(_Stop):
-            start(lambda config: jobs(config))()
+        app = start(lambda config: jobs(config))
+        if {"--shell-completion", "-sc"} & {*command.flags}:
+            _complete(app)
+        else:
+            with contextlib.suppress(_Stop):
+                app()
     except SpeechtrainError:
         raise
     except Exception as error:  # it comes from composing: jobs keep theirs
@@ -88,6 +98,13 @@ def start_jobs(command: Command) -> None:
     jobs.conclude()
 
 
+def _complete(app: Callable[[], object]) -> None:
+    """Print the shell completions of Hydra's ``app`` without base YAMLs."""
+    with contextlib.redirect_stdout(io.StringIO()) as completions:
+        app()
+    print(re.sub(r"(?<!\S)(\S*=)?_\w+\s?", "", completions.getvalue()), end="")
+
+
 def _typed(settings: Any) -> list[str]:
     """The overrides as typed: Hydra would resolve an interpolation in its own node."""
     return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
@@ -101,6 +118,8 @@ def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
     if (run_dir / CONFIG).is_file():
         config = continued(run_dir, job)
     else:
+        if job.is_sweep and FINETUNED in settings.runtime.choices.values():
+            config = _compose_job(job)
         config.run_dir = str(run_dir)
         _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
         with_whole_paths(config)
@@ -114,6 +133,14 @@ def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
             check(config)  # what is wrong in it is said before the data is read
             follow_data(config, typed_keys(job.overrides, written))
     return start_run(job, config, written)
+
+
+def _compose_job(job: Command) -> DictConfig:
+    """Compose a job of a sweep once more, with the choice ``finetuned`` of its own ``init_from``."""
+    try:
+        return compose(job.overrides, job.config_dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, job.overrides, job.config_dir) from None
 
 
 def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:
@@ -155,8 +182,7 @@ class _Jobs:
         self.ended: list[tuple[str, dict[str, Any] | Exception]] = []
 
     def __call__(self, config: DictConfig) -> float | None:
-        os.environ.pop(ALLOW_TARGETS, None)
-        os.environ |= self.allowed  # as read before Hydra, which sets variables itself
+        os.environ |= self.allowed  # a job of a sweep may run in another process
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_typed(settings))
         typed = OverridesParser.create().parse_overrides(self.command.overrides)

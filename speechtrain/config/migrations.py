@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -43,12 +43,6 @@ _KEYS_OF_RNNT_2_TO_3 = {
     "model.prediction_norm": "model.prediction.layer_norm",
     **{f"model.{key}": f"model.prediction.{key}" for key in ("forget_gate_bias", "init_scale")},
 }
-
-
-def migrate_overrides(overrides: Sequence[str]) -> list[str]:
-    """KEY=VALUE pairs as typed for an earlier release, with the present keys; removed keys are left out."""
-    names, pairs = _KEYS_2_TO_3 | _KEYS_OF_RNNT_2_TO_3, [text.partition("=") for text in overrides]
-    return [names.get(key, key) + equals + value for key, equals, value in pairs if names.get(key, key)]
 
 
 def migrate_2_to_3(plain: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""Cuts of public corpora: by lhotse's recipes, in a context that confines them, and by readers of our own."""
+"""Cuts of public corpora: by lhotse's recipes, and by readers of our own."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import re
@@ -10,10 +9,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from speechtrain.data.cut_files import measured, parallel
@@ -23,11 +20,6 @@ from speechtrain.data.recordings import Unusable, read_header
 from speechtrain.data.tables import Table
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
 from speechtrain.files import json_of, read_bytes
-
-_FORBIDDEN = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty"}
-_FORBIDDEN |= {"os.spawn", "pty.spawn", "socket.connect", "socket.getaddrinfo"}
-_CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
-_hook: list[str] = []  # once added, it stays: Python removes none. Its last item: where may be written, or ""
 
 
 @dataclass
@@ -66,7 +58,7 @@ def cuts_by_part(wanted: Mapping[str, Set], names: Mapping[str, str], jobs: int)
 
 
 def filled(value: Any, names: Mapping[str, str]) -> Any:
-    """A text with ``{name}`` replaced; other values as they are. Not ``format``, which reads attributes."""
+    """A text with ``{name}`` replaced; other values as they are."""
     if isinstance(value, list):
         return [filled(one, names) for one in value]
     if not isinstance(value, str):
@@ -98,11 +90,11 @@ def _read(recipe: str, arguments: dict[str, Any], names: Mapping[str, str], jobs
     with tempfile.TemporaryDirectory() as scratch:
         if output and output.default is output.empty:  # else left out: it would take what a killed run left
             arguments["output_dir"] = scratch
+        _read_headers_by_libsndfile()
         try:
-            with confined(scratch):
-                found = function(**arguments)
-        except Unusable as problem:
-            raise DataError(f"{problem.detail} ({problem.reason}); repair or remove it") from None
+            found = function(**arguments)
+        except DataError:
+            raise
         except Exception as error:  # lhotse asserts, and raises what its parsing meets
             if isinstance(error, OSError) and error.errno in DISK:
                 raise
@@ -132,68 +124,24 @@ def _recipes() -> Any:
     return lhotse.recipes
 
 
-class _Threads(ThreadPoolExecutor):
-    """Threads in place of processes, which nothing would confine; reading headers releases Python's lock."""
+def _read_headers_by_libsndfile() -> None:
+    """Set lhotse's audio backend to ``read_header``. lhotse's own choice needs sph2pipe for SPHERE files."""
+    from lhotse.audio import set_current_audio_backend
+    from lhotse.audio.backend import LibsndfileBackend, LibsndfileCompatibleAudioInfo
 
-    def __init__(self, max_workers: int | None = None, *_: object, **__: object) -> None:
-        super().__init__(max_workers)
-
-
-@contextlib.contextmanager
-def confined(scratch: str) -> Iterator[None]:
-    """A context in which lhotse reads recordings by libsndfile alone, with the checks of ``read_header``.
-
-    Whatever wants to start a program, a process or a connection meanwhile, or to write a file outside of
-    ``scratch``, gets a PermissionError.
-    """
-    from lhotse.audio import backend
-
-    class Libsndfile(backend.LibsndfileBackend):  # type: ignore[misc]
+    class HeaderReader(LibsndfileBackend):  # type: ignore[misc]
         def info(self, path_or_fd: Any, force_opus_sampling_rate: int | None = None) -> Any:
             if not isinstance(path_or_fd, str | Path):
                 return super().info(path_or_fd, force_opus_sampling_rate)
-            found = read_header(str(path_or_fd))
-            told = (found.channels, found.frames, found.samplerate, found.duration)
-            return backend.LibsndfileCompatibleAudioInfo(*told)
+            try:
+                header = read_header(str(path_or_fd))
+            except Unusable as problem:
+                # DataError, because a process pool cannot unpickle Unusable.
+                raise DataError(f"{problem.detail} ({problem.reason}); repair or remove it") from None
+            values = (header.channels, header.frames, header.samplerate, header.duration)
+            return LibsndfileCompatibleAudioInfo(*values)
 
-    if not _hook:
-        sys.addaudithook(_refuse)
-    _recipes()  # what it imports may ask the machine
-    new = {"ProcessPoolExecutor": _Threads, "resumable_download": _no_download}
-    ours = [m for name, m in [*sys.modules.items()] if name.startswith("lhotse.")]
-    changes: list[tuple[Any, str, Any]] = [(m, k, v) for k, v in new.items() for m in ours if hasattr(m, k)]
-    changes += [(backend, "AudioreadBackend", Libsndfile), (backend, "CURRENT_AUDIO_BACKEND", Libsndfile())]
-    before = [(module, name, _swap(module, name, value)) for module, name, value in changes]
-    _hook.append(os.path.realpath(scratch))
-    try:
-        yield
-    finally:
-        _hook.append("")
-        for module, name, old in before:
-            setattr(module, name, old)
-
-
-def _refuse(event: str, given: tuple[Any, ...]) -> None:
-    """The audit hook of ``confined``."""
-    if not _hook[-1:] or not (scratch := _hook[-1]):
-        return
-    if event in _FORBIDDEN:
-        raise PermissionError(f"it wants to run a program or to open a connection ({event})")
-    if event in _CHANGES and isinstance(given[0], str | bytes | os.PathLike):
-        is_read = event == "open" and not given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        path = os.path.realpath(os.fsdecode(given[0]))
-        if not is_read and path != os.devnull and os.path.commonpath([path, scratch]) != scratch:
-            raise PermissionError(f"it wants to write {path}")
-
-
-def _no_download(url: str, *_: object, **__: object) -> None:
-    raise PermissionError(f"it wants to download {url}")
-
-
-def _swap(module: ModuleType, name: str, new: object) -> object:
-    old = getattr(module, name)
-    setattr(module, name, new)
-    return old
+    set_current_audio_backend(HeaderReader())
 
 
 def _leaves(found: Any, name: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

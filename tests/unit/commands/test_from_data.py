@@ -11,7 +11,9 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._from_data import follow_data, is_open, keys_from_data, rare_characters, typed_keys
+from speechtrain.commands import train
+from speechtrain.commands._cli import guarded
+from speechtrain.commands._from_data import follow_data, is_open, rare_characters, typed_keys
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config import sizing
 from speechtrain.config.build import build, build_tokenizer
@@ -21,6 +23,11 @@ from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.train_rank import _begin_with, build_task
 
 from .conftest import untrained
+
+
+def keys_from_data(from_data: str) -> set[str]:
+    """The keys that ``follow_data`` has set, by the text that it leaves in ``from_data``."""
+    return {word.partition("=")[0] for word in from_data.split() if "=" in word}
 
 
 def speech(**values: Any) -> Speech:
@@ -111,6 +118,24 @@ def test_model_encoder_and_tokenizer_are_those_of_the_beginning(tmp_path: Path) 
     begun = compose(["recipe=finetune", f"init_from='{pretrained}'"])
     assert (begun.encoder.width, begun.model._target_[-4:], begun.tokenizer.alphabet) == (96, ".CTC", None)
     assert compose(["recipe=finetune"]).encoder.width == 768  # what was offered before is forgotten
+
+
+def test_start_jobs_gives_each_job_of_a_sweep_its_own_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recogniser = untrained(tmp_path / "recogniser", *RECOGNISER)
+    pretrained = untrained(tmp_path / "pretrained", *PRETRAINING)
+    line = ["-m", "recipe=finetune", "data=digits", f"run_dir={tmp_path / 'sweep'}", "dry_run=true"]
+    for beginnings, key in (
+        (f"{recogniser},{pretrained}", "encoder.hidden=24"),
+        (f"{pretrained},{recogniser}", "encoder.width=96"),
+    ):
+        exit_code = guarded(lambda: train.run([*line, f"init_from={beginnings}", key]))  # noqa: B023
+        output = capsys.readouterr()
+        assert exit_code == ConfigError.exit_code
+        assert output.out.count("speechtrain.train_rank") == 1
+        assert "1 of 2 jobs failed" in output.err
+        assert f"{key.partition('=')[0]}: there is no such key" in output.err
 
 
 def test_an_imported_model_brings_its_encoder(tmp_path: Path) -> None:

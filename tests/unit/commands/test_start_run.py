@@ -237,6 +237,32 @@ def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_run([], None) is None
 
 
+def test_continued_composes_no_stored_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "modules" / "imported_by_hydra"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    begun(run_dir)
+    stored = {"argv": [], "overrides": ["hydra.searchpath=[pkg://imported_by_hydra]"]}
+    (run_dir / "run.json").write_text(json.dumps(stored))
+    assert train.run([f"run_dir={run_dir}", "dry_run=true"]) == 0
+    assert "imported_by_hydra" not in sys.modules
+    compose(stored["overrides"])  # typed, it is imported
+    assert "imported_by_hydra" in sys.modules
+
+
+def test_continued_says_which_repeated_limit_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path, "trainer.max_steps=891")
+    first = [*DRY, "trainer.max_steps=900", "trainer.keep=2"]
+    (tmp_path / "run.json").write_text(json.dumps({"argv": first, "overrides": first}))
+    assert continued(tmp_path, read(first)).trainer.max_steps == 891
+    assert f"{tmp_path}: the run keeps its trainer.max_steps=891\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"argv": [], "ovErrides": []}'])
 def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: str) -> None:
     begun(tmp_path)
@@ -312,7 +338,6 @@ def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
     config = continued(run_dir, read(typed))
     assert config.encoder.hidden == 1024
     assert config.optimizer._target_.endswith("LAMB")
-    assert "the run keeps its model.joint.hidden=512" in capsys.readouterr().out
     with pytest.raises(RunError, match="model=rnnt_mlperf was not typed when the run started"):
         continued(run_dir, read(["model=rnnt_mlperf"]))
 
