@@ -60,6 +60,7 @@ check: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
+	$(BIN)/python tools/plain.py --check
 
 # The benchmarks that need no argument; the others tell what they need (--help).
 bench: setup-dev
