@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="speechtrain-tests-")
     # at exit, after multiprocessing's own clean-up of its folder in it, which is registered later
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
+    os.environ["XDG_STATE_HOME"] = os.path.join(os.environ["TMPDIR"], "state")
     os.environ["SPEECHTRAIN_CACHE"] = os.path.join(os.environ["TMPDIR"], "cache")
     for name in USERS:
         os.environ.pop(name, None)
@@ -108,7 +109,7 @@ KEPT_PROCESSES = (
     "/usr/sbin/sshd",
 )
 """In the command lines of processes that serve all tests: what runs are forked from, Python's own helpers."""
-KEPT_FILES = ("cache", "pytest-of-", "started-", "pymp-", "torchinductor_", "ompi.")
+KEPT_FILES = ("cache", "state", "pytest-of-", "started-", "pymp-", "torchinductor_", "ompi.")
 """The last are those of Open MPI, which leaves them there."""
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PATH")
 """Environment variables that libraries set once; PATH by audioread, which lhotse tries last."""

@@ -17,6 +17,7 @@ from speechtrain.commands._command_line import Command
 from speechtrain.commands._find_run import find_run, text_of
 from speechtrain.commands._hydra_app import explain
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
+from speechtrain.commands._started_runs import require_started
 from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line
@@ -29,13 +30,18 @@ _SHOWN = 3  # keys in a message
 
 
 def run_to_continue(command: Command) -> Path | None:
-    """The existing run that a command continues; None for a new run, a sweep and for no training."""
+    """The existing run that a command continues; None for a new run, a sweep and for no training.
+
+    Raises RunError for a run that the command finds by itself and that this user has not started.
+    """
     names = {flag.partition("=")[0] for flag in command.flags}
     if command.is_sweep or names & _ONLY_PRINTS or any(o[:5] == "hydra" for o in command.overrides):
         return None
     if command.run_dir is None:
-        found = find_run(command.overrides, command.config_dir)
-        return found.resolve() if found else None
+        run_dir = find_run(command.overrides, command.config_dir)
+        if run_dir is not None:
+            require_started(run_dir)
+        return run_dir and run_dir.resolve()
     return command.run_dir if (command.run_dir / CONFIG).is_file() else None
 
 

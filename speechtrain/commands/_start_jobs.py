@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from speechtrain.commands._from_data import follow_data, is_open, typed_keys
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._init_from import FINETUNED, offer_finetuned
 from speechtrain.commands._start_run import start_run
+from speechtrain.commands._started_runs import require_started
 from speechtrain.config.check import check
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
@@ -74,13 +75,9 @@ def start_jobs(command: Command) -> None:
     try:
         refuse_bases(command.overrides, command.config_dir)
         offer_finetuned(command.overrides)
-        start = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
-        app = start(lambda config: jobs(config))
-        if {"--shell-completion", "-sc"} & {*command.flags}:
-            _complete(app)
-        else:
-            with contextlib.suppress(_Stop):
-                app()
+        main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
+        app = main(lambda config: jobs(config))
+        _run(app, command.flags)
     except SpeechtrainError:
         raise
     except Exception as error:  # it comes from composing: jobs keep theirs
@@ -98,8 +95,12 @@ def start_jobs(command: Command) -> None:
     jobs.conclude()
 
 
-def _complete(app: Callable[[], object]) -> None:
-    """Print the shell completions of Hydra's ``app`` without base YAMLs."""
+def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
+    """Run Hydra's ``app``. Its shell completions are printed without base YAMLs."""
+    if not {"--shell-completion", "-sc"} & {*flags}:
+        with contextlib.suppress(_Stop):
+            app()
+        return
     with contextlib.redirect_stdout(io.StringIO()) as completions:
         app()
     print(re.sub(r"(?<!\S)(\S*=)?_\w+\s?", "", completions.getvalue()), end="")
@@ -116,6 +117,8 @@ def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
     run_dir = Path(settings.runtime.output_dir).resolve()
     written = written_files(settings.runtime.choices, job.config_dir)
     if (run_dir / CONFIG).is_file():
+        if config.run_dir is None:
+            require_started(run_dir)
         config = continued(run_dir, job)
     else:
         if job.is_sweep and FINETUNED in settings.runtime.choices.values():

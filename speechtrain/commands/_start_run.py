@@ -19,6 +19,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._on_host import host_environment, refuse
+from speechtrain.commands._started_runs import START_ID, remember, start_id
 from speechtrain.config.build import build_device, build_launcher, build_precision, build_tokenizer, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
@@ -76,8 +77,8 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
 
     is_new = not (run_dir / CONFIG).exists()
     start = {**run_directory.about(command.argv), "seed": config.seed, "device": device.name}
-    first = {**start, "overrides": command.overrides, "written": dict(written)}
-    _write(config, job, first if is_new else {**run_directory.read_about(run_dir), "latest": start})
+    _write(config, job, _about(run_dir, start, command, written))
+    remember(run_dir)
     try:
         ended = launcher.launch(job)
     except SpeechtrainError:  # no process was started
@@ -102,6 +103,17 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
+
+
+def _about(
+    run_dir: Path, start: Mapping[str, Any], command: Command, user_files: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the content of ``run.json``: the first start of a run, and the latest start if it continues."""
+    if (run_dir / CONFIG).exists():
+        about = {**run_directory.read_about(run_dir), "latest": start}
+    else:
+        about = {**start, "overrides": command.overrides, "written": dict(user_files)}
+    return {**about, START_ID: start_id(run_dir)}
 
 
 def _job(config: DictConfig, device: Device, memory: int) -> Job:

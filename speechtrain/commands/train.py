@@ -43,6 +43,7 @@ environment
   OUTPUT_DIR                 folder of run directories, instead of runs/
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)
+  XDG_STATE_HOME             folder of the list of runs that you have started (default ~/.local/state)
   SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
 
 exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directory, 6 diverged,

@@ -146,6 +146,13 @@ def test_the_same_command_finds_its_run_whatever_the_folder_is_called(
         first[0],
         "data.workers=1",
     ]  # in another order, with a key that may change
+    refused = run.run()
+    assert refused.returncode == 5
+    assert f"run_dir={run.run_dir} continues it" in refused.stderr
+    same_command, run.arguments = run.arguments, [f"run_dir={run.run_dir}"]
+    continued = run.run(f"trainer.max_steps={run.result()['steps'] + 1}")
+    assert continued.returncode == 0, continued.stderr
+    run.arguments = same_command
     done = run.run()
     assert done.returncode == 0, done.stderr
     assert f"{run.run_dir} is done" in done.stdout

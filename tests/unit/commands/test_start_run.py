@@ -74,6 +74,22 @@ HOSTS = {
 PROGRAMS = {"ssh": "ssh", "mpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
 
 
+@pytest.mark.parametrize("launcher", ["local", "torchrun", *PROGRAMS])
+def test_render_names_the_run_directory(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks get the path of their config, so a job or its restart never searches for a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a\nb\n")
+    size = "world_size=1" if launcher == "local" else "world_size=4"
+    line = [*DRY, f"launcher={launcher}", size, *HOSTS.get(launcher, []), "device.oversubscribe=true"]
+    assert train.run([*line, f"run_dir={tmp_path / 'run'}"]) == 0
+    rendered = capsys.readouterr().out
+    assert "speechtrain.train_rank" in rendered
+    assert f"{tmp_path / 'run' / 'config.yaml'}" in rendered
+    assert "speechtrain.commands.train" not in rendered
+
+
 @pytest.mark.parametrize(("launcher", "program"), list(PROGRAMS.items()))
 def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
     launcher: str,
