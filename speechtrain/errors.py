@@ -63,6 +63,14 @@ class Preempted(SpeechtrainError):
     exit_code = EXIT_PREEMPTED
 
 
+def class_of(exit_code: int) -> type[SpeechtrainError]:
+    """Return the class of the errors that end with ``exit_code``."""
+    for error_class in SpeechtrainError.__subclasses__():
+        if error_class.exit_code == exit_code:
+            return error_class
+    return SpeechtrainError
+
+
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 _PLACE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.EACCES, errno.EPERM}
 _PLACE |= {errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speechtrain.commands._choices import config_dir
 from speechtrain.commands._external_launch import ExternalLaunch, started_together
+from speechtrain.config.resume_fields import swept_volatile
 from speechtrain.errors import ConfigError, nearest
 
 # Hydra's options: the values that may follow, none if any may; None for an option without a value
@@ -34,6 +36,11 @@ class Command:
     config_dir: str | None  # the last one if there are several
     run_dir: Path | None  # None for a sweep, which has several
     together: ExternalLaunch | None  # the ranks that run already, if no launcher is to start them
+    swept: tuple[str, ...] = ()  # of a sweep's job: the keys that differ between the jobs
+
+    def identity(self, written: Mapping[str, str]) -> dict[str, Any]:
+        """Return the fields of ``run.json`` by which the same command finds its run."""
+        return {"overrides": self.overrides, "swept": swept_volatile(self.swept), "written": dict(written)}
 
 
 def read(argv: Sequence[str]) -> Command:

@@ -45,12 +45,16 @@ def run_to_continue(command: Command) -> Path | None:
     return command.run_dir if (command.run_dir / CONFIG).is_file() else None
 
 
-def run_name(choices: Mapping[str, Any], overrides: Sequence[str], folder: str | None) -> str:
-    """A run's folder name: the existing run's, else one that follows from overrides and the user's files."""
-    found = find_run(overrides, folder)
-    digest = fingerprint(overrides, written_files(choices, folder))
-    # check() refuses a group deleted by ~GROUP later
-    return found.name if found else f"{choices.get('model')}-{choices.get('data')}-{digest}"
+def run_name(
+    choices: Mapping[str, Any], overrides: Sequence[str], folder: str | None, swept: Sequence[str] = ()
+) -> str:
+    """Return the folder name of a run: the existing run's, or one from the overrides and the user's files."""
+    run_dir = find_run(overrides, folder, swept)
+    if run_dir is not None:
+        return run_dir.name
+    digest = fingerprint(overrides, written_files(choices, folder), swept)
+    # A group may be absent here, because check() refuses ~GROUP only later.
+    return f"{choices.get('model')}-{choices.get('data')}-{digest}"
 
 
 def written_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:

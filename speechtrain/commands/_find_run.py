@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from speechtrain.config.resume_fields import typed_fields
+from speechtrain.config.resume_fields import swept_volatile, typed_fields
 from speechtrain.errors import RunError
 from speechtrain.run_directory import ABOUT, CONFIG, read_about
 
 
-def find_run(overrides: Sequence[str], folder: str | None) -> Path | None:
-    """The run below OUTPUT_DIR that started with these overrides and the same YAML files of ``folder``.
+def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str] = ()) -> Path | None:
+    """Return the run below OUTPUT_DIR with these overrides and the same YAML files of ``folder``.
 
-    Keys that may change do not count. Raises RunError if there are several.
+    A key that may change counts only in ``swept``, the keys that the command's sweep varies. A run of
+    another sweep has other such keys and does not match. Raises RunError if several runs match.
     """
-    wanted, found = typed_fields(overrides), []
+    fields, volatile = typed_fields(overrides, swept), swept_volatile(swept)
+    run_dirs = []
     for path in sorted(base_folder().glob(f"*/{ABOUT}")):
         about = read_about(path.parent)
-        # a damaged run.json says nothing of what was typed, and so matches no command
-        is_same = "argv" in about and typed_fields(about["overrides"]) == wanted
-        is_same = is_same and all(text_of(folder, name) == text for name, text in about["written"].items())
+        if "argv" not in about or about.get("swept", []) != volatile:
+            continue  # A damaged run.json has no command line and matches no command.
+        if typed_fields(about["overrides"], volatile) != fields:
+            continue
+        is_same = all(text_of(folder, name) == text for name, text in about["written"].items())
         if is_same and (path.parent / CONFIG).is_file():
-            found.append(path.parent)
-    if len(found) > 1:
-        raise RunError(f"{found[0]} and {found[1]} started with the same keys; choose one with run_dir=DIR")
-    return found[0] if found else None
+            run_dirs.append(path.parent)
+    if len(run_dirs) > 1:
+        raise RunError(
+            f"{run_dirs[0]} and {run_dirs[1]} started with the same keys. Choose one with run_dir=DIR"
+        )
+    return run_dirs[0] if run_dirs else None
 
 
 def base_folder() -> Path:

@@ -8,9 +8,11 @@ import logging
 import math
 import os
 import re
+import secrets
+import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ from speechtrain.config.check import check
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, one_line
+from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, one_line
+from speechtrain.files import read_json, write_json
 from speechtrain.run_directory import CONFIG
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
@@ -53,14 +56,14 @@ def start_jobs(command: Command) -> None:
     folders, jobs = _Folders(), _Jobs(command)
 
     def name_of_run(*, _root_: DictConfig) -> str:
-        settings = _root_.hydra
-        return run_name(settings.runtime.choices, _typed(settings), command.config_dir)
+        return _run_name(command, _root_.hydra)
 
     def folder_of_run(*, _root_: DictConfig) -> str:
         return folders.expect(str(_root_.run_dir or base_folder() / name_of_run(_root_=_root_)))
 
     def folder_of_sweep(*, _root_: DictConfig) -> str:
-        return folders.expect(str(_root_.run_dir or base_folder()), "multirun.yaml" if _root_.dry_run else "")
+        jobs.sweep_dir = str(_root_.run_dir or base_folder())
+        return folders.expect(jobs.sweep_dir, "multirun.yaml" if _root_.dry_run else "")
 
     resolvers = {"run_name": name_of_run, "run_dir": folder_of_run, "sweep_dir": folder_of_sweep}
     for name, resolver in resolvers.items():
@@ -91,6 +94,7 @@ def start_jobs(command: Command) -> None:
         sys.argv = previous
         for name in {"HYDRA_FULL_ERROR", "PYTHONSAFEPATH"} - before.keys():
             os.environ.pop(name, None)
+        jobs.read_outcomes()
         folders.remove_empty()
     jobs.conclude()
 
@@ -109,6 +113,22 @@ def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
 def _typed(settings: Any) -> list[str]:
     """The overrides as typed: Hydra would resolve an interpolation in its own node."""
     return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
+
+
+def _run_name(command: Command, settings: Any) -> str:
+    swept = _swept_keys(command, settings)
+    return run_name(settings.runtime.choices, _typed(settings), command.config_dir, swept)
+
+
+def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
+    """Return the keys of a job that its sweep varies: each key that the command does not set to one value."""
+    if settings.mode != RunMode.MULTIRUN:
+        return ()
+    fixed_keys = set()
+    for override in OverridesParser.create().parse_overrides(command.overrides):
+        if not override.is_sweep_override():
+            fixed_keys.add(key_of(override.input_line or ""))
+    return tuple(key for key in map(key_of, _typed(settings)) if key not in fixed_keys)
 
 
 def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
@@ -175,55 +195,92 @@ class _Stop(BaseException):
     """Exits Hydra silently: Hydra prints lines of its own for any Exception of a job."""
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """How a job of a sweep ended, with the overrides that its sweep varies."""
+
+    overrides: str
+    status: str
+    metric: float | None = None
+    error: str = ""
+    exit_code: int = 0
+
+
 class _Jobs:
-    """The jobs of one command: what was typed for each alone, and its result or error."""
+    """The jobs of one command, and how they ended.
+
+    A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. Each such job
+    therefore writes its outcome into a folder next to the runs, which all of them see.
+    """
 
     def __init__(self, command: Command) -> None:
         self.command = command
         self.process = os.getpid()
         self.allowed = {k: v for k, v in os.environ.items() if k == ALLOW_TARGETS}
-        self.ended: list[tuple[str, dict[str, Any] | Exception]] = []
+        self.error: Exception | None = None  # It ends the command.
+        self.folder_name = f".sweep-{secrets.token_hex(8)}"
+        self.sweep_dir: str | None = None
+        self.outcomes: list[_Outcome] = []
 
     def __call__(self, config: DictConfig) -> float | None:
         os.environ |= self.allowed  # a job of a sweep may run in another process
         settings = HydraConfig.get()
-        job = replace(self.command, overrides=_typed(settings))
-        typed = OverridesParser.create().parse_overrides(self.command.overrides)
-        fixed = {key_of(one.input_line or "") for one in typed if not one.is_sweep_override()}
-        named = " ".join(text for text in job.overrides if key_of(text) not in fixed)
-        is_sweep = settings.mode == RunMode.MULTIRUN
+        job = replace(self.command, overrides=_typed(settings), swept=_swept_keys(self.command, settings))
+        varied = " ".join(text for text in job.overrides if key_of(text) in job.swept)
         try:
             if os.getpid() != self.process:
                 started_together(None)  # refuses several processes for one job of a sweep
-            if is_sweep:
-                say(f"job {settings.job.num + 1}: {named}")
+            if settings.mode == RunMode.MULTIRUN:
+                say(f"job {settings.job.num + 1}: {varied}")
             result = _start(job, config, settings)
-            self.ended.append((named, result))
-            metric: float | None = result.get("metric")
-            return metric
         except Exception as error:
-            if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
-                raise
-            self.ended.append((named, error))
-            if not is_sweep or isinstance(error, Preempted) or not isinstance(error, SpeechtrainError):
-                raise _Stop from error
-            line = one_line(f"job {len(self.ended)} ({named}): {error}")
-            print(f"speechtrain: error: {line}", file=sys.stderr)
-            return math.nan  # an optimizing sweeper continues with its next job
+            return self._fail(error, varied, settings)
         finally:
             with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
+        metric: float | None = result.get("metric")
+        self._write(_Outcome(varied, result["status"], metric), settings)
+        return metric
+
+    def _fail(self, error: Exception, varied: str, settings: Any) -> float:
+        """Note a job's error. Return if its sweep goes on, else stop Hydra."""
+        is_fault = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
+        exit_code = getattr(error, "exit_code", 1) if is_fault else 0
+        self._write(_Outcome(varied, type(error).__name__, None, str(error), exit_code), settings)
+        if is_fault and settings.mode == RunMode.MULTIRUN:
+            line = one_line(f"job {settings.job.num + 1} ({varied}): {error}")
+            print(f"speechtrain: error: {line}", file=sys.stderr)
+            return math.nan  # an optimizing sweeper continues with its next job
+        if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
+            raise error
+        self.error = error
+        raise _Stop from error
+
+    def _write(self, outcome: _Outcome, settings: Any) -> None:
+        if settings.mode == RunMode.MULTIRUN:
+            folder = Path(settings.sweep.dir, self.folder_name)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / f"{settings.job.num:06}.json", asdict(outcome))
+
+    def read_outcomes(self) -> None:
+        """Read the outcomes of a sweep's jobs in the order of the jobs, and remove their folder."""
+        if self.sweep_dir is not None:
+            folder = Path(self.sweep_dir, self.folder_name)
+            for path in sorted(folder.glob("*.json")):
+                self.outcomes.append(_Outcome(**read_json(path)))
+            shutil.rmtree(folder, ignore_errors=True)
 
     def conclude(self) -> None:
-        """Print a table of several jobs. Raise their error; of several, the first with their number."""
-        errors = [end for _, end in self.ended if isinstance(end, Exception)]
-        for number, (named, end) in enumerate(self.ended if len(self.ended) > 1 else (), 1):
-            result = {"status": type(end).__name__} if isinstance(end, Exception) else end
-            score = "-" if result.get("metric") is None else f"{result['metric']:.4g}"
-            say(f"job {number:>3}  {score:>8}  {result['status']:<12} {named}")
-        if not errors:
-            return
-        last, first = errors[-1], errors[0]
-        if len(self.ended) == 1 or not isinstance(last, SpeechtrainError) or isinstance(last, Preempted):
-            raise last
-        raise type(first)(f"{len(errors)} of {len(self.ended)} jobs failed; the first: {first}")
+        """Print a table of several jobs. Raise the error of the command, or of the first job that failed."""
+        if len(self.outcomes) > 1:
+            for number, outcome in enumerate(self.outcomes, 1):
+                score = "-" if outcome.metric is None else f"{outcome.metric:.4g}"
+                say(f"job {number:>3}  {score:>8}  {outcome.status:<12} {outcome.overrides}")
+        if self.error is not None:
+            raise self.error
+        failures = [outcome for outcome in self.outcomes if outcome.exit_code]
+        if failures:
+            message = failures[0].error
+            if len(self.outcomes) > 1:
+                message = f"{len(failures)} of {len(self.outcomes)} jobs failed; the first: {message}"
+            raise class_of(failures[0].exit_code)(message)

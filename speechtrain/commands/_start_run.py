@@ -112,7 +112,7 @@ def _about(
     if (run_dir / CONFIG).exists():
         about = {**run_directory.read_about(run_dir), "latest": start}
     else:
-        about = {**start, "overrides": command.overrides, "written": dict(user_files)}
+        about = {**start, **command.identity(user_files)}
     return {**about, START_ID: start_id(run_dir)}
 
 
@@ -238,14 +238,12 @@ def _discard(run_dir: Path, files: Iterable[str]) -> None:
 
 
 def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
-    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, SpeechtrainError)]
-    by_code = {c.exit_code: c for c in classes}
-    found = by_code.get(result.get("exit_code", 1), SpeechtrainError)
+    error_class = errors.class_of(result.get("exit_code", 1))
     folder = run_directory.rank_folder(run_dir, int(result.get("rank", 0)))
-    trace = f" (trace in {folder / ERROR})" if found is SpeechtrainError else ""
+    trace = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
     if not result.get("is_cause", True):  # killed, or its host was lost: it wrote no error
         trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
-    return found(f"{result.get('error')}{trace}")
+    return error_class(f"{result.get('error')}{trace}")
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 PER_START = ("resume", "dry_run")
@@ -45,12 +45,25 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
-def typed_fields(overrides: Sequence[str]) -> list[str]:
-    """The overrides that identify a run, sorted by key; overrides of one key keep their order."""
-    return sorted((o for o in overrides if not is_volatile(key_of(o))), key=key_of)
+def swept_volatile(swept: Collection[str]) -> list[str]:
+    """Return the volatile keys among those that a sweep varies, sorted. ``run.json`` stores them."""
+    return sorted(key for key in swept if is_volatile(key))
 
 
-def fingerprint(overrides: Sequence[str], written: Mapping[str, str]) -> str:
-    """Eight hexadecimal digits: a hash of the overrides and of the user's own YAML files."""
-    text = json.dumps([typed_fields(overrides), written], sort_keys=True)
+def typed_fields(overrides: Sequence[str], swept: Collection[str] = ()) -> list[str]:
+    """Return the overrides that identify a run, sorted by key. Overrides of one key keep their order.
+
+    A volatile key identifies a run only if a sweep varies it, that is if ``swept`` holds it.
+    """
+    fields = []
+    for override in overrides:
+        key = key_of(override)
+        if key in swept or not is_volatile(key):
+            fields.append(override)
+    return sorted(fields, key=key_of)
+
+
+def fingerprint(overrides: Sequence[str], written: Mapping[str, str], swept: Collection[str] = ()) -> str:
+    """Return eight hexadecimal digits: a hash of the overrides and of the user's own YAML files."""
+    text = json.dumps([typed_fields(overrides, swept), written], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -253,6 +253,23 @@ def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.Mo
     assert find_run([], None) is None
 
 
+def test_find_run_compares_the_volatile_keys_that_a_sweep_varies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    swept = ["trainer.max_steps"]
+    for steps in (1, 2):
+        run_dir = tmp_path / f"job-{steps}"
+        run_dir.mkdir()
+        begun(run_dir)
+        about = {"argv": [], "overrides": ["seed=2", f"trainer.max_steps={steps}"], "swept": swept}
+        (run_dir / "run.json").write_text(json.dumps(about))
+    assert find_run(["trainer.max_steps=2", "seed=2"], None, swept) == tmp_path / "job-2"
+    assert find_run(["trainer.max_steps=3", "seed=2"], None, swept) is None
+    assert find_run(["trainer.max_steps=2", "seed=2"], None) is None  # A command alone has a run of its own.
+    assert find_run(["trainer.max_steps=2", "seed=2"], None, ["trainer.max_hours"]) is None
+
+
 def test_continued_composes_no_stored_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "modules" / "imported_by_hydra"
     package.mkdir(parents=True)

@@ -379,6 +379,18 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert not base.exists()  # Hydra's multirun.yaml is removed, too
 
 
+def test_sweep_over_keys_that_may_change_has_a_run_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
+    def run_dirs() -> list[str]:
+        swept = ["device.threads=1,2", "trainer.max_steps=1,2", "decoder=greedy,beam"]
+        assert _run("-m", "recipe=demo", *swept, DRY) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line.split()[-1] for line in lines if "speechtrain.train_rank" in line]
+
+    first_run_dirs = run_dirs()
+    assert len(set(first_run_dirs)) == 8
+    assert run_dirs() == first_run_dirs
+
+
 def test_a_dry_sweep_beside_other_runs_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "runs" / "other").mkdir(parents=True)
     assert _run("-m", "seed=1,2", DRY) == 0
@@ -403,8 +415,10 @@ def test_other_schedulers_start_the_jobs_of_a_sweep_with_the_ranks_of_each(
     printed = (done.stdout + "".join(logs)).splitlines()
     lines = [line for line in printed if "speechtrain.train_rank" in line]
     assert len({line.split()[-1] for line in lines}) == 2, printed
-    jobs = {line for line in printed if line.startswith("job ")}
-    assert jobs == {"job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004"}
+    titles = {line for line in printed if line.startswith("job ") and ":" in line}
+    assert titles == {"job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004"}
+    table = [line.split() for line in done.stdout.splitlines()[-2:]]
+    assert table[1] == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]
     assert all("--nproc-per-node=2" in line for line in lines)
 
 

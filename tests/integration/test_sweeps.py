@@ -1,0 +1,65 @@
+"""A sweep trains each of its jobs, whichever keys it varies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from .conftest import STARTER, TINY, finish
+
+SHORT = [text for text in TINY if not text.startswith(("trainer.max_steps", "trainer.validate_every"))]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, environment: dict[str, str]) -> Callable[..., CompletedProcess[str]]:
+    """``sweep(*overrides)`` trains each job of a sweep of the tiny recipe below ``tmp_path``."""
+
+    def run(*overrides: str) -> CompletedProcess[str]:
+        arguments = ["-m", *SHORT, *overrides]
+        return finish(STARTER.start(arguments, {**environment, "OUTPUT_DIR": str(tmp_path)}))
+
+    return run
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def runs_by_steps(folder: Path) -> dict[int, Path]:
+    run_dirs = {}
+    for path in folder.glob("*/result.json"):
+        run_dirs[json.loads(path.read_text())["steps"]] = path.parent
+    return run_dirs
+
+
+def test_sweep_over_a_limit_trains_each_job_with_its_own_schedule(
+    sweep: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
+    command = sweep("trainer.max_steps=2,4")
+    assert command.returncode == 0, command.stderr
+    run_dirs = runs_by_steps(tmp_path)
+    assert sorted(run_dirs) == [2, 4]
+    for steps, run_dir in run_dirs.items():
+        assert [event["step"] for event in events(run_dir, "train")] == list(range(1, steps + 1))
+        assert events(run_dir, "resume") == []
+    assert not list(tmp_path.glob(".sweep-*"))
+    second = sweep("trainer.max_steps=2,4")
+    assert second.stdout.count(" is done: finished at step") == 2
+    assert runs_by_steps(tmp_path) == run_dirs
+
+
+def test_sweep_under_joblib_ends_with_the_table(sweep: Callable[..., CompletedProcess[str]]) -> None:
+    schedule = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    command = sweep(*schedule, "trainer.max_steps=1", "optimizer.lr=1e-3,-1")
+    assert command.returncode == 2, command.stderr
+    table = [line.split()[:5] for line in command.stdout.splitlines()[-2:]]
+    assert table[0][:2] == ["job", "1"]
+    assert table[0][3:] == ["finished", "optimizer.lr=0.001"]
+    assert table[1] == ["job", "2", "-", "ConfigError", "optimizer.lr=-1"]
+    assert "1 of 2 jobs failed; the first: optimizer.lr is -1" in command.stderr
