@@ -38,9 +38,9 @@ class Command:
     together: ExternalLaunch | None  # the ranks that run already, if no launcher is to start them
     swept: tuple[str, ...] = ()  # of a sweep's job: the keys that differ between the jobs
 
-    def identity(self, written: Mapping[str, str]) -> dict[str, Any]:
+    def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
         """Return the fields of ``run.json`` by which the same command finds its run."""
-        return {"overrides": self.overrides, "swept": swept_volatile(self.swept), "written": dict(written)}
+        return {"overrides": self.overrides, "swept": swept_volatile(self.swept), "written": dict(user_files)}
 
 
 def read(argv: Sequence[str]) -> Command:
