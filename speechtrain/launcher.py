@@ -35,7 +35,8 @@ _SECRET = re.compile(
     r"|(?:^|_)(?:PAT|AUTH|DSN)(?![A-Z])|_PWD(?![A-Z])"
 )
 # a key with a value that is neither null nor an interpolation, in YAML, JSON or KEY=VALUE
-_VALUE = re.compile(r"(\w+)[\"']?[ \t]*[:=][ \t]*(?!null\b|[\"']?\$\{)[^\s,}[{]")
+# The lookbehind and the possessive ``++`` keep the search linear in a word of a million letters.
+_VALUE = re.compile(r"(?<!\w)(\w++)[\"']?[ \t]*[:=][ \t]*(?!null\b|[\"']?\$\{)(?=[^\s,}[{])")
 _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
