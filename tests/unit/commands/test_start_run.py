@@ -286,6 +286,17 @@ def test_continued_composes_no_stored_override(tmp_path: Path, monkeypatch: pyte
     assert "imported_by_hydra" in sys.modules
 
 
+def test_continued_keeps_the_launcher_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun(tmp_path, "launcher=mpi", "launcher.program=mpirun.own", "launcher.options=[--verbose]")
+    assert train.run([f"run_dir={tmp_path}", "dry_run=true"]) == 0
+    rendered = capsys.readouterr().out
+    assert "mpirun.own" in rendered
+    assert "--verbose" in rendered
+
+
 def test_continued_says_which_repeated_limit_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
