@@ -13,6 +13,7 @@ SMALLEST = {
     "accelerators": ("--smoke",),
     "cpu_step": ("--smoke",),
     "data_resume": ("--cuts", "300"),
+    "resampling": ("--seconds", "1", "--rounds", "1"),
     "features": ("--rows", "1", "--seconds", "1", "--rounds", "1"),
     "greedy": ("speechtrain/decoding/greedy.py", "--smoke"),
     "memory": ("--smoke",),

@@ -24,6 +24,7 @@ from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import DECODED_SECONDS, files_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.batches import REASONS, BatchLoader, collate
+from speechtrain.data.equal_content import equal_files
 from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, label_count, open_index
 from speechtrain.data.manifests import digest
@@ -49,9 +50,11 @@ from speechtrain.text.vocabulary import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+_LOG = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for existence before training
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_TRANSCRIPTS = 10_000
+_MOST_COMPARED = 100_000  # recordings among which copies are looked for: 30 µs each for the manifest's line
 _WHERE_TRANSCRIPTS_ARE = (
     "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
     "text, a table in a column ({path: FILE, text: COLUMN} names it)"
@@ -360,16 +363,10 @@ class SpeechData(DataModule):
         have unknown symbols.
         """
         self._check_files("train", self.index, self._kept, is_evaluation=False)
+        self._warn_of_copies()
         if self.tokenizer.reads_text:
             self._check_transcripts()
-        if (total := len(self._kept)) <= self.skips.max_bad:  # within the budget, all of them could be lost
-            one = np.array([100], np.int16)
-            batches = (self.decoder(MicroBatch(row, one)) for row in self._kept.reshape(-1, 1))
-            if self._is_too_many(len(bad := [skip for batch in batches for skip in batch.skipped]), total):
-                raise DataError(
-                    f"{len(bad)} of {total} recordings of data.train are unusable, such as {bad[0].id!r} "
-                    f"({bad[0].detail}: {REASONS[bad[0].reason]}); repair or remove them"
-                )
+        self._check_all_if_few()
         for name in self._names:
             index, rows = self._set(name).index, np.sort(self._set(name).plan.rows)
             key = "train" if self.hold_out else f"valid.{name}"
@@ -390,6 +387,36 @@ class SpeechData(DataModule):
             raise DataError(
                 f"{missing[0]} does not exist: {len(missing)} of {len(looked)} checked recordings of "
                 f"data.{key} are missing; correct the paths, or mount the folder"
+            )
+
+    def _check_all_if_few(self) -> None:
+        """Decode every recording if there are so few that ``max_bad`` would allow to lose them all."""
+        total = len(self._kept)
+        if total > self.skips.max_bad:
+            return
+        skips = []
+        for row in self._kept.reshape(-1, 1):
+            skips += self.decoder(MicroBatch(row, np.array([100], np.int16))).skipped
+        if self._is_too_many(len(skips), total):
+            raise DataError(
+                f"{len(skips)} of {total} recordings of data.train are unusable, such as {skips[0].id!r} "
+                f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"
+            )
+
+    def _warn_of_copies(self) -> None:
+        """Warn if recordings are copies of others: one may be held out while the other is trained on."""
+        if not self.hold_out or len(self._usable) > _MOST_COMPARED:
+            return
+        paths = set()
+        for row in self._usable.tolist():
+            paths.update(files_of(self.index.cut(row)))
+        groups = equal_files(paths)
+        if groups:
+            count = sum(len(group) - 1 for group in groups)
+            _LOG.warning(
+                f"data.train: {count} recordings are copies of others, such as {groups[0][0]} and "
+                f"{groups[0][1]}. A copy may be held out while the other is trained on. "
+                "speechtrain-prepare stats lists them"
             )
 
     def _check_transcripts(self) -> None:

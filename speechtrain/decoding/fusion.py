@@ -40,7 +40,7 @@ class Fusion:
 
     def begin(self, tokenizer: Tokenizer) -> None:
         """Forget earlier searches. Raises ConfigError for a phrase that the tokenizer cannot write."""
-        spelling = [label.replace("▁", " ") for label in tokenizer.labels] if self.is_active else []
+        spelling = tokenizer.spelling() if self.is_active else []
         if spelling != self._spelling:
             self._spelling, self._shares, self._phrase_rows = spelling, {}, {}
             for phrase in self.phrases:
@@ -88,8 +88,8 @@ class Fusion:
         if self.model:
             total += self.weight * self.model.score(self._words_after(number), END)
         begun = self._states[number][2]
-        kept = any(phrase in self._complete for phrase in begun) - self._share(begun)
-        return total + self._gains[number] + kept * self.phrase_bonus
+        bonus = (self._completed(begun) - self._share(begun)) * self.phrase_bonus
+        return total + self._gains[number] + bonus
 
     def _after(self, number: int, label: int) -> int:
         context, word, begun = self._states[number]
@@ -119,13 +119,21 @@ class Fusion:
     def _share(self, begun: Begun) -> float:
         return max((self._shares.get(phrase, 0.0) for phrase in begun), default=0.0)
 
+    def _completed(self, begun: Begun) -> int:
+        """Return the number of phrases that end with the text, if a word ends there."""
+        return sum(prefix in self._complete for prefix in begun)
+
     def _phrase_gain(self, begun: Begun, text: str) -> tuple[Begun, float]:
-        """What is begun after ``text``, and what this adds."""
-        earned, before = 0, self._share(begun)
+        """Return the beginnings of phrases after ``text``, and the gain of ``text``.
+
+        A phrase is complete at the space after it. Longer phrases that begin with it, and phrases that begin
+        within it, continue over that space.
+        """
+        completed, share = 0, self._share(begun)
         for letter in text:
-            if letter == " " and any(phrase in self._complete for phrase in begun):
-                begun, earned = ("",), earned + 1
-                continue
-            begun = tuple(phrase + letter for phrase in begun if phrase + letter in self._shares)
-            begun += ("",) * (letter == " ")
-        return begun, (earned + self._share(begun) - before) * self.phrase_bonus
+            if letter == " ":
+                completed += self._completed(begun)
+            begun = tuple(prefix + letter for prefix in begun if prefix + letter in self._shares)
+            if letter == " ":
+                begun += ("",)
+        return begun, (completed + self._share(begun) - share) * self.phrase_bonus

@@ -19,10 +19,11 @@ class Greedy(Decoder):
 
     Transducer: every row has its own frame pointer, and each step looks for its next label in the frames of
     a window. A blank keeps the prediction state; a label replaces it. A frame ends after
-    ``max_symbols_per_step`` labels, a row after ``max_symbols`` (MLPerf: 300); None allows 50 per second of
-    audio, twice the characters of the fastest speech. With 300, the labels are those of MLPerf's reference
-    decoder, which takes one utterance at a time. With durations (TDT), the likeliest one of each symbol says
-    how many frames are skipped after it, at least one after a blank.
+    ``max_symbols_per_step`` labels. A row ends at the start of a frame if it has more than ``max_symbols``
+    labels, so it may exceed this number by the labels of one frame. MLPerf's reference decoder has the same
+    rule and 300. None allows 50 labels per second of audio, twice the characters of the fastest speech. With
+    durations (TDT), the likeliest duration of each symbol says how many frames are skipped after it, at least
+    one after a blank, and the next frame that is visited checks the limit.
 
     CTC: the best class of each frame, repetitions merged, blanks removed.
     """
@@ -43,12 +44,16 @@ class Greedy(Decoder):
             return _best_path(scorer, frames, lengths)
         raise ConfigError(f"decoder=greedy cannot search {type(scorer).__name__}; choose another decoder")
 
+    def _limits(self, lengths: Tensor, frame_seconds: float) -> Tensor:
+        """Return how many labels (B,) each row may have when a frame begins."""
+        if self.max_symbols is None:
+            return (lengths * (_LABELS_PER_SECOND * frame_seconds)).ceil().long()
+        return torch.full_like(lengths, self.max_symbols)
+
     def _transducer(self, scorer: TransducerScorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         rows, most, _ = frames.shape
         prediction, state = scorer.start(rows)
-        limits = torch.full_like(lengths, self.max_symbols or 0)
-        if self.max_symbols is None:
-            limits = (lengths * (_LABELS_PER_SECOND * scorer.frame_seconds)).ceil().long()
+        limits = self._limits(lengths, scorer.frame_seconds)
         durations = torch.tensor(scorer.joint.durations, dtype=torch.int64, device=frames.device)
         window = 1 if len(durations) else _WINDOW  # how far a blank goes is not known before it is read
         index, ahead = (torch.arange(n, device=frames.device) for n in (rows, window))
@@ -67,7 +72,9 @@ class Greedy(Decoder):
                 labels = logits.max(-1).indices
                 logs = logits.log_softmax(-1)  # a third of logsumexp's time on a CPU
                 highest = logs.gather(2, labels[..., None])[..., 0]
-                inside = active[:, None] & (at < lengths[:, None])
+                # the first frame of the window is begun; a frame after it begins within the limit only
+                may_begin = (ahead == 0) | (emitted <= limits)[:, None]
+                inside = active[:, None] & (at < lengths[:, None]) & may_begin
                 hits = inside & (labels != scorer.blank)
                 emits = hits.any(1)
                 blanks = torch.where(emits, hits.int().argmax(1), window)
@@ -90,7 +97,7 @@ class Greedy(Decoder):
                 in_frame = in_frame.masked_fill(moved > blanks, 0)
                 frame = torch.where(active, frame + moved, frame)
                 emitted += emits
-                active = active & (frame < lengths) & (emitted < limits)
+                active = active & (frame < lengths) & ((in_frame > 0) | (emitted <= limits))
         if not found:
             return [scorer.hypothesis((), (), (), (), 0.0) for _ in range(rows)]
         symbols, places = torch.stack(found, 1).cpu().numpy()

@@ -24,6 +24,18 @@ from speechtrain.nn.norm import MaskedBatchNorm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swish": F.silu, "relu": F.relu}
 
+
+def _tds_uniform(weight: Tensor) -> None:
+    """Draw from ±2/√fan-in: ContextNet's initial weights in NeMo, of time-depth separable networks."""
+    bound = 2.0 / weight[0].numel() ** 0.5
+    nn.init.uniform_(weight, -bound, bound)
+
+
+INITS: dict[str, Callable[[Tensor], object]] = {
+    "tds_uniform": _tds_uniform,
+    "xavier_uniform": nn.init.xavier_uniform_,
+}
+
 _MOST = {"filters": 2**16, "kernel": 1023, "repeat": 100, "stride": 100, "dilation": 100, "times": 100}
 _MOST_CONVOLUTIONS = 1000
 _FEW_CHANNELS = 16  # oneDNN of torch 2.13 hangs on up to 16 channels-last ones in bf16 where a kernel is wide
@@ -119,7 +131,9 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
     An item of ``blocks`` may have ``filters``, ``kernel`` (odd), ``repeat`` (convolutions), ``residual`` and
     ``dropout``, which replace the parameters of these names, and ``stride``, ``dilation`` and ``times``
     (equal blocks in a row), which are 1 otherwise. ``squeeze`` is the reduction of squeeze and excitation;
-    0: none. Initial weights are uniform within 2/sqrt(fan-in) (time-depth separable; Hannun et al., 2019).
+    0: none. ``init`` is the distribution of the initial weights: ``tds_uniform`` within 2/sqrt(fan-in)
+    (time-depth separable; Hannun et al., 2019), as NeMo's ContextNet has it, or ``xavier_uniform`` (Glorot
+    and Bengio, 2010), as NeMo's QuartzNet has it.
 
     Raises ValueError for a block that cannot be.
     """
@@ -138,8 +152,11 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         dropout: float = 0.1,
         activation: str = "swish",
         squeeze: int = 16,
+        init: str = "tds_uniform",
     ) -> None:
         super().__init__(features, augment)
+        if init not in INITS:
+            raise ValueError(f"init is {init!r}. Choose {' or '.join(INITS)}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; it must be {' or '.join(ACTIVATIONS)}")
         if squeeze < 0:
@@ -159,8 +176,7 @@ class ConvolutionalEncoder(LogMelEncoder, PolicyAware):
         self._policy = PLAIN
         for weight in self.parameters():
             if weight.dim() > 1:
-                bound = 2.0 / weight[0].numel() ** 0.5
-                nn.init.uniform_(weight, -bound, bound)
+                INITS[init](weight)
 
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._policy = policy

@@ -91,6 +91,7 @@ def transducer_loss(
     for each after those of the symbols. ``sigma`` is subtracted from the log-probability of every symbol, so
     paths of few arcs, with long durations, gain. An utterance without a path (too few frames for its labels,
     or a number of them to which no durations add up) has loss 0 and no gradient. ``fastemit`` is then 0.
+    An utterance with an impossible label, of a class whose ``bias`` is -inf, has loss +inf and no gradient.
     ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64; by default float64 for a
     float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
     autocast has no effect here.
@@ -724,11 +725,32 @@ def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
 def _posteriors(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor, is_static: bool
 ) -> _Posteriors:
+    """Compute the posteriors. An utterance with an impossible label has loss +inf and no gradient."""
+    arcs = [field.clamp(min=_NEVER) for field in arcs]  # A bias of -inf makes a class impossible.
     if joint.durations:
-        wide = arcs if is_static else [field.double() for field in arcs]
-        return _posteriors_of_durations(joint, wide, frames, symbols)
-    recursion = _posteriors_by_diagonals if is_static else _posteriors_by_rows
-    return recursion(arcs[0], arcs[1], frames, symbols)
+        if not is_static:
+            arcs = [field.double() for field in arcs]
+        posteriors = _posteriors_of_durations(joint, arcs, frames, symbols)
+        is_impossible = _has_impossible_label(arcs[1], frames, symbols)
+    else:
+        recursion = _posteriors_by_diagonals if is_static else _posteriors_by_rows
+        posteriors = recursion(arcs[0], arcs[1], frames, symbols)
+        is_impossible = posteriors.loss > -_NEVER / 2
+    is_outside = is_impossible[:, None, None]
+    return posteriors._replace(
+        loss=posteriors.loss.masked_fill(is_impossible, torch.inf),
+        occupancy=posteriors.occupancy.masked_fill(is_outside, 0),
+        label_share=posteriors.label_share.masked_fill(is_outside, 0),
+    )
+
+
+def _has_impossible_label(label: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
+    """Return which utterances (B,) have a label that is impossible in each of their frames."""
+    _, longest, positions = label.shape
+    has_frame = (_count(longest, frames) < frames[:, None])[..., None]
+    has_label = _count(positions, symbols) < symbols[:, None]
+    likeliest = label.masked_fill(~has_frame, _NEVER).amax(1)
+    return ((likeliest <= _NEVER) & has_label).any(1) & (frames > 0)
 
 
 def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:

@@ -57,6 +57,20 @@ class HuggingFace(FileTokenizer):
         check_ids(ids, self.blank)
         return str(self._library.decode([int(label) for label in ids], skip_special_tokens=True)).strip()
 
+    def spelling(self) -> list[str]:
+        """Return the text that each label adds, as the library decodes the label after another one.
+
+        The labels themselves differ: byte-level BPE begins a word with ``Ġ`` and WordPiece continues one with
+        ``##``. A label that is a part of a character becomes the replacement character.
+        """
+        anchor = len(self.labels) - 1
+        prefix = str(self._library.decode([anchor], skip_special_tokens=False))
+        texts = []
+        for label in range(len(self.labels)):
+            text = str(self._library.decode([anchor, label], skip_special_tokens=False))
+            texts.append(text.removeprefix(prefix))
+        return texts
+
     def unknown(self, text: str) -> set[str]:
         found = self._encoded(text)
         spans = zip(found.ids, found.offsets, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -17,12 +18,22 @@ _MOST_GRAMS = 10**7  # about 200 bytes of memory each
 _LN_10 = math.log(10)
 _BINARY = b"mmap lm http://kheafield.com/code"  # kenlm's first bytes
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+_LOG = logging.getLogger(__name__)
+
+
+def _word(text: str) -> str:
+    """Return a word of an ARPA file by the name that it has here."""
+    if text == "<UNK>":  # KenLM reads it as <unk>, too.
+        return UNKNOWN
+    return text
 
 
 class NGram:
     """A backoff model over words, of an ARPA file. Raises DataError for a file that is none.
 
-    A word that the model lacks is ``<unk>``, and as unlikely as the rarest word where the model lacks that.
+    ``<unk>``, also spelt ``<UNK>``, stands for a word that the model lacks. A model without ``<unk>`` gives
+    such a word the probability of its rarest word, and a warning says so. ``<s>`` is not a word: files give
+    it a probability of 10^-99, because nothing predicts it.
     """
 
     def __init__(self, path: str) -> None:
@@ -34,8 +45,17 @@ class NGram:
         except OSError as error:
             raise DataError(f"decoder.lm: {path}: {error.strerror}; correct the path") from None
         if UNKNOWN not in self._scores:
-            words = (score for name, (score, _) in self._scores.items() if " " not in name)
-            self._scores[UNKNOWN] = (min(words), 0.0)
+            self._add_unknown()
+
+    def _add_unknown(self) -> None:
+        rarest = 0.0
+        for words, (probability, _) in self._scores.items():
+            if " " not in words and words != BEGIN:
+                rarest = min(rarest, probability)
+        self._scores[UNKNOWN] = (rarest, 0.0)
+        _LOG.warning(
+            f"decoder.lm: {self.path} has no {UNKNOWN}: its rarest word stands for words that it lacks"
+        )
 
     def _read(self) -> None:
         with open_regular(self.path, MOST_LOG_BYTES) as file:
@@ -74,7 +94,7 @@ class NGram:
                 raise ValueError("a probability is no logarithm of one")
             if len(self._scores) >= _MOST_GRAMS:
                 raise ValueError(f"it has more than {_MOST_GRAMS} n-grams; prune it")
-            self._scores[" ".join(parts[1 : self.order + 1])] = (numbers[0], numbers[1])
+            self._scores[" ".join(map(_word, parts[1 : self.order + 1]))] = (numbers[0], numbers[1])
         return False
 
     def score(self, context: tuple[str, ...], word: str) -> float:

@@ -32,6 +32,10 @@ class Tokenizer(ABC):
         """Number of classes, blank included."""
         return len(self.labels) + 1
 
+    def spelling(self) -> list[str]:
+        """Return the text that each label adds, with a space before a label that begins a word."""
+        return [label.replace("▁", " ") for label in self.labels]
+
     @property
     def blank(self) -> int:
         """Id of the blank: the last one."""

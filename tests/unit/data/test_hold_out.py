@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 
 from speechtrain.commands import prepare
+from speechtrain.counter_rng import key_of
+from speechtrain.data.equal_content import equal_files
 from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, open_index
 from speechtrain.data.module import SpeechData
@@ -180,3 +183,62 @@ def test_a_damaged_recording_that_is_held_out_does_not_end_the_run(cache: Path, 
 def test_a_share_is_a_share() -> None:
     with pytest.raises(ValueError, match="hold_out=1"):
         data_of("m.jsonl", hold_out=1.0)
+
+
+def sides_of(speakers: list[str], recordings: list[str], share: float) -> tuple[np.ndarray[Any, Any], str]:
+    """Draw from cuts of one second each."""
+    keys = {"speaker": speakers, "recording": recordings, "cut": [str(i) for i in range(len(speakers))]}
+    groups = {}
+    for by, names in keys.items():
+        groups[by] = np.array([key_of(name) for name in names])
+    return held_out(groups, np.ones(len(speakers), np.float32), share)
+
+
+def test_held_out_keeps_a_recording_of_two_speakers_on_one_side() -> None:
+    calls = [(f"call-{i}", f"agent-{i}", f"caller-{i}") for i in range(20)]
+    speakers, recordings = [], []
+    for call, *voices in calls:
+        for voice in voices * 3:
+            speakers.append(voice)
+            recordings.append(call)
+    is_held_out, by = sides_of(speakers, recordings, 0.2)
+    assert by == "speaker"
+    assert is_held_out.any()
+    for names in (speakers, recordings):
+        sides: dict[str, set[bool]] = {}
+        for name, side in zip(names, is_held_out.tolist(), strict=True):
+            sides.setdefault(name, set()).add(side)
+        assert all(len(values) == 1 for values in sides.values())
+
+
+def test_held_out_draws_recordings_if_a_speaker_connects_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    speakers, recordings = [], []
+    for i in range(40):
+        speakers += ["agent", f"caller-{i}"]
+        recordings += [f"call-{i}"] * 2
+    is_held_out, by = sides_of(speakers, recordings, 0.2)
+    assert by == "recording"
+    assert "too many of them share recordings" in caplog.text
+    assert bool((is_held_out[::2] == is_held_out[1::2]).all())
+
+
+def test_equal_files_groups_copies(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 300
+    for name, data in {"a": content, "b": content, "c": content[:-1] + b"x", "d": content[:-1]}.items():
+        (tmp_path / name).write_bytes(data)
+    paths = [str(tmp_path / name) for name in ("d", "b", "a", "c", "missing")]
+    assert equal_files([*paths, paths[1]]) == [[str(tmp_path / "a"), str(tmp_path / "b")]]
+
+
+@pytest.mark.usefixtures("cache")
+def test_check_warns_of_copies_if_recordings_are_held_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(20):
+        samples = np.random.default_rng(i // 2).normal(0, 0.1, 16_000).astype(np.float32)
+        soundfile.write(tmp_path / f"{i}.wav", samples, 16_000)
+    path = manifest(tmp_path, 20)
+    options = {"tokenizer": Characters(), "batch": BatchLimits(count=2), "workers": 0, "cache": str(tmp_path)}
+    SpeechData(open_source(path), valid={}, hold_out=0.2, **options).check()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("data.train: 10 recordings are copies of others, such as ")

@@ -8,8 +8,10 @@ from itertools import groupby, product
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
+from speechtrain.commands._hydra_app import compose
 from speechtrain.decoding.base import TransducerScorer
 from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
@@ -52,6 +54,17 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
         assert len({one.labels for one in listed}) == len(listed)
         found += max(totals, key=lambda name: totals[name]) in {one.labels for one in listed}
     assert found >= 0.99 * 500
+
+
+def test_ctc_beam_returns_the_likeliest_text_by_default() -> None:
+    options = OmegaConf.to_container(compose(["model=ctc", "decoder=ctc_beam"]).decoder)
+    assert isinstance(options, dict)
+    del options["_target_"]
+    torch.manual_seed(0)
+    frames = torch.randn(20, 30, 4).log_softmax(-1)
+    for hypothesis in CTCBeam(**options).decode(FRAMES, frames, torch.full((20,), 30)):  # type: ignore[arg-type]
+        assert hypothesis.alternatives
+        assert hypothesis.score >= max(alternative.score for alternative in hypothesis.alternatives)
 
 
 def test_a_text_does_not_depend_on_its_batch() -> None:

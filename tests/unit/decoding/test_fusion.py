@@ -41,9 +41,32 @@ def plain_total(text: str, model: NGram, weight: float) -> float:
     return total + ADDED["word_bonus"] * len(words)
 
 
-def phrases_in(text: str) -> int:
-    """How often a phrase stands in a text, from left to right, none within another."""
-    return len(re.findall(rf"(?<!\S)({'|'.join(ADDED['hotwords'])})(?!\S)", text))
+def phrases_in(text: str, phrases: list[str] = ADDED["hotwords"]) -> int:
+    """Return the number of occurrences of all phrases as whole words, overlapping ones included."""
+    count = 0
+    for phrase in phrases:
+        count += len(re.findall(rf"(?<!\S)(?={re.escape(phrase)}(?!\S))", text))
+    return count
+
+
+@pytest.mark.parametrize(
+    ("phrases", "text"),
+    [
+        (["a", "a b"], "a b"),  # One begins the other.
+        (["a", "a b"], "b a a b a"),
+        (["b", "a b"], "a b"),  # One ends the other.
+        (["a b a"], "a b a b a"),  # One overlaps itself.
+        (["a b", "b a"], "a b a b"),
+        (["a", "b", "a b", "b a b"], "b a b a b"),
+        (["ab", "ab b", "ab b a"], "ab b ab b a"),
+        (["ab", "ab"], "ab"),
+    ],
+)
+def test_fusion_total_counts_each_occurrence_of_each_phrase(phrases: list[str], text: str) -> None:
+    fusion = Fusion(phrases=phrases, phrase_bonus=2.0)
+    fusion.begin(LETTERS)
+    expected = 2.0 * phrases_in(text, sorted(set(phrases)))
+    assert fusion.total(LETTERS.encode(text)) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("text", ["", "ab", "abb", "b a", "b ab", "b  a", "ab b a", "a b a ab", "b", " ab "])

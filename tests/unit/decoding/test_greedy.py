@@ -115,7 +115,34 @@ def test_a_transducer_emits_at_its_frame_and_scores_every_symbol() -> None:
     (short,) = Greedy(max_symbols_per_step=1).decode(table(logits), frames, torch.tensor([2]))
     assert short.text == "ab"
     (shorter,) = Greedy(max_symbols=1).decode(table(logits), frames, torch.tensor([2]))
-    assert shorter.text == "a"
+    assert shorter.text == "abc"  # The second frame begins with one label, which is not more than one.
+
+
+def mlperf_decode(logits: Tensor, length: int, limit: int, frame_limit: int) -> list[int]:
+    """MLPerf's rule: the limit is compared at the start of each frame, with >."""
+    labels = list[int]()
+    for frame in range(length):
+        if len(labels) > limit:
+            break
+        for _ in range(frame_limit):
+            label = int(logits[frame, len(labels)].argmax())
+            if label == BLANK:
+                break
+            labels.append(label)
+    return labels
+
+
+@pytest.mark.parametrize(("limit", "frame_limit"), [(1, 30), (3, 2), (5, 4), (8, 1)])
+def test_greedy_ends_a_row_by_the_rule_of_mlperf(limit: int, frame_limit: int) -> None:
+    torch.manual_seed(limit)
+    logits = torch.randn(30, 200, 4)
+    logits[..., BLANK] += 0.5
+    frames = torch.arange(30.0)[None, :, None].expand(12, -1, -1)
+    lengths = torch.arange(12) + 19
+    decoder = Greedy(max_symbols=limit, max_symbols_per_step=frame_limit)
+    hypotheses = decoder.decode(table(logits), frames, lengths)
+    for hypothesis, length in zip(hypotheses, lengths.tolist(), strict=True):
+        assert list(hypothesis.labels) == mlperf_decode(logits, length, limit, frame_limit)
 
 
 def with_durations(logits: Tensor, chosen: list[list[int]]) -> Tensor:
@@ -218,9 +245,10 @@ def test_texts_are_those_that_transformers_generates(seed: int) -> None:
 
 
 def test_without_a_limit_a_row_gets_50_labels_a_second() -> None:
-    endless = torch.stack([one_hot(*[0] * 80)])
-    (found,) = Greedy(max_symbols_per_step=70).decode(table(endless), torch.zeros(1, 1, 1), torch.tensor([1]))
-    assert len(found.labels) == 25
+    endless = torch.stack([one_hot(*[0] * 200)])
+    frames = torch.zeros(1, 4, 1)  # Two seconds allow 100 labels. The third frame would begin with 140.
+    (found,) = Greedy(max_symbols_per_step=70).decode(table(endless), frames, torch.tensor([4]))
+    assert len(found.labels) == 140
 
 
 class Numbers(TorchDispatchMode):

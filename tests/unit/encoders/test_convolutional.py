@@ -202,6 +202,19 @@ def test_few_channels_in_bf16_end() -> None:
     subprocess.run([sys.executable, "-c", _HALF], timeout=120, check=True)
 
 
+def test_quartznet15x5_has_the_published_window_and_initial_weights() -> None:
+    config = compose(["model=ctc", "encoder=quartznet15x5"]).encoder
+    assert (config.features.window_seconds, config.init) == (0.02, "xavier_uniform")
+    torch.manual_seed(0)
+    encoder = narrow("quartznet15x5", filters=256, init="xavier_uniform")
+    depthwise = encoder.blocks[0].convs[0].depthwise.weight.detach()
+    channels, _, taps = depthwise.shape
+    bound = (6 / (taps + channels * taps)) ** 0.5
+    assert 0.95 * bound < float(depthwise.abs().max()) <= bound
+    with pytest.raises(ValueError, match="init is 'xavier'. Choose tds_uniform or xavier_uniform"):
+        narrow("quartznet15x5", init="xavier")
+
+
 def test_initial_weights_are_within_their_bound() -> None:
     encoder = ConvolutionalEncoder(LogMel(), Augment(), [{"kernel": 9}], filters=64, repeat=1)
     (block,) = encoder.blocks

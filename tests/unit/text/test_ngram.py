@@ -48,8 +48,26 @@ def test_backoff_and_unknown_words(tmp_path: Path) -> None:
     ten = math.log(10)
     assert model.score(("<s>",), "a") == pytest.approx(-0.1 * ten)
     assert model.score(("a",), "a") == pytest.approx(-0.7 * ten)
-    assert model.score(("a",), "new") == pytest.approx(-1.2 * ten)  # as unlikely as the rarest
+    assert model.score(("a",), "new") == pytest.approx(-0.9 * ten)  # as unlikely as the rarest
     assert model.after(("<s>",), "new") == ("<unk>",)
+
+
+def test_ngram_gives_an_unknown_word_the_probability_of_the_rarest_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lm.arpa").write_text(ARPA.replace("-1.0\t<s>", "-99\t<s>"))
+    model = NGram(str(tmp_path / "lm.arpa"))
+    assert model.score((), "new") == pytest.approx(-0.7 * math.log(10))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "lm.arpa has no <unk>: its rarest word stands for" in message
+
+
+def test_ngram_reads_unk_in_capitals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_text = ARPA.replace("\\1-grams:\n", "\\1-grams:\n-2.0\t<UNK>\n", 1)
+    (tmp_path / "lm.arpa").write_text(model_text)
+    model = NGram(str(tmp_path / "lm.arpa"))
+    assert model.score((), "new") == pytest.approx(-2.0 * math.log(10))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Changes of rate and speed: lengths, the band that passes, and aliases."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from speechtrain.data.audio import change_rate, change_speed
+
+
+def level_of(frequency: float, rate: int) -> float:
+    """Return the level in dB of a full-scale tone after the change to 16 kHz, without the edges."""
+    seconds = np.arange(2 * rate) / rate
+    tone = np.sin(2 * np.pi * frequency * seconds).astype(np.float32)
+    changed = change_rate(tone, rate, 16_000)[2_000:-2_000].astype(np.float64)
+    power = 2 * np.square(changed).mean()
+    return float(10 * np.log10(power + 1e-15))
+
+
+@pytest.mark.parametrize("rate", [22_050, 24_000, 32_000, 44_100, 48_000, 96_000, 16_661])
+def test_change_rate_passes_the_band_and_suppresses_aliases(rate: int) -> None:
+    for frequency in (100, 1_000, 4_000, 6_000, 7_000):
+        assert level_of(frequency, rate) == pytest.approx(0.0, abs=0.05)
+    for frequency in (8_300, 9_000, 12_000, 15_000):
+        if frequency < rate / 2:
+            assert level_of(frequency, rate) < -60.0
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100, 48_000, 16_001])
+@pytest.mark.parametrize("samples", [1, 2, 441, 10_007])
+def test_change_rate_has_the_length_of_the_new_rate(rate: int, samples: int) -> None:
+    audio = np.ones(samples, np.float32)
+    assert len(change_rate(audio, rate, 16_000)) == -(-samples * 16_000 // rate)
+    assert len(change_speed(audio, 110, 16_000)) == -(-samples * 100 // 110)
+
+
+def test_change_rate_does_not_depend_on_the_length_of_the_audio() -> None:
+    audio = np.random.default_rng(0).normal(0, 0.1, 48_000).astype(np.float32)
+    changed = change_rate(audio, 48_000, 16_000)
+    beginning = change_rate(audio[:24_000], 48_000, 16_000)
+    np.testing.assert_allclose(changed[:7_900], beginning[:7_900], atol=1e-6)
