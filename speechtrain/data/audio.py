@@ -81,6 +81,11 @@ def _resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Sam
     return cast("Samples", changed[: -(-new_rate * len(samples) // rate)].numpy())
 
 
+def _as_lhotse(samples: Samples, rate: int, new_rate: int) -> Samples:
+    """Resample by the filter that lhotse applies to the transforms of its cuts."""
+    return _resample(samples, rate, new_rate, is_steep=False)
+
+
 def _filtered(samples: Samples, bank: _Bank) -> torch.Tensor:
     """Return the samples at the new rate, with some beyond the end.
 
@@ -214,7 +219,7 @@ def _mono(samples: Samples, known: Any, wanted: Any) -> Samples:
 def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     """Read a cut of several files, tracks or transforms with lhotse."""
     _check_lengths(cut)
-    samples, rate = load_audio(cut, _decode, change_rate)
+    samples, rate = load_audio(cut, _decode, _as_lhotse)
     where = files_of(cut)[0] if files_of(cut) else str(cut["id"])
     if samples.shape[1] == 0:
         raise Unusable("no_samples", where)

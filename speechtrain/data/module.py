@@ -394,7 +394,7 @@ class SpeechData(DataModule):
         total = len(self._kept)
         if total > self.skips.max_bad:
             return
-        skips = []
+        skips: list[Any] = []
         for row in self._kept.reshape(-1, 1):
             skips += self.decoder(MicroBatch(row, np.array([100], np.int16))).skipped
         if self._is_too_many(len(skips), total):

@@ -94,7 +94,8 @@ class NGram:
                 raise ValueError("a probability is no logarithm of one")
             if len(self._scores) >= _MOST_GRAMS:
                 raise ValueError(f"it has more than {_MOST_GRAMS} n-grams; prune it")
-            self._scores[" ".join(map(_word, parts[1 : self.order + 1]))] = (numbers[0], numbers[1])
+            words = map(_word, parts[1 : self.order + 1])
+            self._scores[" ".join(words)] = (numbers[0], numbers[1])
         return False
 
     def score(self, context: tuple[str, ...], word: str) -> float:

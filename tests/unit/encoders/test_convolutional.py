@@ -211,7 +211,7 @@ def test_quartznet15x5_has_the_published_window_and_initial_weights() -> None:
     channels, _, taps = depthwise.shape
     bound = (6 / (taps + channels * taps)) ** 0.5
     assert 0.95 * bound < float(depthwise.abs().max()) <= bound
-    with pytest.raises(ValueError, match="init is 'xavier'. Choose tds_uniform or xavier_uniform"):
+    with pytest.raises(ValueError, match=r"init is 'xavier'\. Choose tds_uniform or xavier_uniform"):
         narrow("quartznet15x5", init="xavier")
 
 
