@@ -94,9 +94,12 @@ class NGram:
                 raise ValueError("a probability is no logarithm of one")
             if len(self._scores) >= _MOST_GRAMS:
                 raise ValueError(f"it has more than {_MOST_GRAMS} n-grams; prune it")
-            words = map(_word, parts[1 : self.order + 1])
-            self._scores[" ".join(words)] = (numbers[0], numbers[1])
+            self._add(parts[1 : self.order + 1], numbers)
         return False
+
+    def _add(self, words: list[str], numbers: list[float]) -> None:
+        probability, backoff = numbers
+        self._scores[" ".join(map(_word, words))] = (probability, backoff)
 
     def score(self, context: tuple[str, ...], word: str) -> float:
         """The logarithm of the probability of ``word`` after ``context``."""
