@@ -81,9 +81,9 @@ def _resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Sam
     return cast("Samples", changed[: -(-new_rate * len(samples) // rate)].numpy())
 
 
-def _as_lhotse(samples: Samples, rate: int, wanted: int) -> Samples:
+def _as_lhotse(samples: Samples, rate: int, new_rate: int) -> Samples:
     """Resample by the filter that lhotse applies to the transforms of its cuts."""
-    return _resample(samples, rate, wanted, is_steep=False)
+    return _resample(samples, rate, new_rate, is_steep=False)
 
 
 def _filtered(samples: Samples, bank: _Bank) -> torch.Tensor:

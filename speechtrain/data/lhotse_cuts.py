@@ -189,7 +189,7 @@ def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tu
         return samples, rate
 
     def resampler(rate: int, wanted: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        convert = partial(resample, rate=rate, wanted=wanted)
+        convert = partial(resample, rate=rate, new_rate=wanted)
         return lambda audio: torch.from_numpy(np.stack([*map(convert, audio.numpy())]))
 
     loaded: Any = deserialize_cut(known)
