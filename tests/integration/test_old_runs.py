@@ -159,7 +159,7 @@ def test_the_same_command_finds_its_run_whatever_the_folder_is_called(
     shutil.copytree(run.run_dir, run.run_dir.with_name("copy"))
     twice = run.run()
     assert twice.returncode == 5
-    assert "choose one with run_dir=DIR" in twice.stderr
+    assert "Choose one with run_dir=DIR" in twice.stderr
 
 
 def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command]) -> None:

@@ -65,8 +65,9 @@ def test_a_file_that_cannot_be_used_stops_no_other(
 
 
 def test_a_limit_that_is_set_holds(run_dir: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, "decoder.max_symbols=1"]) == 0
-    assert len(capsys.readouterr().out.partition("\t")[2].split()) <= 1
+    limits = ["decoder.max_symbols=1", "decoder.max_symbols_per_step=1"]
+    assert transcribe.run([str(run_dir), str(folder / "a.wav"), ONE, *limits]) == 0
+    assert len(capsys.readouterr().out.partition("\t")[2].split()) <= 2
 
 
 def test_usage(run_dir: Path, folder: Path) -> None:

@@ -176,14 +176,14 @@ def one_at_a_time(model: RNNT, encoded: Tensor, length: int, limit: int) -> list
     labels: list[int] = []
     output, state = model.prediction.start(1)
     for t in range(length):
+        if len(labels) > limit:
+            break
         for _ in range(model.decoder.max_symbols_per_step):  # type: ignore[attr-defined]
             hidden = torch.relu(model.joint.encoder(encoded[t]) + model.joint.prediction(output[0]))
             label = int(model.joint.output(hidden).argmax())
             if label == model.tokenizer.blank:
                 break
             labels.append(label)
-            if len(labels) >= limit:
-                return labels
             output, state = model.prediction.step(torch.tensor([label]), state)
     return labels
 
