@@ -53,6 +53,10 @@ class Corpus:
     url: str = ""
     archives: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.archives and not self.folder:
+            self.folder = self.corpus
+
 
 def prepare_corpus(argv: list[str]) -> int:
     """Write a manifest for each part, after a download if asked; returns the exit code."""
@@ -161,7 +165,8 @@ def _download(corpus: Corpus, root: Path) -> None:
         )
     parts = _known(corpus.parts or [*corpus.sets], corpus.sets)
     made_of = {name: made(Archive, node, f"archives.{name}") for name, node in corpus.archives.items()}
-    fetch(root, corpus.url, {name: one for name, one in made_of.items() if {*one.parts} & {*parts}})
+    wanted = {name: archive for name, archive in made_of.items() if {*archive.parts} & {*parts}}
+    fetch(root, corpus.url, wanted, corpus.folder)
 
 
 def _known(parts: Sequence[str], sets: Iterable[str]) -> list[str]:
@@ -200,6 +205,8 @@ def _keep(out: Path, told: dict[str, Any]) -> None:
 
 
 def _manifest(out: Path, part: str) -> Path:
+    if Path(part).name != part or not part.isprintable():
+        raise ConfigError(f"sets.{part}: a set needs a name that a file can have")
     return out / f"{part}.jsonl.gz"
 
 

@@ -1,38 +1,40 @@
-"""Archives of public corpora: downloads that continue, checksums, unpacking below one folder."""
+"""Archives of public corpora: downloads that continue, checksums, unpacking below the corpus's folder."""
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import http.client
 import re
 import sys
-import tarfile
 import time
 import urllib.error
 import urllib.request
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from speechtrain.data.corpora.unpacking import unpack
 from speechtrain.data.cut_files import check_room
 from speechtrain.errors import DISK, ConfigError, DataError, MachineError, printable
 from speechtrain.files import open_append, open_regular, whole_path, write_text, writing
 
 _BLOCK = 2**20  # bytes
-_TRIES = 5  # without a new byte
+_TRIES = 5  # connections in a row that bring less than a block
 _TIMEOUT = 60.0  # seconds without a byte
-_SHARE = 0.1  # of a file, between two lines where stderr is no terminal
+_SLOWEST = 1_000  # bytes per second
+_SHARE = 0.1  # of a file, between two lines if stderr is not a terminal
 
 
 @dataclass
 class Archive:
-    """A tar archive with ``parts`` of a corpus: its size, its published checksum, and where it is unpacked.
+    """A tar archive with ``parts`` of a corpus: its size, its published checksum, and its folder below root.
 
-    ``inner`` is the pattern of archives inside it, which are unpacked where they lie.
+    ``into`` is empty for the corpus's own folder. ``inner`` is the pattern of the archives inside it, which
+    are unpacked in their folders.
     """
 
     parts: list[str]
@@ -44,40 +46,62 @@ class Archive:
     inner: str = ""
 
 
-def fetch(root: Path, url: str, archives: Mapping[str, Archive]) -> None:
-    """Download and unpack the archives that are not unpacked yet, below ``root``; nothing is deleted.
+def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) -> None:
+    """Download the archives that are not unpacked yet to ``root``, and unpack them below ``root/folder``.
 
-    Raises MachineError without room for all of them, before the first byte, and for a server that cannot be
-    reached; DataError for an archive that is missing there, damaged, or not what was published.
+    Nothing is deleted. Raises MachineError without room for all of them, before the first byte, and for a
+    server that cannot be reached. Raises DataError for an archive that is missing there, damaged, larger than
+    declared, or different from the published one.
     """
     root = whole_path(root)
     if not re.match(r"https?://", url):
         raise ConfigError(f"url={url}: it must start with https:// or http://")
     for name, archive in archives.items():
-        if Path(name).name != name or root not in (
-            whole_path(root / archive.into),
-            *whole_path(root / archive.into).parents,
-        ):
-            raise ConfigError(f"archives.{name}: an archive is a file's name, unpacked below root")
-    left = {name: archive for name, archive in archives.items() if not _marker(root, name).exists()}
-    if not left:
+        is_below = root in whole_path(root / (archive.into or folder)).parents
+        if not is_below or Path(name).name != name or not name.isprintable():
+            raise ConfigError(
+                f"archives.{name}: it is not the name of a file, or its folder is not below root"
+            )
+    missing = {name: archive for name, archive in archives.items() if not _marker(root, name).exists()}
+    if not missing:
         return
-    need = sum((archive.gb + archive.unpacked_gb) * 1e9 for archive in left.values())
-    there = sum(_size(path) for name in left for path in (root / name, root / f"{name}.part"))
-    print(printable(check_room(root, max(0.0, need - there), "about ", "or use another root=")), flush=True)
+    print(printable(_checked_room(root, missing)), flush=True)
     with writing(root, "use another root="):
-        for name, archive in left.items():
+        for name, archive in missing.items():
             path = root / name
+            part = root / f"{name}.part"
             if not path.exists():
-                _download(f"{url.rstrip('/')}/{name}", root / f"{name}.part")
-                (root / f"{name}.part").rename(path)
+                _download(f"{url.rstrip('/')}/{name}", part, _most_bytes(archive.gb))
+                part.rename(path)
             _verify(path, archive)
-            into = root / archive.into
-            _unpack(path, into)
-            for inner in sorted(into.glob(archive.inner)) if archive.inner else ():
-                _unpack(inner, inner.parent)
+            _unpack(path, root / (archive.into or folder), archive)
             write_text(_marker(root, name), "")
             print(printable(f"{path} is unpacked; you can delete it"), flush=True)
+
+
+def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
+    """Return a line on the room that the archives need. Raises MachineError if it is not free."""
+    needed_bytes = 0.0
+    for name, archive in archives.items():
+        needed_bytes += (archive.gb + archive.unpacked_gb) * 1e9
+        needed_bytes -= _size(root / name) + _size(root / f"{name}.part")
+    return check_room(root, max(0.0, needed_bytes), "about ", "or use another root=")
+
+
+def _most_bytes(gigabytes: float) -> float:
+    """Return the most bytes for a declared size, which is rounded."""
+    return 1.25e9 * gigabytes + 2**27
+
+
+def _unpack(path: Path, folder: Path, archive: Archive) -> None:
+    """Unpack an archive and those inside it, which have one limit of bytes."""
+    most_bytes = _most_bytes(archive.unpacked_gb)
+    with _progress(path.name, _size(path)) as report_bytes:
+        names, size = unpack(path, folder, most_bytes, report_bytes)
+    for name in fnmatch.filter(names, archive.inner):
+        most_bytes -= size
+        inner = folder / name
+        _, size = unpack(inner, inner.parent, most_bytes, lambda _: None)
 
 
 def _marker(root: Path, name: str) -> Path:
@@ -88,13 +112,13 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _download(url: str, path: Path) -> None:
+def _download(url: str, path: Path, most_bytes: float) -> None:
     """Append to ``path`` until it has all bytes; a cut connection is opened again where it ended."""
-    failed = 0
+    failures = 0
     while True:
         before = _size(path)
         try:
-            _receive(url, path)
+            _receive(url, path, most_bytes)
             return
         except urllib.error.HTTPError as error:
             if error.code == 416 and (error.headers.get("Content-Range") or "").endswith(f"/{before}"):
@@ -108,28 +132,42 @@ def _download(url: str, path: Path) -> None:
             if isinstance(error, OSError) and (error.errno in DISK or error.filename):
                 raise
             cause = error
-        failed = 0 if _size(path) > before else failed + 1
-        if failed == _TRIES:
+        failures += 1
+        if _size(path) - before >= _BLOCK:
+            failures = 0
+        if failures == _TRIES:
             raise MachineError(f"{url}: {cause}; the same command continues the download") from cause
-        time.sleep(2**failed - 1)
+        time.sleep(2**failures - 1)
 
 
-def _receive(url: str, path: Path) -> None:
-    """One connection: append what ``path`` lacks. Raises OSError where it ends early."""
+def _receive(url: str, path: Path, most_bytes: float) -> None:
+    """Append the missing bytes of ``path`` in one connection.
+
+    Raises OSError if the connection ends early or is too slow, DataError for more than ``most_bytes``.
+    """
     with open_append(path) as file:
-        have = _size(path)
-        asked = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT) as reply:
-            if have and not str(reply.headers.get("Content-Range")).startswith(f"bytes {have}-"):
-                file.truncate(have := 0)  # the server sends all of it
-            length = int(reply.headers.get("Content-Length") or -1)
-            with _progress(path.stem, have + max(0, length)) as tell:
-                while block := reply.read(_BLOCK):
+        size = _size(path)
+        headers = {}
+        if size:
+            headers["Range"] = f"bytes={size}-"
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
+            if size and not str(reply.headers.get("Content-Range")).startswith(f"bytes {size}-"):
+                file.truncate(size := 0)  # the server sends all of it
+            end = size + (reply.length or 0)
+            begin, begin_time = size, time.monotonic()
+            with _progress(path.stem, end) as report_bytes:
+                while block := reply.read1(_BLOCK):
+                    size += len(block)
+                    if size > most_bytes:
+                        raise DataError(f"{url} has more than the declared size; see the corpus's page")
                     file.write(block)
-                    have, length = have + len(block), length - len(block)
-                    tell(have)
-            if length > 0:
-                raise ConnectionError(f"the connection ended {length} bytes before the file")
+                    report_bytes(size)
+                    seconds = time.monotonic() - begin_time
+                    if seconds > _TIMEOUT and size - begin < _SLOWEST * seconds:
+                        raise ConnectionError(f"the server sends less than {_SLOWEST} bytes in a second")
+            if size < end:
+                raise ConnectionError(f"the connection ended {end - size} bytes before the file")
 
 
 def _verify(path: Path, archive: Archive) -> None:
@@ -144,27 +182,6 @@ def _verify(path: Path, archive: Archive) -> None:
             raise DataError(
                 f"{path}: its {kind} is {found}, published is {published}; delete it and try again"
             )
-
-
-def _unpack(path: Path, into: Path) -> None:
-    """Unpack below ``into`` the files that are missing or shorter there, by tarfile's filter for data."""
-    if not hasattr(tarfile, "data_filter"):
-        raise MachineError(
-            f"this Python cannot unpack {path} safely; use 3.11.4 or newer, or unpack it yourself"
-        )
-    try:
-        with (
-            open_regular(path) as raw,
-            tarfile.open(fileobj=raw) as tar,
-            _progress(path.name, _size(path)) as tell,
-        ):
-            for member in iter(tar.next, None):
-                if not (member.isfile() and _size(into / member.name) == member.size):
-                    tar.extract(member, into, filter="data")
-                tar.members.clear()  # type: ignore[attr-defined]  # of 300,000 files they take 300 MB
-                tell(raw.tell())
-    except (tarfile.TarError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(f"{path} cannot be unpacked ({error}); delete it and try again") from None
 
 
 @contextlib.contextmanager
