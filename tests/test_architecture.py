@@ -205,7 +205,7 @@ TOUCH_FILES = {
     "data/index.py": "the cache below the user's own home",
     "data/corpora/digits.py": "a file of the package",
     "data/corpora/fsdd.py": "recordings that the user names",
-    "data/corpora/downloads.py": "archives below the root that the user names",
+    "data/corpora/unpacking.py": "archives below the root that the user names",
     "data/corpora/connected.py": "a new file of the corpus",
     "data/manifests.py": "manifests that the user names",
     "interop/pickles.py": "a model that the user names",
