@@ -270,7 +270,7 @@ def write_tsv(arguments: argparse.Namespace) -> int:
     if not _fits_tsv(str(folder)):
         raise DataError(f"{str(folder)!a}: a TSV cannot contain this path; rename the folder")
     suffix = f".{arguments.ext.lstrip('.')}"
-    names = files_below(folder, (suffix.lower(),), hidden=False)
+    names = files_below(folder, (suffix.lower(),))
     if not names:
         raise DataError(f"{folder} contains no *{suffix} file; set another suffix with --ext")
     draw = random.Random(arguments.seed).random

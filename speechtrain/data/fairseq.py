@@ -26,7 +26,7 @@ LABELS = (".wrd", ".ltr")
 """Label files, by preference: words, and letters whose words end in ``|``."""
 
 _RECORDING = re.compile(rb"[^\t]+\t\d+\s*")
-_FRAMES = re.compile(r"0*[1-9][0-9]{0,14}")
+_FRAMES = re.compile(r"0*[1-9][0-9]{0,10}")
 _TRIED = 10  # most headers that are read to find the sampling rate
 
 

@@ -85,8 +85,8 @@ class Folder(Manifest):
             raise DataError(f"{self.path / name}: cannot be read as UTF-8 text ({error})") from None
 
 
-def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) -> list[str]:
-    """Return the sorted relative paths of files with these suffixes; hidden files only with ``hidden``.
+def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the sorted relative paths of files with these suffixes, without hidden files and folders.
 
     Raises DataError for a folder that cannot be read.
     """
@@ -104,7 +104,8 @@ def files_below(folder: Path, suffixes: tuple[str, ...], hidden: bool = True) ->
         if own in above or visits[own] > _MOST_WAYS:
             folders.clear()
             continue
-        folders[:] = [name for name in folders if hidden or not name.startswith(".")]
-        chosen = (n for n in names if n.lower().endswith(suffixes) and (hidden or not n.startswith(".")))
-        found += [os.path.relpath(os.path.join(place, name), folder) for name in chosen]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                found.append(os.path.relpath(os.path.join(place, name), folder))
     return sorted(found)

@@ -37,6 +37,7 @@ from speechtrain.text.vocabulary import Tokenizer
 FORMAT = 5  # of the folder: an older format is built again
 _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _ARRAYS |= {"speaker": "<i8", "recording": "<i8", "characters": "<i4"}
+_MOST_OPEN = 100  # files, of the 1,024 that a process may have
 _CHUNK = 65_536  # rows held in memory while building
 
 
@@ -90,6 +91,8 @@ class Index:
         """Return one cut in lhotse's JSON format. Raises DataError if its manifest has changed."""
         part = int(self.parts[row])
         if part not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self._open.popitem()[1].close()
             self._open[part] = self.files[part].open("rb")
         file = self._open[part]
         file.seek(int(self._offsets[row]))

@@ -13,6 +13,7 @@ from speechtrain.data.manifests import (
     Record,
     decoded,
     digest,
+    is_gzip,
     numbered_lines,
     simple_cut,
     stamp,
@@ -73,6 +74,8 @@ class Kaldi(Manifest):
         if not path.is_file():
             return
         self.check_place(path)
+        if is_gzip(path):
+            raise DataError(f"{path} is gzipped, which Kaldi does not read: unpack it")
         for line, raw in numbered_lines(path):
             if words := decoded(raw, path, line).split():
                 yield line, words[0], " ".join(words[1:])

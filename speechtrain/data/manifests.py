@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import yaml
 
 from speechtrain.data.lhotse_cuts import UnknownPart, known_cut
-from speechtrain.data.recordings import header
+from speechtrain.data.recordings import RATES, header
 from speechtrain.data.source import Source
 from speechtrain.errors import MALFORMED, DataError, one_line
 from speechtrain.files import YAML_LOADER, open_regular, read_bytes, small_yaml, whole_path
@@ -40,10 +40,11 @@ SEGMENT = "speechtrain_segment"
 
 LONGEST_LINE = 2**24  # bytes
 LONGEST_TRANSCRIPT = 2**19  # characters; people speak 15 a second, so ten hours
-_MOST_PACKED = 200  # bytes for each of a gzipped file that is above LONGEST_LINE; manifests have 5 to 20
-_MOST_BLANK = 2**20  # blank lines in a row: a gzipped file of 6 MB can have 6 GB of them
+_MOST_PACKED = 40  # bytes for each of a gzipped file that is above LONGEST_LINE; manifests have 5 to 20
+_LEAST_BYTES = 128  # that a line of a gzipped file counts, because its cut takes more than the line
 ASSUMED_RATE = 16_000  # of recordings whose manifest has no rate; the decoder uses the file's own
-_LARGEST_NUMBER = 1e15  # seconds, hertz: counts of samples stay exact
+_LARGEST_NUMBER = 1e6  # seconds, which are 11 days, and hertz
+TEXT_SUFFIXES = (".txt", ".text", ".lab", ".trn")  # of a transcript that a manifest names
 MOST_TEXT_BYTES = 2**20  # of one transcript: ten hours of speech have less
 _UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
@@ -126,7 +127,7 @@ class Manifest(Source):
         if 0 <= value < _LARGEST_NUMBER:
             return float(value)
         if not abs(value) < _LARGEST_NUMBER:
-            raise self.bad(line, f"{name!r} is {str(value)[:40]}, not a finite number")
+            raise self.bad(line, f"{name!r} is {str(value)[:40]}, not a finite number below 1e6")
         if name.endswith("duration"):
             raise self.bad(line, f"{name!r} is {value!r}, below 0; without it the audio is measured")
         return float(value)
@@ -173,9 +174,14 @@ class Manifest(Source):
         return tuple(os.path.join(folder, "") for folder in found)
 
     def check_place(self, path: Path) -> None:
-        """Raise DataError if a transcript lies elsewhere: a corpus may be a stranger's, texts are shown."""
-        if not (real := os.path.realpath(path)).startswith(self._places):
-            raise DataError(f"{path} lies in {real}; transcripts are read below {self._places[0]} only")
+        """Raise DataError if a transcript lies elsewhere or is hidden: its text is shown to others."""
+        real = os.path.realpath(path)
+        folder = max((parent for parent in self._places if real.startswith(parent)), key=len, default="")
+        name = real.removeprefix(folder)
+        if not folder or name.startswith(".") or "/." in name:
+            raise DataError(
+                f"{path} lies in {real}; transcripts are read below {self._places[0]}, unless hidden"
+            )
 
     def transcript(self, path: Path, limit: int = MOST_TEXT_BYTES) -> str:
         """The UTF-8 text of a file of at most ``limit`` bytes. Raises DataError, OSError, ValueError."""
@@ -234,6 +240,14 @@ class LhotseCuts(JsonLines):
         recording = cut.get("recording")
         if not isinstance(recording, dict):
             raise self.bad(line, "has no 'recording' (a cut with features only has no audio)")
+        self._check_recording(recording, line)
+        if len(recording["sources"]) > 1 or recording.get("transforms"):  # else it is_simple
+            self._check_known(cut, line)
+
+    def _check_recording(self, recording: Record, line: int) -> None:
+        rate = self.number(recording, "sampling_rate", line)
+        if not RATES[0] <= rate <= RATES[1]:
+            raise self.bad(line, f"'sampling_rate' is {rate:g} Hz, not from {RATES[0]} to {RATES[1]}")
         sources = recording.get("sources")
         if not isinstance(sources, list) or not sources:
             raise self.bad(line, "'recording' has no 'sources'")
@@ -245,8 +259,6 @@ class LhotseCuts(JsonLines):
                 raise self.bad(line, problem)
             if not isinstance(source.get("source"), str) or not source["source"]:
                 raise self.bad(line, "the audio has no 'source' that is a path")
-        if len(sources) > 1 or recording.get("transforms"):  # else it is_simple
-            self._check_known(cut, line)
 
 
 class LhotseRecordings(LhotseCuts):
@@ -277,14 +289,14 @@ class LhotsePair(LhotseCuts):
         return digest(self.kind, *stamp(self.recordings), *stamp(self.path))
 
     def entries(self) -> Iterator[Entry]:
-        recordings: dict[str, Record] = {}
+        recordings: dict[str, bytes] = {}  # as JSON, which takes a tenth of the memory
         for line, _, record in records(self.recordings):
             name = record.get("id")
             if not isinstance(name, str) or not isinstance(record.get("sources"), list):
                 raise DataError(f"{self.recordings}:{line}: not a recording ('id' or 'sources' is missing)")
             if any(not isinstance(s, dict) or s.get("type") != "file" for s in record["sources"]):
                 raise DataError(f"{self.recordings}:{line}: the audio is not a file; save it as files first")
-            recordings[name] = record
+            recordings[name] = json.dumps(record).encode()
         for line, offset, supervision in records(self.path):
             name, wanted = self.text(supervision, "id", line), self.text(supervision, "recording_id", line)
             if wanted not in recordings:
@@ -296,7 +308,7 @@ class LhotsePair(LhotseCuts):
                 "duration": self.number(supervision, "duration", line),
                 "channel": channel,
                 "supervisions": [{**supervision, "start": 0.0}],
-                "recording": recordings[wanted],
+                "recording": json.loads(recordings[wanted]),
                 "type": "MultiCut" if isinstance(channel, list) else "MonoCut",
             }
             yield Entry(self.cut_of(cut, line), line, offset)
@@ -340,6 +352,8 @@ class Nemo(JsonLines):
         if "text_filepath" not in record:
             return ""
         path = Path(self.beside(self.text(record, "text_filepath", line)))
+        if path.suffix.lower() not in TEXT_SUFFIXES:
+            raise self.bad(line, f"text_filepath {path} does not end in {', '.join(TEXT_SUFFIXES)}")
         try:
             return " ".join(self.transcript(path).split())
         except (OSError, ValueError) as error:
@@ -470,22 +484,21 @@ def open_bytes(path: Path) -> IO[bytes]:
 def numbered_lines(path: Path, in_array: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield (number from 1, bytes) of each line; of an array, a long line in parts of LONGEST_LINE.
 
-    Raises DataError with file and line for a damaged file, for too many blank lines, for one that is
-    too long, and for a gzipped file that is nothing but repetition.
+    Raises DataError with file and line for a damaged file, for a line that is too long, and for a gzipped
+    file that is nothing but repetition.
     """
-    line, blank = 0, 0
+    line = 0
     longest = math.inf if in_array else LONGEST_LINE
     try:
         with open_bytes(path) as file:
             is_packed = isinstance(file, gzip.GzipFile)
             left = LONGEST_LINE + _MOST_PACKED * path.stat().st_size if is_packed else math.inf
             for line, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
-                left -= len(raw)
-                blank = blank + 1 if raw.isspace() else 0
-                if left < 0 or blank > _MOST_BLANK or len(raw) >= longest:
-                    told = f"more than {_MOST_BLANK} blank lines" if blank else "too long to be read"
-                    told = f"more than {_MOST_PACKED} times its gzipped size" if left < 0 else told
-                    raise DataError(f"{path}:{line}: {told}; this is no manifest")
+                left -= max(len(raw), _LEAST_BYTES)
+                if left < 0:
+                    raise DataError(f"{path}:{line}: more than {_MOST_PACKED} times its gzipped size")
+                if len(raw) >= longest:
+                    raise DataError(f"{path}:{line}: too long to be read; this is no manifest")
                 yield line, raw
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None

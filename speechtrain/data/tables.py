@@ -67,7 +67,12 @@ class Table(Nemo):
         raw = next(raw for _, raw in numbered_lines(self.path, in_array=True) if raw.strip())
         head = raw[:_LONGEST_HEADER].decode("utf-8-sig", errors="replace")
         if head.lstrip().startswith(("{", "[", "-")):
-            return Form("", list(next(records(self.path))[2]))
+            for _, _, record in records(self.path):
+                return Form("", list(record))
+        return self._form_of(head, len(raw) <= _LONGEST_HEADER and "\0" not in head)
+
+    def _form_of(self, head: str, is_table: bool) -> Form:
+        """Return the form of a table with delimiters. ``is_table`` is whether its first line may be one."""
         rows = {mark: _cells(head, mark) for mark in _DELIMITERS}
         named = self.columns.values() or {name for names in COLUMNS.values() for name in names}
         for mark, cells in rows.items():
@@ -76,8 +81,10 @@ class Table(Nemo):
         if not self.columns and 2 <= len(rows["|"]) <= 3:
             return Form("|", _LJSPEECH[: len(rows["|"])])
         mark = max(rows, key=lambda mark: len(rows[mark]))
-        is_table = len(rows[mark]) > 1 and len(raw) <= _LONGEST_HEADER and "\0" not in head
-        return Form(mark, rows[mark] if is_table else [], has_header=True)
+        columns = rows[mark]
+        if len(columns) < 2 or not is_table:
+            columns = []
+        return Form(mark, columns, has_header=True)
 
     @cached_property
     def _chosen(self) -> dict[str, str]:

@@ -8,7 +8,6 @@ word). ``tools/make_digits.py`` made them and can make folders of other words an
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,9 +26,11 @@ from speechtrain.data.corpora.connected import (
     Joined,
     Samples,
 )
+from speechtrain.data.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.manifests import digest
-from speechtrain.errors import DataError
-from speechtrain.files import FilePath, whole_path
+from speechtrain.data.recordings import Unusable, open_recording
+from speechtrain.errors import MALFORMED, DataError
+from speechtrain.files import FilePath, json_of, read_bytes, whole_path
 
 EMBEDDED = Path(__file__).parent / "digits_audio"
 
@@ -97,25 +98,20 @@ class WordClips(Clips):
     def __init__(self, folder: Path, split: str) -> None:
         path = folder / "index.json"
         try:
-            index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            index: Any = json_of(read_bytes(path, follow=True).decode())
             part = index["splits"][split]
-            self.words: tuple[str, ...] = tuple(index["words"])
-            self.voices: tuple[str, ...] = tuple(voice["id"] for voice in part["voices"])
+            self.words = tuple(map(str, index["words"]))
+            self.voices = tuple(str(voice["id"]) for voice in part["voices"])
             self._lengths = [int(samples) for voice in part["voices"] for samples in voice["samples"]]
             self.path = folder / part["file"]
-            self._pcm_sha256 = str(part["pcm_sha256"])
-            rate = int(index["sample_rate"])
-        except OSError as error:
-            raise DataError(
-                f"{path}: {error.strerror}; set root to a folder written by tools/make_digits.py --out"
-            ) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: damaged ({type(error).__name__}: {error}); make the folder again with "
-                "tools/make_digits.py"
-            ) from None
-        expected = len(self.words) * len(self.voices)
-        if not self._lengths or len(self._lengths) != expected or rate != SAMPLE_RATE:
+            self._pcm_sha256 = part["pcm_sha256"]
+            rate = index["sample_rate"]
+        except (OSError, KeyError, TypeError, *MALFORMED) as error:
+            problem = getattr(error, "strerror", None) or f"damaged ({type(error).__name__}: {error})"
+            fix = "set root to a folder written by tools/make_digits.py --out"
+            raise DataError(f"{path}: {problem}; {fix}") from None
+        is_sound = len(self._lengths) == len(self.words) * len(self.voices) and rate == SAMPLE_RATE
+        if not is_sound or not 0 < sum(self._lengths) <= MOST_SAMPLES:
             raise DataError(f"{path}: damaged (its counts differ); make the folder again")
         self._ends = np.cumsum(self._lengths)
         self.digest = digest(FORMAT, self.words, part)
@@ -132,13 +128,11 @@ class WordClips(Clips):
 
     @cached_property
     def _decoded(self) -> Samples:
-        import soundfile
-
         try:
-            samples: Samples
-            samples, _ = soundfile.read(self.path, dtype="int16")
-        except (OSError, soundfile.LibsndfileError) as error:
-            raise DataError(f"{self.path}: cannot be decoded ({error}); install or make it again") from None
+            with open_recording(str(self.path)) as file:
+                samples: Samples = file.read(sum(self._lengths), dtype="int16")
+        except Unusable as error:
+            raise DataError(f"{error}: cannot be decoded; install or make it again") from None
         if hashlib.sha256(samples.astype("<i2", copy=False).tobytes()).hexdigest() != self._pcm_sha256:
             raise DataError(f"{self.path}: its audio differs from the hash in index.json; install it again")
         return samples

@@ -7,7 +7,6 @@ Source: github.com/Jakobovski/free-spoken-digit-dataset, CC BY-SA 4.0. ``{digit}
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,14 @@ import numpy as np
 
 from speechtrain.counter_rng import FsddStream, addressed, key_of, uniform_at
 from speechtrain.data.corpora.connected import GAP_SECONDS, SAMPLE_RATE, Clips, Connected, Joined, Samples
+from speechtrain.data.recordings import Unusable, open_recording, read_header
 from speechtrain.errors import DataError, nearest
-from speechtrain.files import FilePath, whole_path
+from speechtrain.files import FilePath, read_bytes, whole_path
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEST_INDICES = range(5)
-_NAME = re.compile(r"(\d)_(.+)_(\d+)\.wav")
+_NAME = re.compile(r"([0-9])_(.+)_([0-9]{1,9})\.wav")
+_LONGEST_SECONDS = 60.0
 
 
 @dataclass(frozen=True, order=True)
@@ -134,7 +135,11 @@ def find_takes(root: str) -> list[Take]:
     if (folder / "recordings").is_dir():
         folder = folder / "recordings"
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()] if folder.is_dir() else []
-    takes = [Take(m[2], int(m[1]), int(m[3]), path=path) for m, path in matches if m]
+    takes = [
+        Take(match[2], int(match[1]), int(match[3]), path=path)
+        for match, path in matches
+        if match and path.name.isprintable()
+    ]
     if not takes:
         raise DataError(
             f"{folder} has no recordings digit_speaker_index.wav; get them with 'git clone "
@@ -165,30 +170,28 @@ class Recordings(Clips):
 
     @cached_property
     def _inspected(self) -> tuple[str, list[int]]:
-        import soundfile
-
         total, lengths = hashlib.sha256(), []
         for path in self.paths:
             try:
-                data = path.read_bytes()
-                info = soundfile.info(io.BytesIO(data))
-            except (OSError, soundfile.LibsndfileError) as error:
+                content = read_bytes(path, follow=True)
+                info = read_header(str(path))
+            except (OSError, Unusable) as error:
                 raise _unreadable(path, error) from None
-            if info.frames < 1:
-                raise _unreadable(path, "no samples")
-            total.update(hashlib.sha256(data).digest())
+            if info.duration > _LONGEST_SECONDS:
+                raise _unreadable(path, f"{info.duration:.0f} s are too long for a digit")
+            total.update(hashlib.sha256(content).digest())
             lengths.append(-(-info.frames * SAMPLE_RATE // info.samplerate))
         return total.hexdigest(), lengths
 
     def read(self, clip: int) -> Samples:
         """Return one recording, resampled by scipy's polyphase filter."""
-        import soundfile
         from scipy.signal import resample_poly
 
         path = self.paths[clip]
         try:
-            samples, rate = soundfile.read(path, dtype="int16", always_2d=True)
-        except (OSError, soundfile.LibsndfileError) as error:
+            with open_recording(str(path)) as file:
+                samples, rate = file.read(dtype="int16", always_2d=True), file.samplerate
+        except Unusable as error:
             raise _unreadable(path, error) from None
         if -(-len(samples) * SAMPLE_RATE // rate) != self.lengths[clip]:
             raise _unreadable(path, "it has changed during the run")

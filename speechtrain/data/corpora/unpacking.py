@@ -6,50 +6,30 @@ The ``data`` filter of Python 3.11.4 to 3.11.13 follows links whose resolved pat
 
 from __future__ import annotations
 
-import bz2
 import errno
-import gzip
 import lzma
 import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
 
 from speechtrain.errors import DISK, MALFORMED, DataError, MachineError
 from speechtrain.files import open_regular
 
-_OPENERS: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}
-_MOST_HEADER_BYTES = 2**16  # tarfile reads an extended header at once, in time that grows with its square
+_MOST_HEADER_BYTES = 2**16
 _LONGEST_NAME = 1_024  # characters
-_DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, *MALFORMED)
+_DAMAGE = (tarfile.TarError, EOFError, KeyError, zlib.error, lzma.LZMAError, *MALFORMED)
 
 
-class _LimitedReader:
-    """Reads the unpacked bytes of an archive in order, at most ``most_bytes``."""
+class _Header(tarfile.TarInfo):
+    """A header whose extension is small. tarfile reads it at once, in time that grows with its square."""
 
-    def __init__(self, stream: IO[bytes], most_bytes: float) -> None:
-        self._stream = stream
-        self._most_bytes = most_bytes
-
-    def read(self, size: int) -> bytes:
-        if size > _MOST_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header has {size} bytes")
-        self._check(self.tell() + size)
-        return self._stream.read(size)
-
-    def seek(self, position: int) -> None:
-        if position < self.tell():  # a gzipped file would be unpacked from its start again
-            raise tarfile.ReadError("a member has a negative size")
-        self._check(position)
-        self._stream.seek(position)
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def _check(self, position: int) -> None:
-        if position > self._most_bytes:
-            raise tarfile.ReadError(f"it has more than {self._most_bytes:.0f} bytes when unpacked")
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.size > _MOST_HEADER_BYTES and not header.isfile()):
+            raise tarfile.ReadError(f"a header has {header.size} bytes")
+        return header
 
 
 def unpack(
@@ -66,20 +46,18 @@ def unpack(
         raise MachineError(
             f"this Python cannot unpack {path} safely. Use 3.11.4 or newer, or unpack it yourself"
         )
-    names = []
+    names, size = [], 0
     try:
-        with open_regular(path) as file:
-            stream: Any = file
-            if opener := _OPENERS.get(file.peek(2)[:2]):
-                stream = opener(file)
-            reader: Any = _LimitedReader(stream, most_bytes)
-            with tarfile.open(fileobj=reader, mode="r:") as tar:
-                for member in iter(tar.next, None):
-                    if name := _extract(tar, member, folder):
-                        names.append(name)
-                    tar.members.clear()  # type: ignore[attr-defined]  # 300,000 members take 300 MB
-                    report_bytes(file.tell())
-            return names, reader.tell()
+        with open_regular(path) as file, tarfile.open(fileobj=file, tarinfo=_Header) as tar:
+            for member in iter(tar.next, None):
+                size = member.offset_data + member.size
+                if member.size < 0 or size > most_bytes or member.issparse():
+                    raise tarfile.ReadError(f"it has more than {most_bytes:.0f} bytes, or a sparse file")
+                if name := _extract(tar, member, folder):
+                    names.append(name)
+                tar.members.clear()  # type: ignore[attr-defined]  # 300,000 members take 300 MB
+                report_bytes(file.tell())
+        return names, size
     except OSError as error:
         if error.errno in (*DISK, errno.EACCES, errno.EPERM):
             raise
@@ -96,9 +74,9 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> str
         return ""
     name = "/".join(parts)
     path = folder / name
-    is_complete = member.isfile() and not path.is_symlink() and path.is_file()
-    if not (is_complete and path.stat().st_size == member.size):
-        if not member.isdir() and (path.is_symlink() or path.is_file()):
+    is_file = path.is_file() and not path.is_symlink()
+    if not (is_file and member.isfile() and path.stat().st_size == member.size):
+        if not member.isdir() and (is_file or path.is_symlink()):
             path.unlink()  # tarfile would write through a link
         linkname = _checked_link(member, parts, folder)
         renamed = member.replace(name=name, linkname=linkname, deep=False)
@@ -122,18 +100,13 @@ def _names_below(name: str, folder: Path) -> list[str]:
 
 def _checked_link(member: tarfile.TarInfo, parts: list[str], folder: Path) -> str:
     """Return the name to which a member links. Raises ExtractError if it may lead out of ``folder``."""
-    if member.issparse():
-        raise tarfile.ExtractError(f"{member.name[:100]!r} is a sparse file")
     if member.islnk():
         name = "/".join(_names_below(member.linkname, folder))
-        target_file = folder / name
-        if target_file.is_symlink() or not target_file.is_file():
-            raise tarfile.ExtractError(f"{member.name[:100]!r} is a link to a file that does not exist")
-        return name
-    if member.issym():
-        target = PurePosixPath(member.linkname)
-        climbs = target.parts.count("..")
-        is_below = climbs < len(parts) and target.parts[:climbs] == ("..",) * climbs
-        if not is_below or target.is_absolute():
-            raise tarfile.ExtractError(f"{member.name[:100]!r} is a link that leads out of its folder")
+        if not (folder / name).is_symlink():  # a copy of a link leads elsewhere
+            return name
+    target = PurePosixPath(member.linkname)
+    climbs = target.parts.count("..")
+    is_below = climbs < len(parts) and target.parts[:climbs] == ("..",) * climbs
+    if member.islnk() or not is_below or target.is_absolute():
+        raise tarfile.ExtractError(f"{member.name[:100]!r} is a link that leads out of its folder")
     return member.linkname

@@ -283,6 +283,28 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
         next(Digits("valid", root=str(tmp_path)).cuts())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"splits": {"valid": {"voices": [{"id": 5, "samples": [5]}], "file": 7}}, "words": [7]}',
+        '{"splits": {"valid": {"voices": [{"id": "a", "samples": [1' + "0" * 400 + "]}]}}}",
+    ],
+    ids=["nested", "list", "types", "digits"],
+)
+def test_word_clips_refuse_a_hostile_index_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(DataError, match=r"index.json: damaged"):
+        Digits("valid", root=str(tmp_path))
+
+
+def test_word_clips_refuse_an_index_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "index.json")
+    with pytest.raises(DataError, match="not a regular file"):
+        Digits("valid", root=str(tmp_path))
+
+
 def test_a_source_is_made_without_importing_lhotse_or_torch() -> None:
     code = (
         "import sys; from speechtrain.data.corpora.digits import Digits; Digits('train').fingerprint()\n"

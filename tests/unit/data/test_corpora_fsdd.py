@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import soundfile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speechtrain.data.corpora.fsdd import WORDS, Fsdd
+from speechtrain.data.corpora.fsdd import WORDS, Fsdd, find_takes
 from speechtrain.errors import ConfigError, DataError
 
 REAL = Path(__file__).resolve().parents[4] / "shared/data/fsdd"
@@ -200,8 +202,45 @@ def test_missing_and_unreadable_recordings_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio"):
             next(Fsdd(str(tmp_path), "train").cuts())
     soundfile.write(tmp_path / "1_eve_9.wav", np.zeros(0), 8000)
-    with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio \(no samples\)"):
+    with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio \(no_samples"):
         next(Fsdd(str(tmp_path), "train").cuts())
+
+
+def _write_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _write_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _write_holes(path: Path) -> None:
+    soundfile.write(path, np.zeros(800), 8000)
+    os.truncate(path, 10 * 2**30)
+
+
+def _write_high_rate(path: Path) -> None:
+    soundfile.write(path, np.zeros(800), 2_000_000_000)
+
+
+def _write_long_flac(path: Path) -> None:
+    soundfile.write(path, np.zeros(8000 * 100, np.int16), 8000, format="FLAC")
+
+
+@pytest.mark.parametrize(
+    "write", [_write_pipe, _write_zeros, _write_holes, _write_high_rate, _write_long_flac]
+)
+def test_fsdd_refuses_a_hostile_recording_in_one_line(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path / "1_eve_9.wav")
+    with pytest.raises(DataError, match=r"1_eve_9.wav: cannot be read as audio"):
+        next(Fsdd(str(tmp_path), "train").cuts())
+
+
+def test_find_takes_leaves_out_names_that_nobody_can_print(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "1_eve_9.wav", np.zeros(800), 8000)
+    (tmp_path / "1_\udcff_9.wav").touch()
+    (tmp_path / "1_\x1b[2J_9.wav").touch()
+    assert [take.speaker for take in find_takes(str(tmp_path))] == ["eve"]
 
 
 def test_the_real_recordings() -> None:

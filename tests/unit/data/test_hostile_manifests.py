@@ -57,6 +57,59 @@ def test_a_number_without_bound_names_file_and_line(tmp_path: Path, key: str, nu
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("rate", ["x", None, [], {}, True, 0, -5, 10**18, 10**400, float("inf")])
+def test_lhotse_cuts_refuse_an_unknown_rate(tmp_path: Path, rate: object) -> None:
+    path = tmp_path / "m.jsonl"
+    line = cut()
+    line["recording"]["sampling_rate"] = rate
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(DataError, match=r"m\.jsonl:1: 'sampling_rate' is "):
+        entries(path)
+
+
+@pytest.mark.parametrize("key", ["start", "duration"])
+def test_lhotse_cuts_refuse_times_of_years(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps(cut(**{key: 1e14})) + "\n")
+    with pytest.raises(DataError, match=rf"m\.jsonl:1: '{key}' is 1"):
+        entries(path)
+
+
+@pytest.mark.parametrize("name", [".ssh/id_rsa", ".ssh/id.txt", "notes.pem", ".netrc.txt"])
+def test_nemo_reads_visible_texts_only(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / name).write_text("secret")
+    path = tmp_path / "m.jsonl"
+    line = {"audio_filepath": "a.wav", "duration": 1.0, "text_filepath": name}
+    path.write_text(json.dumps(line))
+    with pytest.raises(DataError, match=r"(unless hidden|does not end in \.txt)"):
+        entries(path)
+
+
+def test_numbered_lines_refuse_a_file_that_is_packed_too_well(tmp_path: Path) -> None:
+    line = b'{"audio_file": "a", "duration": 1}\n'
+    path = tmp_path / "m.jsonl.gz"
+    count = 20 * MIB // len(line)
+    path.write_bytes(gzip.compress(line * count))
+    with pytest.raises(DataError, match="more than 40 times its gzipped size"):
+        entries(path)
+
+
+def test_table_of_an_empty_list_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[]")
+    source = open_source({"path": str(path), "audio": "a", "text": "b"})
+    with pytest.raises(DataError, match=r"a\.json"):
+        next(iter(source.cuts()))
+
+
+def test_kaldi_refuses_a_packed_list(tmp_path: Path) -> None:
+    (tmp_path / "wav.scp").write_text("a a.wav\n")
+    (tmp_path / "text").write_bytes(gzip.compress(b"a one\n"))
+    with pytest.raises(DataError, match="text is gzipped"):
+        entries(tmp_path)
+
+
 @pytest.mark.parametrize("frames", ["9" * 400, "9" * 5_000, "²", "0", "1e5"])
 def test_a_number_of_frames_without_bound_names_file_and_line(tmp_path: Path, frames: str) -> None:
     path = tmp_path / "m.tsv"
