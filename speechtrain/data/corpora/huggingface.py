@@ -47,9 +47,7 @@ class HuggingFace:
         audio = self._column(rows.features, "audio", self.audio)
         text = self._column(rows.features, "text", self.text)
         speaker = next((c for c in rows.features if c.lower() in COLUMNS["speaker"]), None)
-        import datasets
-
-        rows = rows.cast_column(audio, datasets.Audio(decode=False))
+        rows = self._undecoded(rows, audio)
         told = rows.select_columns([text, *([speaker] if speaker else [])])
         name, out = re.sub(r"[^\w.-]", "_", self.split), whole_path(self.out)
 
@@ -85,11 +83,25 @@ class HuggingFace:
             if path.is_file():
                 kind = _FORMATS.get(path.suffix, "parquet")
                 return datasets.load_dataset(kind, data_files={self.split: str(path)}, split=self.split)
-            name = str(path) if path.is_dir() else self.name
+            name = self.name
+            if path.is_dir():
+                name = str(path)
+                builder = datasets.load_dataset_builder(name, self.config or None)
+                _check_files(builder.config.data_files or {}, path)
             return datasets.load_dataset(name, self.config or None, split=self.split)
         except Exception as error:  # many kinds, of a name that is wrong or a hub that does not answer
             told = one_line(f"{type(error).__name__}: {error}", 400)
             raise DataError(f"name={self.name} split={self.split}: {told}") from error
+
+    def _undecoded(self, rows: Any, audio: str) -> Any:
+        """Return rows whose recordings are bytes or paths. Raises DataError if the column has none."""
+        import datasets
+
+        try:
+            return rows.cast_column(audio, datasets.Audio(decode=False))
+        except Exception as error:  # pyarrow raises many kinds
+            problem = one_line(str(error), 400)
+            raise DataError(f"{self.name}: {audio!r} has no recordings ({problem})") from error
 
     def _column(self, features: Mapping[str, Any], key: str, wanted: str) -> str:
         """The column of a key of COLUMNS. Raises DataError with those that there are."""
@@ -101,6 +113,14 @@ class HuggingFace:
             told = f"no column {wanted!r}" if wanted else f"{len(found)} columns that may be its {key}"
             raise DataError(f"{self.name} has {told}: {', '.join(features)}; choose with {key}=COLUMN")
         return found[0]
+
+
+def _check_files(names_by_split: Mapping[str, list[str]], folder: Path) -> None:
+    """Raise DataError for a table outside of a local data set, because its texts are shown to others."""
+    for names in names_by_split.values():
+        for name in names:
+            if folder.resolve() not in Path(name).resolve().parents:
+                raise DataError(f"{name} lies outside of {folder}")
 
 
 def _write(path: Path, cell: Any, where: str) -> None:

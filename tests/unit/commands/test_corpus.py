@@ -310,6 +310,20 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixtur
             prepare.run([*argv, wrong])
 
 
+def test_hugging_face_reads_tables_of_its_folder_only(tmp_path: Path) -> None:
+    pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (tmp_path / "keys.csv").write_text("audio,text\na.wav,secret\n")
+    (folder / "train.csv").symlink_to("../keys.csv")
+    with pytest.raises(DataError, match=r"csv lies outside of .*/set"):
+        prepare.run(["corpus=huggingface", f"name={folder}", "out=out"])
+    (folder / "train.csv").unlink()
+    (folder / "train.csv").write_text("audio,text\n1,one\n")
+    with pytest.raises(DataError, match="'audio' has no recordings"):
+        prepare.run(["corpus=huggingface", f"name={folder}", "out=out"])
+
+
 def test_hugging_face_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(MachineError, match=r"pip install 'speechtrain\[huggingface\]'"):
