@@ -337,7 +337,10 @@ def _work(link: Connection, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_soon)
     torch.set_num_threads(1)
-    link.send(None)  # ready: signals to the group no longer end this process
+    # The worker is ready: signals to the group no longer end it. If the program has ended already, the first
+    # ``recv`` below fails.
+    with suppress(OSError):
+        link.send(None)
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
     # a thread sends answers, and this one always reads: the two ends cannot deadlock
     threading.Thread(target=_answer, args=(link, answers), daemon=True).start()

@@ -162,10 +162,12 @@ def _child(asked: dict[str, Any]) -> NoReturn:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _MOST_ASKED, size + _MOST_ASKED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    sys.argv = asked["argv"]
+    command, *arguments = asked["argv"]
+    # A program of this name is never restarted with the device's variables: it would be this program again.
+    sys.argv = ["forked", *arguments]
     code = 70
     try:
-        sys.modules[f"speechtrain.commands.{sys.argv[0].removeprefix('speechtrain-')}"].main()
+        sys.modules[f"speechtrain.commands.{command.removeprefix('speechtrain-')}"].main()
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1 if left.code else 0
     except BaseException:

@@ -274,6 +274,18 @@ def test_closing_ends_the_workers(decoder: BatchLoader, workers: Processes) -> N
     workers.close()
 
 
+def test_a_worker_whose_program_has_ended_is_silent(tmp_path: Path) -> None:
+    code = (
+        "from multiprocessing import Pipe\n"
+        "from speechtrain.data.workers import _work\n"
+        "program, worker = Pipe()\n"
+        "program.close()\n"
+        f"_work(worker, {str(tmp_path / 'none')!r})\n"
+    )
+    worker = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (worker.returncode, worker.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("end", ["kill", "error"])
 def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: Path, end: str) -> None:
     program = tmp_path / "program.py"
