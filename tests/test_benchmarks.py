@@ -22,7 +22,7 @@ SMALLEST = {
     "transducer_loss": ("--smoke",),
     "wav2vec2": ("--smoke",),
 }
-TRAINS = {"decoders", "pretraining", "recipes", "scratch", "survival", "transcribe"}  # for minutes or hours
+TRAINS = {"decoders", "evaluation", "pretraining", "recipes", "scratch", "survival", "transcribe"}  # for minutes or hours, or needs a run
 PEERS = {"parakeet", "parakeet_speech"}  # in the environment of `make peers`
 
 
