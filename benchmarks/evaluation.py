@@ -25,7 +25,7 @@ DEVICE = "device"
 
 
 def write_set(manifest: Path, minutes: float, folder: Path) -> Path:
-    """Write the first recordings of a manifest of JSON lines, up to ``minutes`` of audio, with whole paths."""
+    """Write the first ``minutes`` of audio of a manifest of JSON lines, with absolute paths."""
     path = folder / "set.jsonl"
     seconds = 0.0
     with path.open("w") as file:
@@ -51,7 +51,7 @@ def evaluate(run: Path, sets: list[str], decoder: str, spin: str) -> float:
     return time.monotonic() - start
 
 
-def main() -> None:
+def options_of_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,6 +66,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.smoke:
         options.spins, options.processes, options.rounds = [DEVICE], [0], 1
+    return options
+
+
+def measure(options: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
+    """Return the seconds of each round, by GOMP_SPINCOUNT and number of busy processes."""
     seconds: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         sets = []
@@ -77,6 +82,12 @@ def main() -> None:
                     for spin in options.spins:
                         duration = evaluate(options.run, sets, options.decoder, spin)
                         seconds.setdefault((spin, processes), []).append(duration)
+    return seconds
+
+
+def main() -> None:
+    options = options_of_command_line()
+    seconds = measure(options)
     print("| GOMP_SPINCOUNT | busy processes | seconds | of the same alone |")
     print("|---|---|---|---|")
     for (spin, processes), durations in sorted(seconds.items()):

@@ -22,7 +22,8 @@ SMALLEST = {
     "transducer_loss": ("--smoke",),
     "wav2vec2": ("--smoke",),
 }
-TRAINS = {"decoders", "evaluation", "pretraining", "recipes", "scratch", "survival", "transcribe"}  # for minutes or hours, or needs a run
+# These train for minutes or hours, or need a run.
+TRAINS = {"decoders", "evaluation", "pretraining", "recipes", "scratch", "survival", "transcribe"}
 PEERS = {"parakeet", "parakeet_speech"}  # in the environment of `make peers`
 
 

@@ -88,14 +88,14 @@ class Forks:
             self._process = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True)
             atexit.register(self._process.kill)
         asked = {
-            "argv": [f"speechtrain-{command}", *map(_text, arguments)],
+            "argv": [_text(argument) for argument in (command, *arguments)],
             "environment": {**os.environ, **(environment or {})},
             "cwd": str(cwd or self._folder.name),
             "base": str(Path(self._folder.name) / "case"),
             "seconds": seconds,
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -162,12 +162,11 @@ def _child(asked: dict[str, Any]) -> NoReturn:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _MOST_ASKED, size + _MOST_ASKED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    command, *arguments = asked["argv"]
-    # A program of this name is never restarted with the device's variables: it would be this program again.
-    sys.argv = ["forked", *arguments]
+    # No command restarts under such a name: a restart with the device's variables would run forks.py again.
+    sys.argv = asked["argv"]
     code = 70
     try:
-        sys.modules[f"speechtrain.commands.{command.removeprefix('speechtrain-')}"].main()
+        sys.modules[f"speechtrain.commands.{sys.argv[0]}"].main()
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1 if left.code else 0
     except BaseException:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
@@ -53,8 +53,11 @@ class Line(Task):
         error = self.linear(self.dropout(batch.audio))[:, 0] - batch.audio.sum(1)
         total = (error.square() * batch.weight).sum()
         if batch.epoch * MICRO_BATCHES + batch.index in self.poison:
-            total = total * torch.tensor(float("nan"))
+            total = self.damage(total)
         return Loss(total, batch.weight.sum())
+
+    def damage(self, total: Tensor) -> Tensor:
+        return total * torch.nan
 
     def evaluate(self, batch: Batch) -> Evaluation:
         loss = self(batch)
@@ -299,6 +302,18 @@ def test_a_non_finite_micro_batch_skips_the_update_and_counts_as_a_step(tmp_path
     assert math.isnan(rig.losses[4])
     assert rig.losses[3] == clean.losses[3]
     assert all(math.isfinite(rig.losses[s]) for s in (5, 6))
+
+
+def test_an_infinite_loss_with_finite_gradients_is_a_bad_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An impossible label has such a loss: its gradients are zero."""
+    monkeypatch.setattr(Line, "damage", lambda task, total: total + torch.inf)
+    rig = Rig(tmp_path, max_steps=6, poison={3})
+    assert rig.trainer.progress.skipped_updates == 1
+    assert "update 4" in rig.recorder.of("warning")[0]["message"]
+    assert rig.losses[4] == math.inf
+    assert all(math.isfinite(rig.losses[step]) for step in (3, 5, 6))
 
 
 def test_many_in_a_row_stop_the_run_with_a_replay_bundle(tmp_path: Path) -> None:
