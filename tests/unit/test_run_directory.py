@@ -14,7 +14,7 @@ import pytest
 from speechtrain.commands._start_run import _describe, _error_of, _is_complete
 from speechtrain.errors import RunError
 from speechtrain.files import write_json
-from speechtrain.run_directory import RESULT, RunLock, about, git_state, outcome, read_failure, read_result
+from speechtrain.run_directory import RESULT, RunLock, git_state, origin, outcome, read_failure, read_result
 from speechtrain.supervision import node_agent
 
 
@@ -101,16 +101,16 @@ def test_a_result_of_another_type_is_none(tmp_path: Path, key: str) -> None:
 
 
 def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
-    result = {"metrics": {"wer": 0.1, "dev/wer": 0.1}, "steps": 20}
-    assert outcome({}) == ""
-    assert outcome(result) == "dev/wer 10.00 %"  # of an earlier release
-    assert outcome({**result, "last_metrics": result["metrics"]}) == "dev/wer 10.00 %"
-    other = {"last_metrics": {"wer": 0.2, "dev/wer": None}, "checkpoint": "step-00000012"}
-    assert outcome({**result, **other}) == "best at step 12: dev/wer 10.00 %; last dev/wer -"
+    metrics = {"wer": 0.1, "dev/wer": 0.1}
+    assert outcome(None, None, None) == ""
+    assert outcome(metrics, None, None) == "dev/wer 10.00 %"  # of an earlier release
+    assert outcome(metrics, metrics, None) == "dev/wer 10.00 %"
+    last = {"wer": 0.2, "dev/wer": None}
+    assert outcome(metrics, last, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
 
 
 def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:
-    said = about(["seed=2"])
+    said = origin(["seed=2"])
     assert said["argv"] == ["seed=2"]
     assert {"python", "torch", "lhotse", "speechtrain"} <= set(said["versions"])
     assert said["host"] == platform.node()

@@ -12,7 +12,7 @@ import pytest
 from speechtrain.commands import train
 from speechtrain.commands._cli import guarded
 from speechtrain.commands._hydra_app import compose
-from speechtrain.commands._started_runs import START_ID, remember, require_started, start_id, state_folder
+from speechtrain.commands._started_runs import remember, require_started, start_id, state_folder
 from speechtrain.config.resolved import dump
 from speechtrain.errors import RunError
 
@@ -33,7 +33,7 @@ def started(run_dir: Path) -> Path:
     """A run directory with the id of a start by this user."""
     run_dir.mkdir(parents=True)
     identifier = start_id(run_dir)
-    (run_dir / "run.json").write_text(json.dumps({START_ID: identifier}))
+    (run_dir / "run.json").write_text(json.dumps({"start_id": identifier}))
     remember(run_dir)
     return run_dir
 
@@ -44,7 +44,7 @@ def received(run_dir: Path, overrides: Sequence[str]) -> Path:
     config = compose(list(overrides))
     config.run_dir = str(run_dir)
     (run_dir / "config.yaml").write_text(dump(config))
-    stored = {"argv": list(overrides), "overrides": list(overrides), START_ID: "0" * 32}
+    stored = {"argv": list(overrides), "overrides": list(overrides), "start_id": "0" * 32}
     (run_dir / "run.json").write_text(json.dumps(stored))
     return run_dir
 
@@ -56,7 +56,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_require_started_accepts_a_run_of_this_user(tmp_path: Path, state: Path) -> None:
     run_dir = started(tmp_path / "run")
     require_started(run_dir)
-    assert start_id(run_dir) == json.loads((run_dir / "run.json").read_text())[START_ID]
+    assert start_id(run_dir) == json.loads((run_dir / "run.json").read_text())["start_id"]
     assert state_folder() == state
     assert state.stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_mode & 0o777 for path in state.iterdir()] == [0o600]
