@@ -64,6 +64,7 @@ _REFERENCE = re.compile(r"""\$\{oc\.env:\w+(,([^'"\\${}]*|'[^'\\$]*'))?\}""")
 _LOG = logging.getLogger(__name__)
 
 Scalar = str | int | float | bool | None
+Fact = Scalar | list[str] | dict[str, Scalar]
 Record = TypeVar("Record")
 
 
@@ -79,10 +80,10 @@ class About:
     executable: str = ""
     seed: int | None = None
     device: str = ""
-    overrides: list[str] | None = None
+    overrides: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
-    latest: dict[str, Scalar | list[str] | dict[str, Scalar]] | None = None
+    latest: dict[str, Fact] | None = None
     start_id: str = ""
 
 
@@ -192,7 +193,7 @@ def damaged_config(path: Path, error: Exception) -> RunError:
 
 
 def read_about(run_dir: Path) -> About:
-    """Read ``run.json``. Without one, ``argv`` and ``overrides`` are None."""
+    """Read ``run.json``. Without one, ``argv`` is None."""
     return _read(run_dir / ABOUT, About) or About()
 
 
@@ -257,8 +258,10 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, UnionType):
         return any(_fits(value, choice) for choice in kinds)
     if kinds:
-        items = value.values() if isinstance(value, dict) else value
-        return isinstance(value, get_origin(kind)) and all(_fits(item, kinds[-1]) for item in items)
+        if type(value) is not get_origin(kind):
+            return False
+        items = value.values() if type(value) is dict else value
+        return all(_fits(item, kinds[-1]) for item in items)
     if kind is float:
         return number(value) is not None
     return type(value) is kind
@@ -356,10 +359,14 @@ class RunLock:
             self._file = None
 
 
-def is_own_folder(folder: Path) -> bool:
-    """Return whether this user owns ``folder``, as a new file in it shows, also on a network file system."""
-    with tempfile.TemporaryFile(dir=folder) as probe:
-        return os.fstat(probe.fileno()).st_uid == folder.stat().st_uid
+def other_owner(folder: Path) -> int | None:
+    """Return the number of the user who owns ``folder``, None if it is this user.
+
+    A new file in it shows this user's number, which a network file system may replace.
+    """
+    owner = folder.stat().st_uid
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return None if os.fstat(file.fileno()).st_uid == owner else owner
 
 
 def rank_folder(run_dir: Path, rank: int) -> Path:

@@ -71,8 +71,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    earlier = {text for text in about.overrides or () if key_of(text) not in PER_START}
-    new = [text for text in command.overrides if text not in earlier]
+    new = [text for text in command.overrides if text not in about.overrides or key_of(text) in PER_START]
     changes = dict([*_rewritten(command.config_dir, about.written), *_parsed(new)])
     changes.pop("run_dir", None)
     shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
@@ -89,7 +88,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
             set_key(config, key, value)
         elif (before := stored_value(config, key)) != value:
             refused.append(f"{key}: {before} in the run, {value} now")
-    if any("was not typed" in each for each in refused) and about.overrides is None:
+    if any("was not typed" in each for each in refused) and about.argv is None:
         raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")

@@ -21,8 +21,8 @@ def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str
     run_dirs = []
     for path in sorted(base_folder().glob(f"*/{ABOUT}")):
         about = read_about(path.parent)
-        if about.overrides is None or about.swept != volatile:
-            continue  # A damaged run.json has no overrides and matches no command.
+        if about.argv is None or about.swept != volatile:
+            continue  # A damaged run.json has no command line and matches no command.
         if typed_fields(about.overrides, volatile) != fields:
             continue
         is_same = all(text_of(folder, name) == text for name, text in about.written.items())

@@ -49,7 +49,7 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
         config = read_config(run)
         has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
         taken = _USUAL if has_labels else ["encoder"]
-        parts |= {group: _values(OmegaConf.to_container(config[group]), run / CONFIG) for group in taken}
+        parts |= {group: _values(config[group], run / CONFIG) for group in taken}
     elif place is not None and (place / _IMPORTED).is_file():
         try:
             node = yaml.safe_load(yaml_text(place / _IMPORTED))
@@ -66,8 +66,10 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
 
 def _values(node: Any, source: Path) -> Any:
     """A part of another run, or of imported weights. Raises ConfigError unless it consists of values."""
+    if OmegaConf.is_config(node):
+        node = OmegaConf.to_container(node)
     if not isinstance(node, dict) or "${" in str(node):
-        raise ConfigError(f"{source}: it reads the environment or another key; write values there")
+        raise ConfigError(f"{source}: it reads the environment or another key. Write values there")
     if "defaults" in node:
-        raise ConfigError(f"{source}: it has a key 'defaults', which would choose other parts; remove it")
+        raise ConfigError(f"{source}: it has a key 'defaults', which would choose other parts. Remove it")
     return node

@@ -87,7 +87,8 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
 
     is_new = not (run_dir / CONFIG).exists()
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
-    _write(config, job, _about(run_dir, start, command, written))
+    is_named = command.run_dir is not None
+    _write(config, job, _about(run_dir, start, command, written), is_named=is_named)
     remember(run_dir)
     try:
         ended = launcher.launch(job)
@@ -170,11 +171,20 @@ def _is_complete(result: RunResult, run_dir: Path) -> bool:
     return result.metrics is not None and is_saved and result.status in _ENDED
 
 
-def _write(config: DictConfig, job: Job, about: About) -> None:
-    """Write the files that the ranks of a start read, and remove earlier results."""
+def _write(config: DictConfig, job: Job, about: About, *, is_named: bool) -> None:
+    """Write the files that the ranks of a start read, and remove earlier results.
+
+    Raises RunError if another user owns the folder and the command does not name it.
+    """
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
     try:
+        owner = run_directory.other_owner(job.run_dir)
+        if owner is not None:
+            line = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
+            if not is_named:
+                raise RunError(f"{line}; run_dir={job.run_dir} uses it all the same")
+            say(line)
         tokenizer = build_tokenizer(config)
         tokenizer.save(str(job.run_dir))  # ranks on other hosts may not see where it was
         config.tokenizer.update(tokenizer.saved(str(job.run_dir)))

@@ -212,24 +212,28 @@ def read_run(folder: str | Path) -> Run:
     except OSError as error:
         cause = error.strerror or error
         raise RunError(f"{error.filename or folder}: {cause}; it must be readable") from error
-    sets = list(dict.fromkeys(str(values.get("set")) for values in metrics.rows))
-    shown = {*sets[:_MOST_SETS], "None"}
-    omissions = {"lines of logs": metrics.omitted + skipped.omitted, "sets": len({*sets} - shown)}
-    notes = [f"{count:,} {name} are left out" for name, count in omissions.items() if count]
+    events, omitted_sets = _of_first_sets(metrics.rows)
+    notes = []
+    for count, name in ((metrics.omitted + skipped.omitted, "lines of logs"), (omitted_sets, "sets")):
+        if count:
+            notes.append(f"{count:,} {name} are left out")
     stored = StoredConfig()
     try:
         stored = read_stored_config(folder / CONFIG)
     except SpeechtrainError as error:
         notes.append(str(error))
-    return Run(
-        folder=folder,
-        events=[values for values in metrics.rows if str(values.get("set")) in shown],
-        result=read_result(folder),
-        about=read_about(folder),
-        stored=stored,
-        skipped=_by_reason(skipped.rows),
-        notes=tuple(notes),
-    )
+    reasons = _by_reason(skipped.rows)
+    return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
+
+
+def _of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The events of the first sets or of no set, and the number of sets that are left out."""
+    names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
+    omitted = list(names)[_MOST_SETS:]
+    if omitted:
+        shown = {*names} - {*omitted}
+        events = [values for values in events if "set" not in values or str(values["set"]) in shown]
+    return events, len(omitted)
 
 
 def hold_secrets(runs: Sequence[Run]) -> bool:

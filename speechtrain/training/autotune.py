@@ -54,8 +54,8 @@ def choose_policy(
 
     Times ``task`` on a batch of ``data`` if the device has several policies and the run has recorded none.
     """
-    chip = device.chip()
-    if record is not None and (kept := recorded_policy(record, device, precision)) is not None:
+    chip, name = device.chip(), precision.name
+    if record and (kept := recorded_policy(record, device, precision)):
         if record.chip != chip:
             _LOG.warning(
                 f"the compute policy was chosen on {record.chip} and is kept on {chip}; "
@@ -64,15 +64,15 @@ def choose_policy(
         return replace(record, policy=kept.record())
     candidates = device.candidates(precision.dtype)
     if len(candidates) == 1:
-        return DeviceRecord(device.name, chip, precision.name, candidates[0].record())
+        return DeviceRecord(device.name, chip, name, candidates[0].record())
     if (batch := data.sample()) is None:
-        return DeviceRecord(device.name, chip, precision.name, device.policy(precision.dtype).record())
+        return DeviceRecord(device.name, chip, name, device.policy(precision.dtype).record())
     chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
     taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
     if chosen.autocast_dtype is None and precision.dtype != torch.float32:
         times = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in taken.items())
         _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here ({times})")
-    return DeviceRecord(device.name, chip, precision.name, chosen.record(), milliseconds=taken)
+    return DeviceRecord(device.name, chip, name, chosen.record(), milliseconds=taken)
 
 
 def resolve_policy(

@@ -112,11 +112,12 @@ def test_damage_is_named_and_the_one_before_is_loaded(
     value = Value(torch.zeros(100))
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
     assert torch.equal(value.tensor, torch.full((100,), 10.0))
-    assert len(caplog.messages) == 1
-    assert "step-00000020" in caplog.messages[0]
+    assert "checkpoint not loaded" in caplog.messages[-1]
+    assert all("step-00000020" in message for message in caplog.messages)
+    count = len(caplog.messages)
     # a second start neither trips over it nor loads it
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
-    assert len(caplog.messages) == 1
+    assert len(caplog.messages) == count
 
 
 def test_all_damaged_means_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,7 +337,7 @@ def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
     assert unchanged < 0.2 * 8 * len(sound)
     manifest.write_bytes(sound.replace(b"0.25", b"0.95"))
     assert Checkpointer(tmp_path).weights("best")[0].name == "step-00000003"
-    assert [f"{manifest} is damaged and not used (it does not match its own sha256)"] == caplog.messages
+    assert f"{manifest} is damaged and not used (it does not match its own sha256)" in caplog.messages
 
 
 def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
         ("warning", {"message": "void", "step": 3}),
         ("end", {"status": "preempted", "steps": 4}),
     )
-    path = _log(
+    _log(
         tmp_path,
         ("start", {"steps": 9}),
         ("warning", {"message": "fell back"}),
@@ -102,7 +102,7 @@ def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
         ("valid", {"step": 3, "set": "b", "attempt": 2}),
         ("valid", {"step": 3, "set": "b", "attempt": 3}),
     )
-    events = read_metrics(path.parent).rows
+    events = read_metrics(tmp_path).rows
     assert [(e["event"], e.get("step"), e.get("attempt")) for e in events] == [
         ("start", None, None),
         ("train", 1, 1),
