@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.commands._started_runs import remember, require_started, start_id, state_folder
 from speechtrain.config.resolved import dump
 from speechtrain.errors import RunError
+from speechtrain.run_directory import RunLock, other_owner
 
 from .conftest import TINY
 
@@ -144,3 +146,28 @@ def test_train_continues_what_the_user_has_started(
     capsys.readouterr()
     assert train.run(command) == 0
     assert f"{run_dir} is done: finished at step 3" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+def test_a_folder_of_another_user_is_trained_in_only_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    acquire = RunLock.acquire
+
+    def acquire_of_another_user(self: RunLock) -> RunLock:
+        """Another user makes the folder between the check and the start."""
+        os.chown(self.path.parent, 65534, 65534)
+        return acquire(self)
+
+    assert other_owner(tmp_path) is None
+    monkeypatch.setattr(RunLock, "acquire", acquire_of_another_user)
+    assert guarded(lambda: train.run([*TINY])) == RunError.exit_code
+    assert "belongs to user 65534, who can change what it executes; run_dir=" in capsys.readouterr().err
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in run_dir.iterdir()] == ["lock"]
+    assert other_owner(run_dir) == 65534
+    assert (
+        guarded(lambda: train.run([*TINY, f"run_dir={run_dir}", "launcher=local", "launcher.inline=true"]))
+        == 0
+    )
+    assert f"{run_dir} belongs to user 65534" in capsys.readouterr().out
