@@ -57,6 +57,7 @@ RANKS = "ranks"
 STUCK = "stuck"
 """The phase and stacks of each rank when a rank was stuck; one folder per time."""
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
+_MOST_LETTERS = 30_000  # of a value of a config: an alphabet of all Chinese characters has 21,000
 _MOST_ROWS = 600_000  # of a log that a report reads: in memory, short ones take a GB
 _ONE_PER_STEP = ("train", "valid", "examples", "checkpoint")
 _DIGEST = "# sha256 of what follows: "
@@ -174,6 +175,8 @@ def read_stored_config(path: Path) -> StoredConfig:
         if first.startswith(_DIGEST) and f"{first}\n{content}" != with_digest(content):
             raise ValueError("it does not match the sha256 in its first line, which who edits it must remove")
         for event in yaml.parse(text, YAML_LOADER):
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MOST_LETTERS:
+                raise ValueError(f"it has a value of {len(event.value)} characters")
             if isinstance(event, yaml.ScalarEvent) and not is_storable(event.value):
                 raise ValueError(f"{event.value[:80]!r} refers to more than ${{oc.env:NAME,default}}")
         values = yaml.load(text, YAML_LOADER)

@@ -130,8 +130,8 @@ def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> N
     assert outcome(None, None, None) == ""
     assert outcome(metrics, None, None) == "dev/wer 10.00 %"  # of an earlier release
     assert outcome(metrics, metrics, None) == "dev/wer 10.00 %"
-    last = {"wer": 0.2, "dev/wer": None}
-    assert outcome(metrics, last, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
+    latest = {"wer": 0.2, "dev/wer": None}
+    assert outcome(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
 
 
 def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:
@@ -175,29 +175,24 @@ def test_each_field_of_another_type_is_one_warning(
 ) -> None:
     read, record, empty = READERS[name]
     path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    for key, value in asdict(record).items():
-        changes = [
-            other for other in OTHERS if read_with(path, read, {**asdict(record), key: other}) == empty
-        ]
-        assert len(changes) >= len(OTHERS) - 3, (
-            f"{key}: {value}"
-        )  # An integer is a float, and some texts fit.
+    for key in asdict(record):
+        misfits = 0
+        for value in OTHERS:
+            write_json(path, {**asdict(record), key: value})
+            misfits += read(tmp_path) == empty
+        assert misfits >= len(OTHERS) - 3, key  # An integer is a float, and some texts fit.
         assert f"{path} is damaged and not used ({key} has a value of another type)" in caplog.messages
     assert len(caplog.messages) == len({*caplog.messages})
 
 
-def read_with(path: Path, read: Callable[[Path], Any], content: object) -> Any:
-    path.write_text(json.dumps(content))
-    return read(path.parents[1] if path.name == "best.json" else path.parent)
-
-
 def test_numbers_that_are_not_finite_and_deep_nesting_are_damage(tmp_path: Path) -> None:
     path = tmp_path / RESULT
-    for text in ("NaN", "-Infinity", "1e999", "1" + "0" * 400, "[" * 5_000 + "]" * 5_000):
+    brackets = "[" * 5_000 + "]" * 5_000
+    for text in ("NaN", "-Infinity", "1e999", "1" + "0" * 400, brackets):
         path.write_text(f'{{"status": "finished", "metric": {text}}}')
         assert read_result(tmp_path) is None
-    path.write_text('{"status": "finished", "limits": {"a": ' + "[" * 900 + "]" * 900 + "}}")
+    brackets = "[" * 900 + "]" * 900
+    path.write_text(f'{{"status": "finished", "limits": {{"a": {brackets}}}}}')
     assert read_result(tmp_path) is None
 
 
@@ -213,7 +208,7 @@ def test_a_manifest_has_its_own_digest_and_that_of_an_earlier_release_has_none(t
 
 def test_a_log_is_read_up_to_a_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"event": "train", "step": step} for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert read_metrics(tmp_path) == Log(rows)
     monkeypatch.setattr(run_directory, "_MOST_ROWS", 3)
     assert read_metrics(tmp_path) == Log(rows[:3], 2)
@@ -221,7 +216,8 @@ def test_a_log_is_read_up_to_a_number_of_rows(tmp_path: Path, monkeypatch: pytes
 
 def test_restarts_take_linear_time(tmp_path: Path) -> None:
     """Each restart goes one step back. A quadratic reader takes minutes, and the time limit ends it."""
-    steps = [step for first in range(50_000) for step in (first + 2, first + 1)]
-    text = "".join(f'{{"event": "train", "step": {step}}}\n' for step in steps)
-    (tmp_path / "metrics.jsonl").write_text(text)
+    lines = []
+    for step in range(1, 50_001):
+        lines += [json.dumps({"event": "train", "step": number}) for number in (step + 1, step)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert [row["step"] for row in read_metrics(tmp_path).rows] == [*range(1, 50_001)]

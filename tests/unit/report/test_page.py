@@ -526,7 +526,7 @@ def test_links_that_lead_out_of_a_folder_of_runs_are_left_out(
 
 def test_a_page_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"id": "a", "reference": "one two", "hypothesis": "one"}
-    long_row = {"id": "b", "reference": "one " * 10_000, "hypothesis": ""}
+    long_row = {"id": "b", "reference": "one " * 10_001, "hypothesis": ""}
     events = [("valid", {"step": 1, "set": f"s{number}", "wer": 0.1}) for number in range(40)]
     events.append(("examples", {"step": 1, "set": "s0", "rows": [row, long_row, *[row] * 38]}))
     folder = _write(tmp_path / "run", *events, config="a: ${b}\nb: 1\n")
