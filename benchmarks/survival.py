@@ -403,7 +403,7 @@ def signal_a_rank(run: Run, phase: Phase, name: str, draw: random.Random) -> boo
     checkpointer = Checkpointer(run.run_dir)
     newest = checkpointer.folders()[-1:]
     try:
-        is_whole = bool(newest) and checkpointer.verify(newest[0])["step"] == run.result()["steps"]
+        is_whole = bool(newest) and checkpointer.verify(newest[0]).step == run.result()["steps"]
     except RunError as error:
         print(error)
         is_whole = False

@@ -19,7 +19,15 @@ from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError, one_line
 from speechtrain.files import read_bytes, write_text
-from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
+from speechtrain.launcher import (
+    AGENT,
+    Job,
+    Launcher,
+    Result,
+    escape_for_torchrun,
+    forwarded_environment,
+    is_number,
+)
 from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
 from speechtrain.supervision.rendezvous import RESTARTABLE, agent_command, rendezvous_port
 from speechtrain.supervision.supervise import stop_signals
@@ -52,7 +60,7 @@ class Ssh(Launcher):
 
     programs = ("ssh",)
     hostfile: str
-    nodes: int | None = None
+    nodes: int | str | None = None  # digits from NNODES of the environment
     port: int | None = None
     python: str | None = None
     options: list[str] | None = None
@@ -63,6 +71,10 @@ class Ssh(Launcher):
     rejoin_seconds: int = 600
 
     def __post_init__(self) -> None:
+        if isinstance(self.nodes, str):
+            if not is_number(self.nodes):
+                raise ConfigError(f"launcher.nodes={self.nodes}: it must be a number of hosts")
+            self.nodes = int(self.nodes)
         self.check_minimum(1, "login_seconds", "shutdown_seconds", "rejoin_seconds", "nodes")
         self.check_minimum(0, "max_restarts")
         self._python = self.python or sys.executable
@@ -100,7 +112,7 @@ class Ssh(Launcher):
             if host.startswith("-") or len(host.split()) > 1 or len(host) > 255 or not host.isprintable():
                 shown = f"{host[:80]!r} is not an address"
                 raise ConfigError(f"{self.hostfile}: {shown}; write one address per line, nothing else")
-        wanted = len(hosts) if self.nodes is None else self.nodes
+        wanted = len(hosts) if self.nodes is None else int(self.nodes)
         if not hosts or wanted > len(hosts):
             raise ConfigError(
                 f"{self.hostfile} names {len(hosts)} hosts, but launcher.nodes={max(wanted, 1)} needs more; "

@@ -1,39 +1,311 @@
-"""The run directory: its lock, its config, its result. Imports no torch."""
+"""The run directory: its lock, and the door to its files. Imports no torch.
+
+For each command that only looks at a run, its directory is data of a stranger. Each file therefore has one
+function here. It follows no link, checks the size and the type of each field, and returns a frozen dataclass.
+No other module parses these files. A JSON file that is missing, or that does not fit, gives None or an empty
+record. One warning names the file that does not fit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
+import json
+import logging
 import math
 import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from types import UnionType
+from typing import IO, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from speechtrain.errors import DISK, RunError, one_line
-from speechtrain.files import open_append, read_json, remove_temporaries
+import yaml
+
+from speechtrain.errors import DISK, MALFORMED, ConfigError, RunError, one_line
+from speechtrain.files import (
+    YAML_LOADER,
+    json_lines,
+    json_of,
+    log_lines,
+    open_append,
+    read_text,
+    remove_temporaries,
+    write_json,
+    yaml_text,
+)
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
 ABOUT = "run.json"
 DEVICE = "device.json"
-"""What the device chose by measurement; a resumed run reads it."""
+METRICS = "metrics.jsonl"
+SKIPPED = "skipped.jsonl"
+CHECKPOINT = "checkpoint.json"
+BEST = "checkpoints/best.json"
 ERROR = "error.log"
 RANKS = "ranks"
 STUCK = "stuck"
 """The phase and stacks of each rank when a rank was stuck; one folder per time."""
-_RESULT_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("steps", "rank", "exit_code"), int),
-    **dict.fromkeys(("status", "error"), str),
-    **dict.fromkeys(("metrics", "last_metrics"), dict),
-    "is_cause": bool,
-}
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
+_MOST_LETTERS = 30_000  # of a value of a config: an alphabet of all Chinese characters has 21,000
+_MOST_ROWS = 600_000  # of a log that a report reads: in memory, short ones take a GB
+_ONE_PER_STEP = ("train", "valid", "examples", "checkpoint")
+_DIGEST = "# sha256 of what follows: "
+_REFERENCE = re.compile(r"""\$\{oc\.env:\w+(,([^'"\\${}]*|'[^'\\$]*'))?\}""")
+_LOG = logging.getLogger(__name__)
+
+Scalar = str | int | float | bool | None
+Fact = Scalar | list[str] | dict[str, Scalar]
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class About:
+    """``run.json``: the origin of a run, how the same command finds the run, and its latest start."""
+
+    argv: list[str] | None = None
+    git: dict[str, Scalar] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    host: str = ""
+    platform: str = ""
+    executable: str = ""
+    seed: int | None = None
+    device: str = ""
+    overrides: list[str] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
+    latest: dict[str, Fact] | None = None
+    start_id: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """``device.json``: the compute policy that the device chose by measurement. A resumed run keeps it."""
+
+    device: str
+    chip: str
+    precision: str
+    policy: dict[str, Scalar]
+    milliseconds: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """``result.json``: how a run, or one of its ranks, ended. ``metrics`` belong to the best checkpoint."""
+
+    status: str
+    metric: float | None = None
+    metrics: dict[str, float | None] | None = None
+    checkpoint: str | None = None
+    last_metrics: dict[str, float | None] | None = None
+    steps: int | None = None
+    wall_s: float | None = None
+    skipped_updates: int = 0
+    scale_skips: int = 0
+    error: str | None = None
+    exit_code: int | None = None
+    rank: int = 0
+    failed_at: float | None = None
+    is_cause: bool = True
+    limits: dict[str, Scalar] | None = None  # the trainer's settings
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """``checkpoint.json``: the digests of a checkpoint's files, and its validation."""
+
+    format: int
+    step: int
+    files: dict[str, str]
+    metric: float | None = None  # chooses the best checkpoint, lower is better
+    metrics: dict[str, float | None] | None = None
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """``best.json``: a note for other programs and for reports."""
+
+    name: str
+    metric: float
+
+
+@dataclass(frozen=True)
+class Log:
+    """The rows of ``metrics.jsonl`` or ``skipped.jsonl``, and the number of later lines that are left out."""
+
+    rows: list[dict[str, Any]]
+    omitted: int = 0
+
+
+@dataclass(frozen=True)
+class StoredConfig:
+    """``config.yaml``: its text, and its values. The environment's values are references to it."""
+
+    text: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def is_storable(text: str) -> bool:
+    """Return whether a stored config may hold ``text``: ``${oc.env:NAME,default}`` is its only reference."""
+    return "${" not in _REFERENCE.sub("", text)
+
+
+def with_digest(text: str) -> str:
+    """Return the text of a config after a comment with its sha256, by which damage is recognised."""
+    return f"{_DIGEST}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+
+
+def read_stored_config(path: Path) -> StoredConfig:
+    """Read the ``config.yaml`` of a run. Raises ConfigError if it is missing, RunError if it does not fit."""
+    try:
+        text = yaml_text(path, follow=False)
+        first, _, content = text.partition("\n")
+        # Releases 0.1 and 0.2 wrote no digest.
+        if first.startswith(_DIGEST) and f"{first}\n{content}" != with_digest(content):
+            raise ValueError("it does not match the sha256 in its first line, which who edits it must remove")
+        for event in yaml.parse(text, YAML_LOADER):
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > _MOST_LETTERS:
+                raise ValueError(f"it has a value of {len(event.value)} characters")
+            if isinstance(event, yaml.ScalarEvent) and not is_storable(event.value):
+                raise ValueError(f"{event.value[:80]!r} refers to more than ${{oc.env:NAME,default}}")
+        values = yaml.load(text, YAML_LOADER)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a mapping of keys")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; is {path.parent} a run directory?") from None
+    except (OSError, TypeError, yaml.YAMLError, *MALFORMED) as error:
+        raise damaged_config(path, error) from None
+    return StoredConfig(text, values)
+
+
+def damaged_config(path: Path, error: Exception) -> RunError:
+    """Return the error of a ``config.yaml`` that does not fit."""
+    cause = f"{path} is damaged ({one_line(str(error), 300)})"
+    return RunError(f"{cause}; delete it, and the command that started the run continues it")
+
+
+def read_about(run_dir: Path) -> About:
+    """Read ``run.json``. Without one, ``argv`` is None."""
+    return _read(run_dir / ABOUT, About) or About()
+
+
+def read_device(run_dir: Path) -> DeviceRecord | None:
+    return _read(run_dir / DEVICE, DeviceRecord)
+
+
+def read_result(run_dir: Path) -> RunResult | None:
+    return _read(run_dir / RESULT, RunResult)
+
+
+def read_best(run_dir: Path) -> BestCheckpoint | None:
+    return _read(run_dir / BEST, BestCheckpoint)
+
+
+def read_manifest(folder: Path) -> CheckpointManifest | None:
+    """Read the ``checkpoint.json`` in a checkpoint's folder."""
+    return _read(folder / CHECKPOINT, CheckpointManifest)
+
+
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
+    """Write the ``checkpoint.json`` of a checkpoint with its own digest. Raises OSError."""
+    content = asdict(manifest)
+    write_json(folder / CHECKPOINT, {**content, "sha256": _digest(content)})
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path, kind: type[Record]) -> Record | None:
+    """The JSON file ``path`` as a dataclass, None if it is missing or does not fit.
+
+    The dataclass ignores keys that it has no field for.
+    """
+    try:
+        content = json_of(read_text(path))
+        digest = content.pop("sha256", None)  # Releases 0.1 and 0.2 wrote none.
+        if digest not in (None, _digest(content)):
+            raise ValueError("it does not match its own sha256")
+        kinds = get_type_hints(kind)
+        fields = {name: content[name] for name in kinds if name in content}
+        for name, value in fields.items():
+            if not _fits(value, kinds[name]):
+                raise ValueError(f"{name} has a value of another type")
+        return kind(**fields)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, AttributeError, TypeError, *MALFORMED) as error:
+        _warn_once(one_line(f"{path} is damaged and not used ({error})", 300))
+        return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _LOG.warning(message)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of a type, a union, ``list[T]`` or ``dict[str, T]``. A float is finite."""
+    kinds = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, choice) for choice in kinds)
+    if kinds:
+        if type(value) is not get_origin(kind):
+            return False
+        items = value.values() if type(value) is dict else value
+        return all(_fits(item, kinds[-1]) for item in items)
+    if kind is float:
+        return number(value) is not None
+    return type(value) is kind
+
+
+def read_metrics(run_dir: Path) -> Log:
+    """Read the events of ``metrics.jsonl`` in order, without those that a later attempt made void.
+
+    The last record of each step (and set) counts. Wherever the step goes back, by a ``resume`` or because an
+    attempt started again, the earlier attempts' events of later steps are void. Their ``start`` and ``end``
+    stay. Raises OSError for a file that is not regular or too large.
+
+    >>> read_metrics(run_dir).rows  # written: train 1, 2, 3, resume at 1, train 2
+    [{'event': 'train', 'step': 1, ...}, {'event': 'resume', ...}, {'event': 'train', 'step': 2, ...}]
+    """
+    log = _read_log(run_dir / METRICS)
+    events = []
+    addresses = set()
+    least: float = math.inf  # the lowest step of a later record
+    for record in reversed(log.rows):
+        event, step = record.get("event"), record.get("step")
+        address = (event, str(record.get("set")), str(step))
+        is_void = isinstance(step, int) and step > least
+        if not isinstance(event, str) or is_void or address in addresses:
+            continue
+        if isinstance(step, int):
+            least = step
+            if event in _ONE_PER_STEP:
+                addresses.add(address)
+        events.append(record)
+    return Log(events[::-1], log.omitted)
+
+
+def read_skipped(run_dir: Path) -> Log:
+    """Read the rows of ``skipped.jsonl``. Raises OSError as ``read_metrics``."""
+    return _read_log(run_dir / SKIPPED)
+
+
+def _read_log(path: Path) -> Log:
+    lines = log_lines(path)
+    return Log(list(json_lines(islice(lines, _MOST_ROWS))), sum(1 for _ in lines))
 
 
 def run_of(place: Path) -> Path | None:
@@ -90,36 +362,41 @@ class RunLock:
             self._file = None
 
 
+def other_owner(folder: Path) -> int | None:
+    """Return the number of the user who owns ``folder``, None if it is this user.
+
+    A new file in it shows this user's number, which a network file system may replace.
+    """
+    owner = folder.stat().st_uid
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return None if os.fstat(file.fileno()).st_uid == owner else owner
+
+
 def rank_folder(run_dir: Path, rank: int) -> Path:
     """The folder of a rank's result, of the trace of its failure, and of its output."""
     return run_dir / RANKS / str(rank) if rank else run_dir
 
 
-def read_failure(run_dir: Path) -> dict[str, Any] | None:
+def read_failure(run_dir: Path) -> RunResult | None:
     """The result of the rank that failed first and made its peers fail; None if no rank failed."""
-    folders = [run_dir, *(run_dir / RANKS).glob("*")]
-    found = [result for folder in folders if (result := read_result(folder)) is not None]
-    failed = [result for result in found if result.get("status") == "failed"]
+    failures = []
+    for folder in (run_dir, *(run_dir / RANKS).glob("*")):
+        result = read_result(folder)
+        if result is not None and result.status == "failed":
+            failures.append(result)
 
-    def order(result: dict[str, Any]) -> tuple[bool, float]:  # hosts' clocks may differ
-        return not result.get("is_cause", True), number(result.get("failed_at")) or 0.0
+    def order(result: RunResult) -> tuple[bool, float]:  # hosts' clocks may differ
+        return not result.is_cause, result.failed_at or 0.0
 
-    return min(failed, key=order, default=None)
-
-
-def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """The content of ``result.json``; None if it is missing, unreadable or has values of other types."""
-    found = {"status": None, **read_json(run_dir / RESULT)}
-    typed = all(isinstance(found[key], kind) for key, kind in _RESULT_TYPES.items() if key in found)
-    return found if typed else None
+    return min(failures, key=order, default=None)
 
 
-def outcome(result: Mapping[str, Any]) -> str:
+def outcome(metrics: Any, last_metrics: Any, checkpoint: Any) -> str:
     """The figures of a result: of the best checkpoint, and of the last validation where that is another."""
-    best, last = _figures(result.get("metrics")), _figures(result.get("last_metrics"))
+    best, last = _figures(metrics), _figures(last_metrics)
     if best == last or not last:
         return best
-    step = re.fullmatch(r".*-0*([0-9]+)", str(result.get("checkpoint")))
+    step = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
     return f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
 
 
@@ -157,17 +434,7 @@ def is_error_rate(name: str) -> bool:
     return name.rpartition("/")[2].rpartition("_")[2] in ("wer", "cer", "ser")
 
 
-def read_device(run_dir: Path) -> dict[str, Any]:
-    """The content of ``device.json``; empty if it is missing or unreadable."""
-    return read_json(run_dir / DEVICE)
-
-
-def read_about(run_dir: Path) -> dict[str, Any]:
-    """The content of ``run.json``, of the first start: at least ``overrides``, and ``written`` by file."""
-    return {"overrides": [], "written": {}, **read_json(run_dir / ABOUT)}
-
-
-def about(argv: list[str]) -> dict[str, Any]:
+def origin(argv: list[str]) -> dict[str, Any]:
     """The origin of a start: command line, code version, library versions, host."""
     libraries = ("torch", "numpy", "hydra-core", "omegaconf", "lhotse", "soundfile", "sentencepiece")
     return {

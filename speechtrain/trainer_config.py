@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from speechtrain.errors import ConfigError
@@ -53,9 +54,11 @@ def planned_steps(config: TrainerConfig, steps_per_epoch: float) -> int | None:
 
 def profile_steps(spec: str) -> tuple[int, int]:
     """The first and the last step of ``trainer.profile``; (0, 0) for none. Raises ConfigError."""
-    begin, _, end = spec.partition(":")
-    if spec and not (begin.isdigit() and end.isdigit() and 1 <= int(begin) <= int(end)):
+    if not spec:
+        return 0, 0
+    match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", spec)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ConfigError(
             f"trainer.profile={spec}: write it as A:B, the first and the last step, such as 10:12"
         )
-    return (int(begin), int(end)) if spec else (0, 0)
+    return int(match[1]), int(match[2])

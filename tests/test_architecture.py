@@ -265,6 +265,68 @@ def test_what_opens_a_file(text: str, is_found: bool) -> None:
     assert opens_a_file(call) is is_found
 
 
+PARSERS = re.compile(
+    r"read_json|json_lines|log_lines|json_of|yaml_text|small_yaml|json\.loads?|yaml\.(safe_)?load|OmegaConf\.load"
+)
+PARSE_FILES = {
+    "run_directory.py": "the door of a run directory",
+    "files.py": "the readers themselves",
+    "data/skips.py": "skipped.jsonl, which the ranks of a start write for one another",
+    "training/time_plan.py": "plan.json, which a start writes for the next one",
+    "distributed/watchdog.py": "what stuck ranks report to one another",
+    "commands/_external_launch.py": "rendezvous.json of the ranks of one start",
+    "commands/_start_jobs.py": "the outcomes of a sweep's jobs",
+    "commands/_corpus.py": "corpus YAMLs, and the options of a corpus",
+    "commands/_init_from.py": "encoder/imported.yaml of an export",
+    "launchers/kubernetes.py": "output of kubectl",
+    "launchers/ssh.py": "output of the agents",
+    "data/corpora/digits.py": "the index of a folder of digits",
+    "data/corpora/recipes.py": "manifests of a recipe of lhotse",
+    "data/index.py": "the cache",
+    "data/manifests.py": "manifests",
+    "data/sources.py": "the specification of a source",
+    "interop/huggingface.py": "models of Hugging Face",
+    "interop/parakeet.py": "models of Hugging Face",
+    "interop/weights.py": "the YAML files of the package",
+}
+"""Modules that parse JSON or YAML: of which files."""
+RUN_FILES = re.compile(
+    r"\b(CONFIG|RESULT|ABOUT|DEVICE|METRICS|SKIPPED|CHECKPOINT|BEST)\b"
+    r"|/(config\.yaml|(run|device|result|checkpoint|best)\.json|metrics\.jsonl)\b"
+)
+
+
+def parsing_calls(path: Path) -> list[str]:
+    """The source of each call that parses JSON or YAML."""
+    calls = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and PARSERS.fullmatch(ast.unparse(node.func)):
+            calls.append(ast.unparse(node))
+    return calls
+
+
+def reads_a_file_of_a_run(call: str) -> bool:
+    return RUN_FILES.search(call.replace("'", "/")) is not None
+
+
+def test_only_the_door_parses_a_file_of_a_run() -> None:
+    modules = {}
+    for path in SOURCES:
+        name = path.relative_to(ROOT).as_posix().removeprefix("speechtrain/")
+        modules[name] = parsing_calls(path)
+    assert {name for name, calls in modules.items() if calls} == PARSE_FILES.keys()
+    del modules["run_directory.py"]
+    for name, calls in modules.items():
+        assert not any(map(reads_a_file_of_a_run, calls)), name
+
+
+def test_a_call_that_parses_a_file_of_a_run_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("read_json(run_dir / RESULT)\njson.loads(read_text(run / 'run.json'))\nyaml_text(path)\n")
+    calls = parsing_calls(path)
+    assert list(map(reads_a_file_of_a_run, calls)) == [True, True, False]
+
+
 def test_conf_lives_at_the_top_only() -> None:
     assert not (PACKAGE / "conf").exists(), "speechtrain/conf would shadow the mapped package"
     assert (ROOT / "conf" / "__init__.py").exists()

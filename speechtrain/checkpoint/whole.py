@@ -12,13 +12,12 @@ continues either kind of run, on any number of ranks.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,18 +30,13 @@ from speechtrain.checkpoint.fit import fit, load_optimizer
 from speechtrain.checkpoint.migrations import migrate_2_to_3, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
-from speechtrain.files import (
-    flush,
-    follow_umask,
-    json_of,
-    names_in_archive,
-    read_json,
-    read_text,
-    remove_temporaries,
-    sha256,
-    write_json,
+from speechtrain.files import flush, follow_umask, names_in_archive, remove_temporaries, sha256, write_json
+from speechtrain.run_directory import (
+    BEST,
+    CheckpointManifest,
+    read_manifest,
+    write_manifest,
 )
-from speechtrain.run_directory import number
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,10 +126,10 @@ def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
     return placed
 
 
-def validated(folder: Path) -> dict[str, Any]:
+def validated(folder: Path) -> dict[str, float | None]:
     """The metrics of a checkpoint's validation; empty if it has none, or an earlier release wrote it."""
-    metrics = _manifest(folder).get("metrics")
-    return metrics if isinstance(metrics, dict) else {}
+    manifest = read_manifest(folder)
+    return (manifest and manifest.metrics) or {}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -148,25 +142,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
 
 
-def _score(value: Any) -> float:
+def _score(value: float | None) -> float:
     """A stored metric; infinite where it is not known, or was not finite."""
-    return math.inf if (known := number(value)) is None else known
-
-
-def _own_sha256(manifest: Mapping[str, Any]) -> str:
-    """The digest of a manifest without its own digest."""
-    held = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
-
-
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    write_json(folder / "checkpoint.json", {**manifest, "sha256": _own_sha256(manifest)})
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; empty if it is damaged. Those of 0.2 and before have no own digest."""
-    manifest = read_json(folder / "checkpoint.json")
-    return manifest if manifest.get("sha256", digest := _own_sha256(manifest)) == digest else {}
+    return math.inf if value is None else value
 
 
 def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
@@ -216,17 +194,22 @@ class Checkpointer:
         checkpoint could not be written. Raises OSError.
         """
         folder, _ = self._folders(step)
-        if manifest := _manifest(folder):
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if manifest := read_manifest(folder):
+            finite: dict[str, float | None] = {}
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    finite[name] = value
             score = score if score is not None and math.isfinite(score) else None
-            _write_manifest(folder, {**manifest, "metric": score, "metrics": finite, "wall_s": wall_s})
-            self._choose(folder)
+            write_manifest(folder, replace(manifest, metric=score, metrics=finite, wall_s=wall_s))
+            self._choose()
             self._prune()
 
     def noted(self, step: int) -> dict[str, Any]:
         """The fields of a run's progress that ``note`` was given; empty if there was none."""
-        manifest = _manifest(self._folders(step)[0])
-        return {key: manifest[key] for key in ("metrics", "wall_s") if "metrics" in manifest}
+        manifest = read_manifest(self._folders(step)[0])
+        if manifest is None or manifest.metrics is None:
+            return {}
+        return {"metrics": manifest.metrics, "wall_s": manifest.wall_s}
 
     def _unwritten(self, step: int, cause: object) -> OSError:
         """The error of a save; a full disk is called so, which the cause of torch or safetensors is not."""
@@ -272,25 +255,22 @@ class Checkpointer:
             flush(path)
             if path.is_file():
                 files[path.relative_to(temporary).as_posix()] = sha256(path)
-        _write_manifest(temporary, {"format": form, "step": step, "metric": None, "files": files})
+        write_manifest(temporary, CheckpointManifest(form, step, files))
         flush(temporary)
         temporary.rename(folder)
         flush(self.root)
 
-    def _choose(self, latest: Path) -> None:
+    def _choose(self) -> None:
         """Name the best checkpoint in ``best.json``."""
         best, least = self.best()
-        note = {"name": best and best.name, "metric": least}
-        if best is not None and read_json(self.root / "best.json") != note:
-            if best != latest:
-                _LOG.warning(f"{self.root / 'best.json'} did not name the best checkpoint, {best.name}")
-            write_json(self.root / "best.json", note)
+        if best is not None:
+            write_json(self.root.parent / BEST, {"name": best.name, "metric": least})
 
     def _prune(self) -> None:
         """Remove what is neither the best nor among the newest; one with a damaged manifest may be best."""
         best, _ = self.best()
         for other in self.folders()[: -self.keep]:
-            if other != best and _manifest(other):
+            if other != best and read_manifest(other):
                 # renamed first: half of it, after a kill, would pass for one with a damaged manifest
                 shutil.rmtree(other.rename(self.root / f".removing-{other.name}"), ignore_errors=True)
 
@@ -300,9 +280,12 @@ class Checkpointer:
         Of equals, the one with the lower loss, then the first.
         The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
         """
-        metrics = [(_manifest(folder).get("metric"), validated(folder), folder) for folder in self.folders()]
-        found = [(_score(metric), _score(others.get("loss")), folder) for metric, others, folder in metrics]
-        least, _, best = min(found, default=(math.inf, math.inf, None))
+        scores = []
+        for folder in self.folders():
+            if manifest := read_manifest(folder):
+                loss = (manifest.metrics or {}).get("loss")
+                scores.append((_score(manifest.metric), _score(loss), folder))
+        least, _, best = min(scores, default=(math.inf, math.inf, None))
         return (best, least) if least < math.inf else (None, math.inf)
 
     def _identity(self) -> tuple[int, int] | None:
@@ -317,21 +300,17 @@ class Checkpointer:
         """Checkpoint folders, oldest first."""
         return sorted(p for p in self.root.glob("step-*") if p.is_dir() and not p.suffix)
 
-    def verify(self, folder: Path, only: str | None = None) -> dict[str, Any]:
+    def verify(self, folder: Path, only: str | None = None) -> CheckpointManifest:
         """The manifest of a checkpoint, after a check that its files (``only`` one) are there and unchanged.
 
         Raises RunError that names the fault: a missing or changed file, or another format.
         """
-        try:
-            manifest: dict[str, Any] = json_of(read_text(folder / "checkpoint.json"))
-            if not _manifest(folder):
-                raise ValueError("it does not match its own sha256")
-            files: dict[str, str] = dict(manifest["files"])
-            form = manifest.get("format")
-            shards = {name for name in files if form == SHARDED and _SHARD.fullmatch(name)}
-            is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest['step']:08d}"
-        except (OSError, KeyError, TypeError, *MALFORMED) as error:
-            raise RunError(f"{folder} has no readable checkpoint.json ({type(error).__name__})") from None
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise RunError(f"{folder} has no readable checkpoint.json")
+        files, form = manifest.files, manifest.format
+        shards = {name for name in files if form == SHARDED and _SHARD.fullmatch(name)}
+        is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest.step:08d}"
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
                 f"{folder} has checkpoint format {form}, not {WHOLE} to {FORMAT}; update speechtrain for it"
@@ -381,7 +360,7 @@ class Checkpointer:
                 found = one_line(str([*saved]), 200)
                 raise RunError(f"{folder} holds {found}, but this run needs {sorted(states)}")
             self._load(folder, saved, states)
-            return int(manifest["step"])
+            return manifest.step
         return None
 
     @staticmethod
@@ -408,9 +387,6 @@ class Checkpointer:
         folders = self.folders()
         if not folders:
             raise RunError(f"{self.root} holds no checkpoint; train first")
-        for folder in folders:
-            if which == "best" and not _manifest(folder):
-                _LOG.warning(f"{folder / 'checkpoint.json'} is damaged; if this was the best, it is not used")
         if which == "best":
             folder = self.best()[0] or folders[-1]
         else:

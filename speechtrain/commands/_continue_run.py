@@ -21,8 +21,7 @@ from speechtrain.commands._started_runs import require_started
 from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line
-from speechtrain.files import read_json
-from speechtrain.run_directory import ABOUT, CONFIG, read_about
+from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
@@ -72,8 +71,8 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    new = [text for text in command.overrides if text not in about["overrides"] or key_of(text) in PER_START]
-    changes = dict([*_rewritten(command.config_dir, about["written"]), *_parsed(new)])
+    new = [text for text in command.overrides if text not in about.overrides or key_of(text) in PER_START]
+    changes = dict([*_rewritten(command.config_dir, about.written), *_parsed(new)])
     changes.pop("run_dir", None)
     shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
     if command.together:
@@ -89,7 +88,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
             set_key(config, key, value)
         elif (before := stored_value(config, key)) != value:
             refused.append(f"{key}: {before} in the run, {value} now")
-    if any("was not typed" in each for each in refused) and "overrides" not in read_json(run_dir / ABOUT):
+    if any("was not typed" in each for each in refused) and about == About():
         raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")

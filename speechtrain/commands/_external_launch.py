@@ -92,8 +92,8 @@ class ExternalLaunch(Launcher):
             raise RunError(f"{path} sets {min(unknown)}, which rank 0 never does: somebody else writes there")
         job = Job(self.run_dir / CONFIG, self.run_dir, world_size=size, environment=environment)
         code = supervise(job.on_host(job.command, _sharing(self.world)), job.environ())
-        result = read_result(rank_folder(self.run_dir, self.world.rank)) or {}
-        return Preempted.exit_code if result.get("status") == "preempted" else code
+        result = read_result(rank_folder(self.run_dir, self.world.rank))
+        return Preempted.exit_code if result and result.status == "preempted" else code
 
     def _heard(self) -> dict[str, Any]:
         begun, path = time.monotonic(), self.run_dir / RENDEZVOUS

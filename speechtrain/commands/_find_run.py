@@ -21,11 +21,11 @@ def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str
     run_dirs = []
     for path in sorted(base_folder().glob(f"*/{ABOUT}")):
         about = read_about(path.parent)
-        if "argv" not in about or about.get("swept", []) != volatile:
+        if about.argv is None or about.swept != volatile:
             continue  # A damaged run.json has no command line and matches no command.
-        if typed_fields(about["overrides"], volatile) != fields:
+        if typed_fields(about.overrides, volatile) != fields:
             continue
-        is_same = all(text_of(folder, name) == text for name, text in about["written"].items())
+        is_same = all(text_of(folder, name) == text for name, text in about.written.items())
         if is_same and (path.parent / CONFIG).is_file():
             run_dirs.append(path.parent)
     if len(run_dirs) > 1:

@@ -30,11 +30,11 @@ from speechtrain.config.build import build_device, build_encoder, build_model, b
 from speechtrain.devices.base import Device
 from speechtrain.devices.recorder import Recorder
 from speechtrain.errors import one_line
-from speechtrain.files import read_json, write_json, write_text
+from speechtrain.files import write_json, write_text
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.lstm import LSTM
-from speechtrain.run_directory import RESULT
+from speechtrain.run_directory import read_result
 from speechtrain.training.graph_warmup import padding_batch
 
 NAME = "first-contact"
@@ -206,9 +206,8 @@ class Contact:
         )  # fmt: skip
         said = (done.stderr or done.stdout).strip().splitlines()[-1:]
         found: Values = {"exit code": done.returncode, "seconds": time.perf_counter() - begun}
-        if (run_dir / RESULT).is_file():
-            result = read_json(run_dir / RESULT)
-            return found | {key: result[key] for key in ("status", "step", "metrics") if key in result}
+        if (result := read_result(run_dir)) is not None:
+            return found | {"status": result.status, "steps": result.steps, "metrics": result.metrics}
         return found | {"said": one_line(" ".join(said), 300)}
 
 

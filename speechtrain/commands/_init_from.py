@@ -9,9 +9,9 @@ from typing import Any, cast
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from speechtrain.config.check import part_class
-from speechtrain.config.resolved import of_a_stranger
 from speechtrain.config.resume_fields import key_of
 from speechtrain.errors import ConfigError
 from speechtrain.files import whole_path, yaml_text
@@ -49,16 +49,27 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
         config = read_config(run)
         has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text
         taken = _USUAL if has_labels else ["encoder"]
-        parts |= {group: of_a_stranger(config[group], run / CONFIG) for group in taken}
+        parts |= {group: _values(config[group], run / CONFIG) for group in taken}
     elif place is not None and (place / _IMPORTED).is_file():
         try:
             node = yaml.safe_load(yaml_text(place / _IMPORTED))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{place / _IMPORTED} cannot be read: {error}") from None
-        parts["encoder"] = of_a_stranger(node, place / _IMPORTED)
+        parts["encoder"] = _values(node, place / _IMPORTED)
     elif place is not None and place.exists() and "encoder" not in map(key_of, overrides):
         from speechtrain.interop.weights import read_nodes  # torch
 
         parts |= read_nodes(place)
     for group, node in parts.items():
         ConfigStore.instance().store(group=group, name=FINETUNED, node=node)
+
+
+def _values(node: Any, source: Path) -> Any:
+    """A part of another run, or of imported weights. Raises ConfigError unless it consists of values."""
+    if OmegaConf.is_config(node):
+        node = OmegaConf.to_container(node)
+    if not isinstance(node, dict) or "${" in str(node):
+        raise ConfigError(f"{source}: it reads the environment or another key. Write values there")
+    if "defaults" in node:
+        raise ConfigError(f"{source}: it has a key 'defaults', which would choose other parts. Remove it")
+    return node

@@ -59,13 +59,23 @@ def own_config(run_dir: Path) -> DictConfig:
     return config
 
 
-def _relocate(node: Any, before: str, now: str) -> None:
-    """Replace the run's former folder in every part that has it."""
+def _config_for_use(run_dir: Path) -> DictConfig:
+    """Load a run's stored config, which does not choose where the commands that use the run write."""
+    config = read_config(run_dir)
+    _relocate(config, None, str(run_dir.resolve()))
+    for key in ("cache", "stage"):
+        if OmegaConf.is_dict(config.data) and key in config.data:
+            config.data[key] = None
+    return config
+
+
+def _relocate(node: Any, before: str | None, now: str) -> None:
+    """Replace the run's former folder, or any with None, by the present one in every part that has it."""
     for key in node if isinstance(node, DictConfig) else ():
         value = node._get_node(key)
         if isinstance(value, DictConfig):
             _relocate(value, before, now)
-        elif key == "run_dir" and str(value) == before:
+        elif key == "run_dir" and before in (None, str(value)):
             node[key] = now
 
 
@@ -80,7 +90,7 @@ def open_run(
     """
     if not (run_dir / CONFIG).is_file():
         raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain-train printed")
-    config = own_config(run_dir)
+    config = _config_for_use(run_dir)
     apply_overrides(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
     restart_for(build_device(config))

@@ -41,7 +41,7 @@ from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, one_line
 from speechtrain.files import read_json, write_json
-from speechtrain.run_directory import CONFIG
+from speechtrain.run_directory import CONFIG, RunResult
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
@@ -131,7 +131,7 @@ def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
     return tuple(key for key in map(key_of, _typed(settings)) if key not in fixed_keys)
 
 
-def _start(job: Command, config: DictConfig, settings: Any) -> dict[str, Any]:
+def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
     """Start the run of a job, which Hydra has composed; its result."""
     # absolute: ranks on other hosts and a resumed command must use the same folder
     run_dir = Path(settings.runtime.output_dir).resolve()
@@ -238,9 +238,8 @@ class _Jobs:
         finally:
             with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
-        metric: float | None = result.get("metric")
-        self._write(_Outcome(varied, result["status"], metric), settings)
-        return metric
+        self._write(_Outcome(varied, result.status, result.metric), settings)
+        return result.metric
 
     def _fail(self, error: Exception, varied: str, settings: Any) -> float:
         """Note a job's error. Return if its sweep goes on, else stop Hydra."""

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._on_host import host_environment, refuse
-from speechtrain.commands._started_runs import START_ID, remember, start_id
+from speechtrain.commands._started_runs import remember, start_id
 from speechtrain.config.build import build_device, build_launcher, build_precision, build_tokenizer, dry_build
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
@@ -30,7 +30,17 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
-from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, RunLock
+from speechtrain.run_directory import (
+    ABOUT,
+    CONFIG,
+    DEVICE,
+    ERROR,
+    RANKS,
+    RESULT,
+    About,
+    RunLock,
+    RunResult,
+)
 
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
@@ -43,7 +53,7 @@ _NOTHING = 0.9  # error rate of a recogniser that writes next to nothing
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
-def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) -> dict[str, Any]:
+def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) -> RunResult:
     """Start the run whose directory ``config`` names, or continue it; return its result when it has ended.
 
     A new run keeps ``written``, the user's own YAML files. A finished run returns its result at once, unless
@@ -67,17 +77,18 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         print(errors.printable(f"{launcher.render(job)}\n", keep="\n\t"), end="", flush=True)  # one write
     refuse(launcher.lacking(job), is_warning=config.dry_run)
     if config.dry_run:
-        return {"status": "dry run", "metric": None}
+        return RunResult("dry run")
     if launcher.is_here(job):
         device.check(job.world_size)
     done = run_directory.read_result(run_dir)
-    if done and _is_complete(done, run_dir) and migrate_limits(done.get("limits")) == plain["trainer"]:
+    if done and _is_complete(done, run_dir) and migrate_limits(done.limits) == plain["trainer"]:
         say(f"{run_dir} is done: {_describe(done)}")
         return done
 
     is_new = not (run_dir / CONFIG).exists()
-    start = {**run_directory.about(command.argv), "seed": config.seed, "device": device.name}
-    _write(config, job, _about(run_dir, start, command, written))
+    start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
+    is_named = command.run_dir is not None
+    _write(config, job, _about(run_dir, start, command, written), is_named=is_named)
     remember(run_dir)
     try:
         ended = launcher.launch(job)
@@ -89,31 +100,29 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         raise KeyboardInterrupt(_continues(run_dir)) from None
     if ended.submitted:
         say(ended.submitted)
-        return {"status": "submitted", "metric": None}
+        return RunResult("submitted")
 
     result = _outcome(ended, run_dir)
-    if result["status"] == "failed":
+    if result.status == "failed":
         error = _error_of(result, run_dir)
-        if is_new and result.get("is_cause", True) and isinstance(error, _FIXABLE):
+        if is_new and result.is_cause and isinstance(error, _FIXABLE):
             _discard(run_dir, launcher.files)
         raise error
-    write_json(run_dir / RESULT, {**result, "limits": plain["trainer"]})
-    if result["status"] == "preempted":
-        raise Preempted(f"saved at step {result.get('steps')} in {run_dir}; the same command continues")
+    write_json(run_dir / RESULT, asdict(replace(result, limits=plain["trainer"])))
+    if result.status == "preempted":
+        raise Preempted(f"saved at step {result.steps} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
 
 
-def _about(
-    run_dir: Path, start: Mapping[str, Any], command: Command, user_files: Mapping[str, str]
-) -> dict[str, Any]:
+def _about(run_dir: Path, start: dict[str, Any], command: Command, user_files: Mapping[str, str]) -> About:
     """Return the content of ``run.json``: the first start of a run, and the latest start if it continues."""
     if (run_dir / CONFIG).exists():
-        about = {**run_directory.read_about(run_dir), "latest": start}
+        about = replace(run_directory.read_about(run_dir), latest=start)
     else:
-        about = {**start, **command.identity(user_files)}
-    return {**about, START_ID: start_id(run_dir)}
+        about = About(**start, **command.identity(user_files))
+    return replace(about, start_id=start_id(run_dir))
 
 
 def _job(config: DictConfig, device: Device, memory: int) -> Job:
@@ -125,7 +134,7 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
     return Job(run_dir / CONFIG, run_dir, world_size=size, environment=environment, forwarded=forwarded)
 
 
-def _conclude(config: DictConfig, command: Command, result: Mapping[str, Any]) -> None:
+def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     """Write the report of a finished run; print its path, and what may be done next."""
     if config.from_data and _has_learnt_nothing(result):
         say("it does not write what was said yet: set a longer trainer.max_hours, or add recordings")
@@ -148,33 +157,42 @@ def _conclude(config: DictConfig, command: Command, result: Mapping[str, Any]) -
         print(errors.printable(line))
 
 
-def _has_learnt_nothing(result: Mapping[str, Any]) -> bool:
+def _has_learnt_nothing(result: RunResult) -> bool:
     """True for a run without updates, or whose error rates are all near that of writing nothing."""
-    metrics = result.get("metrics") or {}
+    metrics = result.metrics or {}
     rates = [rate for name, rate in metrics.items() if rate is not None and run_directory.is_error_rate(name)]
-    return not result.get("steps") or min(rates, default=0.0) >= _NOTHING
+    return not result.steps or min(rates, default=0.0) >= _NOTHING
 
 
-def _is_complete(result: Mapping[str, Any], run_dir: Path) -> bool:
+def _is_complete(result: RunResult, run_dir: Path) -> bool:
     """True for the whole result of a run that has ended, if its last checkpoint is there."""
     saved = {folder.name for folder in Checkpointer(run_dir).folders()}
-    is_whole = "metric" in result and isinstance(result.get("metrics"), dict)
-    is_saved = f"step-{str(result.get('steps')).zfill(8)}" in saved
-    return is_whole and is_saved and result.get("status") in _ENDED
+    is_saved = f"step-{str(result.steps).zfill(8)}" in saved
+    return result.metrics is not None and is_saved and result.status in _ENDED
 
 
-def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
-    """Write the files that the ranks of a start read, ``story`` as ``run.json``; remove earlier results."""
+def _write(config: DictConfig, job: Job, about: About, *, is_named: bool) -> None:
+    """Write the files that the ranks of a start read, and remove earlier results.
+
+    Raises RunError if another user owns the folder and the command does not name it.
+    """
     job.run_dir.mkdir(parents=True, exist_ok=True)
     lock = RunLock(job.run_dir).acquire()
     try:
+        owner = run_directory.other_owner(job.run_dir)
+        if owner is not None:
+            line = f"{job.run_dir} belongs to user {owner}, who can change what it executes"
+            if not is_named:
+                raise RunError(f"{line}; run_dir={job.run_dir} uses it all the same")
+            say(line)
         tokenizer = build_tokenizer(config)
         tokenizer.save(str(job.run_dir))  # ranks on other hosts may not see where it was
         config.tokenizer.update(tokenizer.saved(str(job.run_dir)))
         text = dump(config)
-        private = holds_secret(f"{text}\n{story}")
+        content = asdict(about)
+        private = holds_secret(f"{text}\n{content}")
         # first: without its overrides, the same command would be refused as another config
-        write_json(job.run_dir / ABOUT, story, private=private)
+        write_json(job.run_dir / ABOUT, content, private=private)
         write_text(job.config, text, private=private)
         for path in (job.run_dir / RESULT, *(job.run_dir / RANKS).glob(f"*/{RESULT}")):
             path.unlink(missing_ok=True)
@@ -185,15 +203,15 @@ def _write(config: DictConfig, job: Job, story: dict[str, Any]) -> None:
         say(f"trainer.simulate_world={simulated}: {share}")
 
 
-def _outcome(ended: Result, run_dir: Path) -> dict[str, Any]:
+def _outcome(ended: Result, run_dir: Path) -> RunResult:
     """The result of a run whose processes have ended.
 
     Raises MachineError if something outside ended them, RunError if no rank wrote a result.
     """
     result = run_directory.read_result(run_dir)
-    if result is None or result.get("status") == "failed":
+    if result is None or result.status == "failed":
         result = run_directory.read_failure(run_dir)
-    if ended.cause and (result is None or result.get("status") == "failed"):
+    if ended.cause and (result is None or result.status == "failed"):
         raise MachineError(ended.cause)
     if result is None and ended.returncode == Preempted.exit_code:
         raise Preempted("stopped before the ranks had started; the same command continues")
@@ -237,14 +255,15 @@ def _discard(run_dir: Path, files: Iterable[str]) -> None:
             path.unlink()
 
 
-def _error_of(result: dict[str, Any], run_dir: Path) -> SpeechtrainError:
-    error_class = errors.class_of(result.get("exit_code", 1))
-    folder = run_directory.rank_folder(run_dir, int(result.get("rank", 0)))
+def _error_of(result: RunResult, run_dir: Path) -> SpeechtrainError:
+    error_class = errors.class_of(result.exit_code or 1)
+    folder = run_directory.rank_folder(run_dir, result.rank)
     trace = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
-    if not result.get("is_cause", True):  # killed, or its host was lost: it wrote no error
+    if not result.is_cause:  # killed, or its host was lost: it wrote no error
         trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
-    return error_class(f"{result.get('error')}{trace}")
+    return error_class(f"{result.error}{trace}")
 
 
-def _describe(result: dict[str, Any]) -> str:
-    return f"{result['status']} at step {result.get('steps')}, {run_directory.outcome(result)}".rstrip(", ")
+def _describe(result: RunResult) -> str:
+    metrics = run_directory.outcome(result.metrics, result.last_metrics, result.checkpoint)
+    return f"{result.status} at step {result.steps}, {metrics}".rstrip(", ")

@@ -18,9 +18,6 @@ from speechtrain.errors import RunError
 from speechtrain.files import read_text, whole_path, write_text
 from speechtrain.run_directory import ABOUT, read_about
 
-START_ID = "start_id"
-"""The key of the random id in ``run.json``. A name such as ``token`` would make each ``run.json`` private."""
-
 
 def state_folder() -> Path:
     """Return ``$XDG_STATE_HOME/speechtrain``, or ``~/.local/state/speechtrain`` if it is not absolute."""
@@ -61,7 +58,7 @@ def remember(run_dir: Path) -> None:
             _, _, remembered_dir = read_text(path, errors="replace").partition("\n")
             if not Path(remembered_dir, ABOUT).exists():
                 path.unlink()
-        text = f"{read_about(run_dir)[START_ID]}\n{run_dir.resolve()}"
+        text = f"{read_about(run_dir).start_id}\n{run_dir.resolve()}"
         write_text(_file(run_dir), text, durable=False, private=True)
     except OSError as error:
         say(f"{folder} cannot be written ({error}): only run_dir={run_dir} continues this run")
@@ -73,7 +70,7 @@ def _remembered_id(run_dir: Path) -> str | None:
         identifier, _, _ = read_text(_file(run_dir), errors="replace").partition("\n")
     except OSError:
         return None
-    return identifier if identifier == read_about(run_dir).get(START_ID) else None
+    return identifier if identifier == read_about(run_dir).start_id else None
 
 
 def _file(run_dir: Path) -> Path:

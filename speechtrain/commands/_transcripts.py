@@ -55,7 +55,7 @@ class Transcript:
         found = []
         for segment in self.segments:
             for word in segment.hypothesis.words:
-                start = max(0.0, segment.start + word.start - late_start)
+                start = min(max(0.0, segment.start + word.start - late_start), self.seconds)
                 end = min(max(start, segment.start + word.end - late_end), self.seconds)
                 found.append(replace(word, start=start, end=end))
         return tuple(found)

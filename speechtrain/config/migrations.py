@@ -94,7 +94,7 @@ def migrate_limits(limits: Any) -> Any:
 def _move(node: Any, moved: Mapping[str, str]) -> None:
     """Replace the ``_target_`` of moved classes, everywhere below ``node``."""
     children = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
-    if isinstance(node, dict) and node.get("_target_") in moved:
+    if isinstance(node, dict) and str(node.get("_target_")) in moved:
         node["_target_"] = moved[node["_target_"]]
     for child in children:
         _move(child, moved)

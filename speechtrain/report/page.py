@@ -17,7 +17,7 @@ from rapidfuzz.distance import Levenshtein
 
 from speechtrain import __version__
 from speechtrain.report.chart import DASHES, PALETTE, Chart, Line, short, smoothed
-from speechtrain.report.run import Curve, Run, differing, listing, mapping, names_of
+from speechtrain.report.run import Curve, Run, differing, names_of
 from speechtrain.run_directory import is_error_rate, number
 from speechtrain.tracking.console import duration
 
@@ -147,18 +147,19 @@ def _verdict(pairs: Sequence[tuple[str, str, str]]) -> tuple[int, int, str]:
 def _facts(run: Run) -> dict[str, str]:
     """How the run was made, by name; ``Markup`` escapes what it formats."""
     about = run.about
-    argv, overrides = ([str(word) for word in listing(about.get(key))] for key in ("argv", "overrides"))
-    git, versions = mapping(about.get("git")), mapping(about.get("versions"))
-    commit = str(git.get("commit", "")) + (" with uncommitted changes" if git.get("dirty") else "")
-    seed = about.get("seed", run.config.get("seed"))
-    metrics = mapping(run.result.get("metrics")).items()
+    argv, overrides = about.argv, about.overrides or []
+    commit = str(about.git.get("commit", "")) + (
+        " with uncommitted changes" if about.git.get("dirty") else ""
+    )
+    seed = run.config.get("seed") if about.seed is None else about.seed
+    metrics = ((run.result and run.result.metrics) or {}).items()
     return {
-        "command": _CODE.format(shlex.join(["speechtrain-train", *argv])) if "argv" in about else "",
+        "command": _CODE.format(shlex.join(["speechtrain-train", *argv])) if argv is not None else "",
         "overrides": "" if overrides == argv else Markup(" ").join(map(_CODE.format, overrides)),
         "seed": "" if seed is None else str(seed),
         "commit": _CODE.format(commit) if commit else "",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "platform": str(about.get("platform") or ""),
+        "versions": ", ".join(f"{name} {version}" for name, version in about.versions.items()),
+        "platform": about.platform,
         "result": Markup(", ").join(Markup("{} <b>{}</b>").format(k, _figure(v, k)) for k, v in metrics),
         "directory": _CODE.format(run.folder),
     }

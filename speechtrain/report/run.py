@@ -6,23 +6,39 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
 from speechtrain.config.resume_fields import flat
-from speechtrain.errors import MALFORMED, RunError
-from speechtrain.files import json_lines, log_lines, read_json, read_text, small_yaml
+from speechtrain.errors import RunError, SpeechtrainError
+from speechtrain.files import read_text
 from speechtrain.launcher import holds_secret
-from speechtrain.run_directory import CONFIG, RESULT, number, read_about, read_result
-from speechtrain.tracking.jsonl import NAME as METRICS
-from speechtrain.tracking.jsonl import read_metrics
+from speechtrain.run_directory import (
+    CONFIG,
+    METRICS,
+    RESULT,
+    About,
+    RunResult,
+    StoredConfig,
+    number,
+    read_about,
+    read_best,
+    read_metrics,
+    read_result,
+    read_skipped,
+    read_stored_config,
+)
 
-SKIPPED = "skipped.jsonl"
+_MOST_SETS = 30  # of a page's charts, and of its examples
+_MOST_EXAMPLES = 30  # of one set
+_MOST_WORDS = (
+    10_000,
+    100_000,
+)  # of a pair of transcripts and of all: the alignment's time grows with its square
 _LONGEST_NAME = 60  # characters of a run's name in a legend
 _NO_CURVES = {"event", "time", "step", "steps", "epoch", "eta_s", "set", "seconds"}
 
@@ -51,19 +67,16 @@ class Curve:
 class Run:
     folder: Path
     events: list[dict[str, Any]]
-    result: dict[str, Any]
-    about: dict[str, Any]
-    config_text: str
+    result: RunResult | None
+    about: About
+    stored: StoredConfig
     skipped: dict[str, list[dict[str, Any]]]
+    notes: tuple[str, ...] = ()  # what the page leaves out
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved config by dotted key; empty where the file is no YAML mapping."""
-        try:
-            tree = yaml.safe_load(small_yaml(self.config_text))
-        except (yaml.YAMLError, *MALFORMED):
-            return {}
-        return flat(tree) if isinstance(tree, dict) else {}
+        """The stored config by dotted key; empty if it is missing or damaged."""
+        return flat(self.stored.values)
 
     @cached_property
     def train(self) -> dict[str, Curve]:
@@ -88,17 +101,27 @@ class Run:
     @cached_property
     def kept(self) -> float | None:
         """The step of the best checkpoint, which the other commands use; None where there is none."""
-        name = self.result.get("checkpoint") or read_json(self.folder / "checkpoints/best.json").get("name")
-        return float(named[1]) if (named := re.fullmatch(r"step-(\d+)", str(name))) else None
+        best = read_best(self.folder)
+        name = (self.result and self.result.checkpoint) or (best and best.name)
+        named = re.fullmatch(r"step-([0-9]{1,15})", str(name))
+        return float(named[1]) if named else None
 
     @cached_property
-    def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]]]]:
-        """For each set, the step and the rows of its last examples."""
-        found = {}
-        for values in self.of("examples"):
+    def examples(self) -> dict[str, tuple[Any, list[dict[str, Any]], int]]:
+        """For each set, the step, the first rows that are short enough, and the number of all rows."""
+        latest = {str(values.get("set", "")): values for values in self.of("examples")}
+        examples = {}
+        words = 0
+        for name, values in latest.items():
             rows = [row for row in listing(values.get("rows")) if isinstance(row, dict)]
-            found[str(values.get("set", ""))] = (values.get("step"), rows)
-        return found
+            short_rows = []
+            for row in rows[:_MOST_EXAMPLES]:
+                length = len(f"{row.get('reference')} {row.get('hypothesis')}".split())
+                if length <= _MOST_WORDS[0] and words + length <= _MOST_WORDS[1]:
+                    words += length
+                    short_rows.append(row)
+            examples[name] = (values.get("step"), short_rows, len(rows))
+        return examples
 
     @property
     def warnings(self) -> list[tuple[str, int]]:
@@ -108,7 +131,7 @@ class Run:
     @property
     def steps(self) -> tuple[int | None, int | None]:
         """Updates done, and planned."""
-        done = number(self.result.get("steps"))
+        done: float | None = self.result.steps if self.result else None
         if done is None:
             done = max(self.numbers("step"), default=None)
         planned = self.numbers("steps", "start", "train")
@@ -117,9 +140,8 @@ class Run:
     @property
     def wall_s(self) -> float | None:
         """Seconds of work: as the result says, else from the log (pauses between attempts left out)."""
-        told = number(self.result.get("wall_s"))
-        if told is not None:
-            return told
+        if self.result and self.result.wall_s is not None:
+            return self.result.wall_s
         spans: list[list[float]] = []
         for values in self.events:
             at = number(values.get("time"))
@@ -142,13 +164,13 @@ class Run:
         device, precision = (target.rpartition(".")[2].lower() for target in targets)
         processes = self.config.get("world_size")
         several = f"× {processes}" if isinstance(processes, int) and processes > 1 else ""
-        return " ".join(filter(None, (str(self.about.get("device") or device), precision, several)))
+        return " ".join(filter(None, (self.about.device or device, precision, several)))
 
     @property
     def status(self) -> str:
         """As the result says; without one, ``running`` or ``killed`` by its lock, else ``unfinished``."""
         if self.result:
-            return str(self.result.get("status", "unfinished"))
+            return self.result.status
         try:
             lock = read_text(self.folder / "lock")
         except (OSError, ValueError):
@@ -168,8 +190,13 @@ class Run:
 
 
 def runs_in(folder: str) -> list[Path]:
-    """The run directories in a folder, such as a sweep's; the folder itself where it is one, or has none."""
-    inside = sorted(path.parent for path in Path(folder).glob(f"*/{CONFIG}"))
+    """The run directories in a folder, such as a sweep's; the folder itself where it is one, or has none.
+
+    A link that leads out of the folder is left out: a page would show, or change, what lies there.
+    """
+    base = Path(folder).resolve()
+    paths = sorted(Path(folder).glob(f"*/{CONFIG}"))
+    inside = [path.parent for path in paths if path.parent.resolve().is_relative_to(base)]
     return inside if inside and not Path(folder, CONFIG).is_file() else [Path(folder)]
 
 
@@ -181,22 +208,37 @@ def read_run(folder: str | Path) -> Run:
     if not any((folder / name).is_file() for name in (METRICS, RESULT, CONFIG)):
         raise RunError(f"{folder}: no run in it ({METRICS}, {RESULT} and {CONFIG} are all missing)")
     try:
-        return Run(
-            folder=folder,
-            events=read_metrics(folder / METRICS),
-            result=read_result(folder) or {},
-            about=read_about(folder),
-            config_text=read_text(folder / CONFIG, "replace") if (folder / CONFIG).exists() else "",
-            skipped=_read_skipped(folder / SKIPPED),
-        )
+        metrics, skipped = read_metrics(folder), read_skipped(folder)
     except OSError as error:
         cause = error.strerror or error
         raise RunError(f"{error.filename or folder}: {cause}; it must be readable") from error
+    events, omitted_sets = _of_first_sets(metrics.rows)
+    notes = []
+    for count, name in ((metrics.omitted + skipped.omitted, "lines of logs"), (omitted_sets, "sets")):
+        if count:
+            notes.append(f"{count:,} {name} are left out")
+    stored = StoredConfig()
+    try:
+        stored = read_stored_config(folder / CONFIG)
+    except SpeechtrainError as error:
+        notes.append(str(error))
+    reasons = _by_reason(skipped.rows)
+    return Run(folder, events, read_result(folder), read_about(folder), stored, reasons, tuple(notes))
+
+
+def _of_first_sets(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The events of the first sets or of no set, and the number of sets that are left out."""
+    names = dict.fromkeys(str(values["set"]) for values in events if "set" in values)
+    omitted = list(names)[_MOST_SETS:]
+    if omitted:
+        shown = {*names} - {*omitted}
+        events = [values for values in events if "set" not in values or str(values["set"]) in shown]
+    return events, len(omitted)
 
 
 def hold_secrets(runs: Sequence[Run]) -> bool:
     """Whether a page of these runs is for their owner only: it shows their configs and command lines."""
-    return any(holds_secret(f"{run.config_text}\n{run.about}") for run in runs)
+    return any(holds_secret(f"{run.stored.text}\n{asdict(run.about)}") for run in runs)
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -204,8 +246,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
     Else it is the last parts of its path. A bare number (a job of a sweep) takes the sweep's name with it.
     """
-    overrides = [map(str, listing(run.about.get("overrides"))) for run in runs]
-    typed = [[o for o in one if not o.startswith("run_dir=")] for one in overrides]
+    typed = [[o for o in run.about.overrides or () if not o.startswith("run_dir=")] for run in runs]
     own = [" ".join(o for o in one if not all(o in other for other in typed)) for one in typed]
     if len(set(own)) == len(own) > 1 and all(0 < len(name) <= _LONGEST_NAME for name in own):
         return own
@@ -229,20 +270,15 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def mapping(value: Any) -> dict[str, Any]:
-    """``value`` if it is a mapping, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
 def listing(value: Any) -> list[Any]:
     """``value`` if it is a list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
-def _read_skipped(path: Path) -> dict[str, list[dict[str, Any]]]:
+def _by_reason(skipped: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """The skipped recordings, each once, by reason, the most frequent one first."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in json_lines(log_lines(path)):
+    for row in skipped:
         found.setdefault(str(row.get("reason", "")), {}).setdefault(str(row.get("id", "")), row)
     by_count = sorted(found.items(), key=lambda item: -len(item[1]))
     return {reason: list(rows.values()) for reason, rows in by_count}

@@ -125,10 +125,10 @@ def _obey(grace: float) -> None:
 def outcome(run_dir: Path) -> int:
     """The exit code that the command would have for the run in ``run_dir``; 1 if it has no result."""
     result = read_result(run_dir)
-    if result is None or result.get("status") == "failed":
-        failure = read_failure(run_dir) or {}
-        return int(failure.get("exit_code", 1))
-    return EXIT_PREEMPTED if result.get("status") == "preempted" else 0
+    if result is None or result.status == "failed":
+        failure = read_failure(run_dir)
+        return (failure and failure.exit_code) or 1
+    return EXIT_PREEMPTED if result.status == "preempted" else 0
 
 
 def leave(run_dir: Path, retry_from: int) -> int:
@@ -142,8 +142,8 @@ def leave(run_dir: Path, retry_from: int) -> int:
         if read_result(run_dir) or read_failure(run_dir):
             break
         time.sleep(_LOOK_TWICE_SECONDS)
-    code, failure = outcome(run_dir), read_failure(run_dir) or {"is_cause": False}
-    is_again = code == EXIT_PREEMPTED or (code != 0 and not failure.get("is_cause", True))
+    code, failure = outcome(run_dir), read_failure(run_dir)
+    is_again = code == EXIT_PREEMPTED or (code != 0 and not (failure and failure.is_cause))
     return code + retry_from if is_again else code
 
 

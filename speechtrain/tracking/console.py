@@ -228,7 +228,8 @@ def end_line(values: Mapping[str, Any]) -> str:
         line += f" after {values['steps']} steps"
     if _known(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    return f"{line}  {outcome(values)}".rstrip() + (f": {values['error']}" if "error" in values else "")
+    metrics = outcome(values.get("metrics"), values.get("last_metrics"), values.get("checkpoint"))
+    return f"{line}  {metrics}".rstrip() + (f": {values['error']}" if "error" in values else "")
 
 
 def duration(seconds: float) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,29 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.files import write_json
 from speechtrain.precision import Precision
-from speechtrain.run_directory import DEVICE, read_device
+from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
 from speechtrain.task import Task
 
 _LOG = logging.getLogger(__name__)
 _LATE = 2**30  # a step after which nothing is frozen or annealed
 
 
-def recorded_policy(record: Mapping[str, Any], device: Device, precision: Precision) -> ComputePolicy | None:
+def recorded_policy(
+    record: DeviceRecord | None, device: Device, precision: Precision
+) -> ComputePolicy | None:
     """The policy that ``device.json`` records, or None if it does not fit device, precision and settings.
 
     On another chip it is kept where the device would choose by timing, although another policy may be
     faster there; only its fp32 products follow the chip, on which the faster path may be less exact.
     """
-    policy = ComputePolicy.from_record(record.get("policy") or {})
-    if policy is None or (record.get("device"), record.get("precision")) != (device.name, precision.name):
+    if record is None or (record.device, record.precision) != (device.name, precision.name):
+        return None
+    policy = ComputePolicy.from_record(record.policy)
+    if policy is None:
         return None
     candidates = device.candidates(precision.dtype)
     if policy not in candidates:
-        if len(candidates) == 1 or record.get("chip") == device.chip():
+        if len(candidates) == 1 or record.chip == device.chip():
             return None
         if policy.fp32_matmul not in {candidate.fp32_matmul for candidate in candidates}:
             policy = replace(policy, fp32_matmul=candidates[0].fp32_matmul)
@@ -44,31 +48,31 @@ def recorded_policy(record: Mapping[str, Any], device: Device, precision: Precis
 
 
 def choose_policy(
-    record: Mapping[str, Any], device: Device, precision: Precision, *, task: Task, data: DataModule
-) -> dict[str, Any]:
+    record: DeviceRecord | None, device: Device, precision: Precision, *, task: Task, data: DataModule
+) -> DeviceRecord:
     """The content of ``device.json`` for this start: the policy, and the medians if policies were timed.
 
     Times ``task`` on a batch of ``data`` if the device has several policies and the run has recorded none.
     """
-    names = {"device": device.name, "chip": device.chip(), "precision": precision.name}
-    if (kept := recorded_policy(record, device, precision)) is not None:
-        if record["chip"] != names["chip"]:
+    chip, name = device.chip(), precision.name
+    if record and (kept := recorded_policy(record, device, precision)):
+        if record.chip != chip:
             _LOG.warning(
-                f"the compute policy was chosen on {record['chip']} and is kept on {names['chip']}; "
+                f"the compute policy was chosen on {record.chip} and is kept on {chip}; "
                 "set device.autotune=false for torch's own"
             )
-        return {**record, "policy": kept.record()}
+        return replace(record, policy=kept.record())
     candidates = device.candidates(precision.dtype)
     if len(candidates) == 1:
-        return {**names, "policy": candidates[0].record()}
+        return DeviceRecord(device.name, chip, name, candidates[0].record())
     if (batch := data.sample()) is None:
-        return {**names, "policy": device.policy(precision.dtype).record()}
+        return DeviceRecord(device.name, chip, name, device.policy(precision.dtype).record())
     chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
     taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
     if chosen.autocast_dtype is None and precision.dtype != torch.float32:
         times = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in taken.items())
         _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here ({times})")
-    return {**names, "policy": chosen.record(), "milliseconds": taken}
+    return DeviceRecord(device.name, chip, name, chosen.record(), milliseconds=taken)
 
 
 def resolve_policy(
@@ -80,12 +84,13 @@ def resolve_policy(
         if not group.world.rank:
             before, record = record, choose_policy(record, device, precision, task=task, data=data)
             if record != before:
-                write_json(run_dir / DEVICE, record)
-    policy = ComputePolicy.from_record(record["policy"])
+                write_json(run_dir / DEVICE, asdict(record))
+    assert record is not None
+    policy = ComputePolicy.from_record(record.policy)
     assert policy is not None
     policy = device.attach(policy)
     apply_policy(task, policy)
-    return policy, {**record, "policy": policy.describe()}
+    return policy, {**asdict(record), "policy": policy.describe()}
 
 
 def _timer(

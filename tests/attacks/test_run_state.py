@@ -441,9 +441,9 @@ def test_each_bit_of_a_result(run_dir: Path, forks: Forks) -> None:
         path.write_bytes(flipped)
         read_failure(run_dir)
         if (found := read_result(run_dir)) is not None:
-            migrate_limits(found.get("limits"))
+            migrate_limits(found.limits)
             if _is_complete(found, run_dir):
-                assert isinstance(outcome(found), str)
+                assert isinstance(outcome(found.metrics, found.last_metrics, found.checkpoint), str)
                 assert isinstance(_describe(found), str)
 
 

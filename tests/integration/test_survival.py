@@ -44,6 +44,6 @@ def test_a_killed_rank_and_a_signal_to_one_in_a_validation(command: Callable[...
     addresses = [(epoch, index) for epoch, index, *_ in sorted(run.handed())]
     assert addresses == [divmod(number, 12) for number in range(len(addresses))]  # 48 utterances by four
     assert len(addresses) >= 2 * UPDATES
-    assert Checkpointer(run.run_dir).verify(run.checkpoints()[-1])["step"] == UPDATES
+    assert Checkpointer(run.run_dir).verify(run.checkpoints()[-1]).step == UPDATES
     # of the killed one, or of its peer, which had seen it first
     assert re.search(r"failed \(exitcode: (-9|4)\)", (run.run_dir / "agent.log").read_text())

@@ -21,12 +21,20 @@ from speechtrain.data.skips import SkipLog
 from speechtrain.data.sources import open_source
 from speechtrain.devices.hpu import _listed
 from speechtrain.errors import DataError, RunError, SpeechtrainError
-from speechtrain.files import MOST_BYTES, append_line, atomic, read_json, read_text, write_json, write_text
+from speechtrain.files import MOST_BYTES, append_line, atomic, read_text, write_json, write_text
 from speechtrain.launcher import Job, forwarded_environment, holds_secret, is_secret
-from speechtrain.run_directory import RunLock, read_about, read_device, read_failure, read_result
+from speechtrain.run_directory import (
+    RunLock,
+    read_about,
+    read_best,
+    read_device,
+    read_failure,
+    read_metrics,
+    read_result,
+)
 from speechtrain.supervision.supervise import supervise
 from speechtrain.tracking.console import TextLog
-from speechtrain.tracking.jsonl import Jsonl, read_metrics
+from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.tracking.tensorboard import TensorBoard
 from speechtrain.train_rank import _print_to
 
@@ -174,10 +182,10 @@ READS: dict[str, Callable[[Path], object]] = {
     "run.json": read_about,
     "device.json": read_device,
     "config.yaml": lambda run: load(run / "config.yaml"),
-    "metrics.jsonl": lambda run: read_metrics(run / "metrics.jsonl"),
+    "metrics.jsonl": lambda run: read_metrics(run),
     "skipped.jsonl": lambda run: SkipLog(str(run), 9, 1.0).refresh(),
     "checkpoints/step-00000001/checkpoint.json": lambda run: Checkpointer(run).weights(),
-    "checkpoints/best.json": lambda run: read_json(run / "checkpoints/best.json"),
+    "checkpoints/best.json": lambda run: read_best(run),
     "lock": lambda run: RunLock(run).acquire().release(),
 }
 
@@ -213,7 +221,7 @@ def test_a_long_record_is_read_by_lines(tmp_path: Path) -> None:
     rows = [json.dumps({"event": "train", "step": step, "text": "x" * 2000}) for step in range(20_000)]
     path.write_text("\n".join(rows))  # more than one whole file may have
     assert path.stat().st_size > 2 * MOST_BYTES
-    assert len(read_metrics(path)) == 20_000
+    assert len(read_metrics(tmp_path).rows) == 20_000
     with pytest.raises(OSError, match="the most are"):
         read_text(path)
     append_line(path, b"{}")

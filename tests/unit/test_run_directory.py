@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from speechtrain import run_directory
 from speechtrain.commands._start_run import _describe, _error_of, _is_complete
 from speechtrain.errors import RunError
 from speechtrain.files import write_json
-from speechtrain.run_directory import RESULT, RunLock, about, git_state, outcome, read_failure, read_result
+from speechtrain.run_directory import (
+    RESULT,
+    About,
+    BestCheckpoint,
+    CheckpointManifest,
+    DeviceRecord,
+    Log,
+    RunLock,
+    RunResult,
+    git_state,
+    origin,
+    outcome,
+    read_about,
+    read_best,
+    read_device,
+    read_failure,
+    read_manifest,
+    read_metrics,
+    read_result,
+    write_manifest,
+)
 from speechtrain.supervision import node_agent
 
 
@@ -101,17 +126,98 @@ def test_a_result_of_another_type_is_none(tmp_path: Path, key: str) -> None:
 
 
 def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
-    result = {"metrics": {"wer": 0.1, "dev/wer": 0.1}, "steps": 20}
-    assert outcome({}) == ""
-    assert outcome(result) == "dev/wer 10.00 %"  # of an earlier release
-    assert outcome({**result, "last_metrics": result["metrics"]}) == "dev/wer 10.00 %"
-    other = {"last_metrics": {"wer": 0.2, "dev/wer": None}, "checkpoint": "step-00000012"}
-    assert outcome({**result, **other}) == "best at step 12: dev/wer 10.00 %; last dev/wer -"
+    metrics = {"wer": 0.1, "dev/wer": 0.1}
+    assert outcome(None, None, None) == ""
+    assert outcome(metrics, None, None) == "dev/wer 10.00 %"  # of an earlier release
+    assert outcome(metrics, metrics, None) == "dev/wer 10.00 %"
+    latest = {"wer": 0.2, "dev/wer": None}
+    assert outcome(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
 
 
 def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:
-    said = about(["seed=2"])
+    said = origin(["seed=2"])
     assert said["argv"] == ["seed=2"]
     assert {"python", "torch", "lhotse", "speechtrain"} <= set(said["versions"])
     assert said["host"] == platform.node()
     assert git_state(tmp_path) == {}
+
+
+OTHERS = (7, 1.5, True, "x", [7], [None], {"a": [1]}, {"a": {"b": {}}}, [["a"]], 10**400)
+READERS: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
+    "run.json": (
+        read_about,
+        About(["a"], {"dirty": True}, overrides=["a=1"], latest={"argv": ["a"]}),
+        About(),
+    ),
+    "device.json": (read_device, DeviceRecord("cpu", "one", "fp32", {"lstm": "loop"}, {"plain": 1.5}), None),
+    "result.json": (
+        read_result,
+        RunResult("finished", 0.5, {"wer": 0.5, "x": None}, limits={"keep": 2}),
+        None,
+    ),
+    "checkpoint.json": (read_manifest, CheckpointManifest(1, 7, {"state.pt": "ab"}, 0.5, {"wer": 0.5}), None),
+    "checkpoints/best.json": (read_best, BestCheckpoint("step-00000007", 0.5), None),
+}
+"""The reader of each JSON file of a run, a record, and what stands for a file that does not fit."""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_record_reads_back_and_its_unknown_keys_are_ignored(name: str, tmp_path: Path) -> None:
+    read, record, empty = READERS[name]
+    assert read(tmp_path) == empty
+    write_json(tmp_path / name, {**asdict(record), "of a later release": [1]})
+    assert read(tmp_path) == record
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_each_field_of_another_type_is_one_warning(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, record, empty = READERS[name]
+    path = tmp_path / name
+    for key in asdict(record):
+        misfits = 0
+        for value in OTHERS:
+            write_json(path, {**asdict(record), key: value})
+            misfits += read(tmp_path) == empty
+        assert misfits >= len(OTHERS) - 3, key  # An integer is a float, and some texts fit.
+        assert f"{path} is damaged and not used ({key} has a value of another type)" in caplog.messages
+    assert len(caplog.messages) == len({*caplog.messages})
+
+
+def test_numbers_that_are_not_finite_and_deep_nesting_are_damage(tmp_path: Path) -> None:
+    path = tmp_path / RESULT
+    brackets = "[" * 5_000 + "]" * 5_000
+    for text in ("NaN", "-Infinity", "1e999", "1" + "0" * 400, brackets):
+        path.write_text(f'{{"status": "finished", "metric": {text}}}')
+        assert read_result(tmp_path) is None
+    brackets = "[" * 900 + "]" * 900
+    path.write_text(f'{{"status": "finished", "limits": {{"a": {brackets}}}}}')
+    assert read_result(tmp_path) is None
+
+
+def test_a_manifest_has_its_own_digest_and_that_of_an_earlier_release_has_none(tmp_path: Path) -> None:
+    write_manifest(tmp_path, CheckpointManifest(1, 7, {}))
+    text = (tmp_path / "checkpoint.json").read_text()
+    assert read_manifest(tmp_path) == CheckpointManifest(1, 7, {})
+    (tmp_path / "checkpoint.json").write_text(text.replace(": 7", ": 8"))
+    assert read_manifest(tmp_path) is None
+    (tmp_path / "checkpoint.json").write_text('{"format": 1, "step": 7, "files": {}}')
+    assert read_manifest(tmp_path) == CheckpointManifest(1, 7, {})
+
+
+def test_a_log_is_read_up_to_a_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"event": "train", "step": step} for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_metrics(tmp_path) == Log(rows)
+    monkeypatch.setattr(run_directory, "_MOST_ROWS", 3)
+    assert read_metrics(tmp_path) == Log(rows[:3], 2)
+
+
+def test_restarts_take_linear_time(tmp_path: Path) -> None:
+    """Each restart goes one step back. A quadratic reader takes minutes, and the time limit ends it."""
+    lines = []
+    for step in range(1, 50_001):
+        lines += [json.dumps({"event": "train", "step": number}) for number in (step + 1, step)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert [row["step"] for row in read_metrics(tmp_path).rows] == [*range(1, 50_001)]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import FORMAT, Checkpointer, _write_manifest, validated
+from speechtrain.checkpoint.whole import FORMAT, Checkpointer, validated
 from speechtrain.errors import RunError
 from speechtrain.files import read_json
+from speechtrain.run_directory import read_manifest, write_manifest
 
 from ...conftest import Disk
 
@@ -111,11 +112,12 @@ def test_damage_is_named_and_the_one_before_is_loaded(
     value = Value(torch.zeros(100))
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
     assert torch.equal(value.tensor, torch.full((100,), 10.0))
-    assert len(caplog.messages) == 1
-    assert "step-00000020" in caplog.messages[0]
+    assert "checkpoint not loaded" in caplog.messages[-1]
+    assert all("step-00000020" in message for message in caplog.messages)
+    count = len(caplog.messages)
     # a second start neither trips over it nor loads it
     assert Checkpointer(tmp_path).restore({"value": value}) == 10
-    assert len(caplog.messages) == 1
+    assert len(caplog.messages) == count
 
 
 def test_all_damaged_means_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,8 +155,9 @@ def test_what_a_kill_left_at_the_last_save_is_removed_by_the_next_start(tmp_path
 
 def of_the_next_format(folder: Path) -> None:
     """Change a checkpoint to what a later version might write."""
-    manifest = json.loads((folder / "checkpoint.json").read_text())
-    _write_manifest(folder, {**manifest, "format": FORMAT + 1})
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    write_manifest(folder, replace(manifest, format=FORMAT + 1))
 
 
 def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
@@ -309,8 +312,6 @@ def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(
     checkpointer.note(4, 0.9, {})
     assert [folder.name for folder in checkpointer.folders()] == ["step-00000002", "step-00000004"]
     assert note.read_bytes() == sound
-    assert len(caplog.messages) == 1
-    assert "did not name the best checkpoint, step-00000002" in caplog.messages[0]
 
 
 def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
@@ -336,7 +337,7 @@ def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
     assert unchanged < 0.2 * 8 * len(sound)
     manifest.write_bytes(sound.replace(b"0.25", b"0.95"))
     assert Checkpointer(tmp_path).weights("best")[0].name == "step-00000003"
-    assert [f"{manifest} is damaged; if this was the best, it is not used"] == caplog.messages
+    assert f"{manifest} is damaged and not used (it does not match its own sha256)" in caplog.messages
 
 
 def test_a_validation_is_noted_where_its_checkpoint_is(tmp_path: Path) -> None:
@@ -403,4 +404,4 @@ def test_a_manifest_that_is_no_manifest_is_damage(
     saved(tmp_path, (10,))
     (tmp_path / "checkpoints" / "step-00000010" / "checkpoint.json").write_text(content)
     assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) is None
-    assert "training starts at step 0" in caplog.messages[0]
+    assert "training starts at step 0" in caplog.text

@@ -12,7 +12,7 @@ import yaml
 
 from speechtrain.commands import evaluate, prepare
 from speechtrain.commands._cli import guarded
-from speechtrain.commands._loaded_run import LoadedRun
+from speechtrain.commands._loaded_run import LoadedRun, load
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.run_directory import RunLock
 from speechtrain.training.evaluation import Outcome
@@ -191,3 +191,21 @@ def test_no_run_no_checkpoint_and_a_damaged_one(run_dir: Path, tmp_path: Path) -
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(RunError, match="does not match its sha256"):
         evaluate.run([str(damaged)])
+
+
+def test_a_stored_config_does_not_choose_where_evaluation_writes(
+    run_dir: Path, dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of the stored config would make folders elsewhere, and put the environment into their names."""
+    monkeypatch.setenv("TOKEN", "secret")
+    run = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    content = yaml.safe_load((run / "config.yaml").read_text())
+    content["data"] |= dict.fromkeys(("cache", "stage", "run_dir"), f"{tmp_path}/far/${{oc.env:TOKEN}}")
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    loaded = load(run, ONE)
+    assert (loaded.opened.config.data.cache, loaded.opened.config.data.run_dir) == (None, str(run))
+    loaded.evaluate({"dev": f"{dev}/valid.jsonl"})
+    assert not (tmp_path / "far").exists()
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    load(run, ONE, f"data.cache={tmp_path}/near").evaluate({"dev": f"{dev}/valid.jsonl"})
+    assert (tmp_path / "near" / "index").is_dir()

@@ -23,7 +23,7 @@ from speechtrain.commands._start_run import _conclude, _has_learnt_nothing, _is_
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError, RunError
-from speechtrain.run_directory import rank_folder, read_failure
+from speechtrain.run_directory import RunResult, rank_folder, read_failure
 
 from ...conftest import Disk
 
@@ -42,7 +42,7 @@ def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
     command = read([*DRY, *overrides])
     config = continued(run_dir, command)
-    assert start_run(command, config, {})["status"] == "dry run"
+    assert start_run(command, config, {}).status == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
     return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
 
@@ -60,7 +60,7 @@ def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
 def test_a_run_that_has_learnt_nothing_is_told_apart(
     steps: int, metrics: dict[str, Any], is_poor: bool
 ) -> None:
-    assert _has_learnt_nothing({"steps": steps, "metrics": metrics}) is is_poor
+    assert _has_learnt_nothing(RunResult("finished", metrics=metrics, steps=steps)) is is_poor
 
 
 HOSTS = {
@@ -327,7 +327,7 @@ def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -
         (rank_folder(tmp_path, rank) / "result.json").write_text(json.dumps(outcome))
     failure = read_failure(tmp_path)
     assert failure is not None
-    assert failure["rank"] == 1
+    assert failure.rank == 1
 
 
 def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
@@ -345,9 +345,8 @@ def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
 @pytest.mark.parametrize("result", [{}, {"metric": 0.5}, {"metrics": None}])
 def test_a_result_that_is_not_whole_is_passed_over(result: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
-    whole = {"status": "finished", "steps": 7, "metric": 0.5, "metrics": {}}
-    assert _is_complete(whole, tmp_path)
-    assert not _is_complete({"status": "finished", "steps": 7, **result}, tmp_path)
+    assert _is_complete(RunResult("finished", 0.5, {}, steps=7), tmp_path)
+    assert not _is_complete(RunResult("finished", steps=7, **result), tmp_path)
 
 
 def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +391,7 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     assert "</html>" in (run_dir / "report.html").read_text()
     (run_dir / "report.html").unlink()
     command = read(["model=rnnt", "precision=bf16", "data.train.utterances=16", f"run_dir={run_dir}"])
-    _conclude(load(run_dir / "config.yaml"), command, {})
+    _conclude(load(run_dir / "config.yaml"), command, RunResult("finished"))
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
     own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
@@ -405,5 +404,5 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
         [{"path": "a.csv"}],
     ):
         config.data.train = own_files
-        _conclude(config, command, {})
+        _conclude(config, command, RunResult("finished"))
         assert capsys.readouterr().out.startswith("report: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from speechtrain.commands import train
 from speechtrain.commands._cli import guarded
 from speechtrain.commands._hydra_app import compose
-from speechtrain.commands._started_runs import START_ID, remember, require_started, start_id, state_folder
+from speechtrain.commands._started_runs import remember, require_started, start_id, state_folder
 from speechtrain.config.resolved import dump
 from speechtrain.errors import RunError
+from speechtrain.run_directory import RunLock, other_owner
 
 from .conftest import TINY
 
@@ -33,7 +35,7 @@ def started(run_dir: Path) -> Path:
     """A run directory with the id of a start by this user."""
     run_dir.mkdir(parents=True)
     identifier = start_id(run_dir)
-    (run_dir / "run.json").write_text(json.dumps({START_ID: identifier}))
+    (run_dir / "run.json").write_text(json.dumps({"start_id": identifier}))
     remember(run_dir)
     return run_dir
 
@@ -44,7 +46,7 @@ def received(run_dir: Path, overrides: Sequence[str]) -> Path:
     config = compose(list(overrides))
     config.run_dir = str(run_dir)
     (run_dir / "config.yaml").write_text(dump(config))
-    stored = {"argv": list(overrides), "overrides": list(overrides), START_ID: "0" * 32}
+    stored = {"argv": list(overrides), "overrides": list(overrides), "start_id": "0" * 32}
     (run_dir / "run.json").write_text(json.dumps(stored))
     return run_dir
 
@@ -56,7 +58,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_require_started_accepts_a_run_of_this_user(tmp_path: Path, state: Path) -> None:
     run_dir = started(tmp_path / "run")
     require_started(run_dir)
-    assert start_id(run_dir) == json.loads((run_dir / "run.json").read_text())[START_ID]
+    assert start_id(run_dir) == json.loads((run_dir / "run.json").read_text())["start_id"]
     assert state_folder() == state
     assert state.stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_mode & 0o777 for path in state.iterdir()] == [0o600]
@@ -144,3 +146,28 @@ def test_train_continues_what_the_user_has_started(
     capsys.readouterr()
     assert train.run(command) == 0
     assert f"{run_dir} is done: finished at step 3" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+def test_a_folder_of_another_user_is_trained_in_only_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    acquire = RunLock.acquire
+
+    def acquire_of_another_user(self: RunLock) -> RunLock:
+        """Another user makes the folder between the check and the start."""
+        os.chown(self.path.parent, 65534, 65534)
+        return acquire(self)
+
+    assert other_owner(tmp_path) is None
+    monkeypatch.setattr(RunLock, "acquire", acquire_of_another_user)
+    assert guarded(lambda: train.run([*TINY])) == RunError.exit_code
+    assert "belongs to user 65534, who can change what it executes; run_dir=" in capsys.readouterr().err
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in run_dir.iterdir()] == ["lock"]
+    assert other_owner(run_dir) == 65534
+    assert (
+        guarded(lambda: train.run([*TINY, f"run_dir={run_dir}", "launcher=local", "launcher.inline=true"]))
+        == 0
+    )
+    assert f"{run_dir} belongs to user 65534" in capsys.readouterr().out

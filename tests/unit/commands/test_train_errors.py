@@ -89,6 +89,7 @@ WRONG = [
     (["trainer.ema=1"], CONFIG, ["trainer.ema"]),
     (["trainer.clip=-1"], CONFIG, ["trainer.clip"]),
     (["trainer.profile=5:2"], CONFIG, ["trainer.profile", "A:B"]),
+    (["trainer.profile='²:²'"], CONFIG, ["trainer.profile", "A:B"]),
     (["trainer=5"], CONFIG, ["trainer"]),
     (["world_size=eight"], CONFIG, ["world_size", "'eight'"]),
     (["world_size=0"], CONFIG, ["world_size=0"]),

@@ -169,6 +169,16 @@ def test_captions_have_two_lines_and_end_at_pauses() -> None:
     assert written(transcript, "ctm").splitlines()[0] == "a_b 1 0.500 0.600 seven 0.500"
 
 
+@pytest.mark.parametrize("delay", [1e308, -1e308])
+def test_words_stay_in_their_recording(delay: float) -> None:
+    """A stranger's checkpoint may state any delay."""
+    hypothesis = Hypothesis(
+        (1,), "a", -1.0, times=(1.0,), ends=(1.1,), confidences=(0.5,), tokenizer=Characters()
+    )
+    (word,) = Transcript("a", "a", 40.0, (Segment(1.0, 40.0, hypothesis),), delays=(delay, delay)).words
+    assert 0 <= word.start <= word.end <= 40.0
+
+
 def test_a_manifest_is_transcribed_by_its_ids(
     run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

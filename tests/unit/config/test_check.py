@@ -280,29 +280,54 @@ def test_values_of_the_environment_stay_out_of_the_file(
     assert "secret" not in text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("${ oc.env:TOKEN}", "${oc.env :TOKEN}", "${oc.env\t: TOKEN }", "${oc.decode:${ oc.env:TOKEN}}"),
-        *("${oc.${tokenizer.normaliser}:TOKEN}", "a${oc.env:NONE,${oc.env:TOKEN}}", "${oc.env:'TOKEN'}"),
-        *("${oc.create:{a: '\\${oc.env:TOKEN}'}}", "${oc.dict.values:trainer}", "${data.cache}"),
-    ],
-)
-def test_a_secret_stays_out_however_it_is_spelt(
-    text: str, config: DictConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TOKEN", "secret")
+TOKEN = "${oc.env:TOKEN}"
+SPELLINGS = {
+    **dict.fromkeys(
+        ("${ oc.env:TOKEN}", "${oc.env :TOKEN}", "${oc.env\t: TOKEN }", "${oc.env:'TOKEN'}"), TOKEN
+    ),
+    "${oc.${tokenizer.normaliser}:TOKEN}": TOKEN,
+    "${oc.create:{a: '\\${oc.env:TOKEN}'}}": {"a": TOKEN},
+    "${data.cache}": f"x{TOKEN}",
+    "a${oc.env:NONE,b}${seed}": "a${oc.env:NONE,'b'}1",
+    "${oc.env:NONE,null}": "${oc.env:NONE,null}",
+}
+"""Spellings of a value from the environment, and how a run stores it."""
+DERIVED = ["${oc.decode:${oc.env:NUMBER}}", "a${oc.env:NONE,${oc.env:TOKEN}}", '${oc.env:NONE,"it\'s"}']
+DERIVED += ["${oc.select:${oc.env:KEY}}", "${length:${oc.env:TOKEN}}", "\\${seed}"]
+
+
+def configured(config: DictConfig, text: str) -> DictConfig:
     config = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
     config.data.cache = "x${ oc.env :TOKEN}"
     config.trainer.target = "${oc.env: TOKEN}"
     config.tokenizer.normaliser = "env"
     config.tokenizer.alphabet = text
     config.model.names = ["a", text, {"b": text}]
-    held = yaml.safe_load(dump(config))
-    assert "secret" not in json.dumps(held)
-    assert held["tokenizer"]["alphabet"] == text
-    assert held["model"]["names"] == ["a", text, {"b": text}]
+    return config
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_a_secret_stays_out_however_it_is_spelt(
+    text: str, config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    config = configured(config, text)
+    stored = yaml.safe_load(dump(config))
+    assert "secret" not in json.dumps(stored)
+    assert stored["tokenizer"]["alphabet"] == SPELLINGS[text]
+    assert stored["model"]["names"] == ["a", SPELLINGS[text], {"b": SPELLINGS[text]}]
     assert resolved(config)["data"]["cache"] == "xsecret"  # OmegaConf's own resolver is back
+
+
+@pytest.mark.parametrize("text", DERIVED)
+def test_what_is_derived_from_the_environment_is_not_stored(
+    text: str, config: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TOKEN": "secret", "NUMBER": "4", "KEY": "seed"}.items():
+        monkeypatch.setenv(name, value)
+    OmegaConf.register_new_resolver("length", len, replace=True)
+    with pytest.raises(ConfigError, match=r"model\.names: a run stores values and \$\{oc\.env:NAME"):
+        dump(configured(config, text))
 
 
 def test_a_path_is_stored_absolute_so_that_a_run_works_from_any_folder(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra.core.hydra_config import HydraConfig
 
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config import resolved
@@ -37,33 +36,39 @@ def test_a_text_that_is_no_small_config(tmp_path: Path, text: str) -> None:
     assert len(read_run(tmp_path).config) <= 1  # of a report, which shows a damaged run too
 
 
-def levels(first: Any, repeat: Callable[[str], Any]) -> dict[str, Any]:
-    return {"z0": first} | {f"z{i}": repeat(f"model.z{i - 1}") for i in range(1, 10)}
+REFERENCES = ["${model.b}", "${no.such.resolver:x}", "${hydra:runtime.cwd}", "${oc.create:x}", "${run_dir}"]
+REFERENCES += ["${oc.env:${seed}}", "${oc.env:A,${seed}}", "${oc.decode:${oc.env:A}}", "${ oc.env:A}", "${"]
+REFERENCES += ["${oc.env:A,'${seed}'}", "${oc.e${oc.env:A}nv:A}", "$${oc.env:A}{seed}", "${oc.env:A,\\'}"]
 
 
-REPEATED = [
-    levels("y" * 10, lambda key: f"${{{key}}}" * 10),
-    levels("", lambda key: f"${{{key}}}" * 10),
-    levels("", lambda key: f"${{oc.select:{key}}}" * 10),
-    levels(["y"] * 10, lambda key: [f"${{{key}}}"] * 10),
-    {"a": "${model.b}", "b": "${model.a}"},
-    {"a": "${oc.create:" * 300 + "x" + "}" * 300},
-    {"a": "${no.such.resolver:x}"},
-    {"a": "${hydra:runtime.cwd}"},
-]
-
-
-@pytest.mark.parametrize("keys", REPEATED, ids=range(len(REPEATED)))
-def test_values_that_repeat_one_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+@pytest.mark.parametrize("text", REFERENCES)
+@pytest.mark.parametrize("kind", [str, lambda text: [text], lambda text: {text: 1}])
+def test_a_stored_config_refers_to_the_environment_only(
+    tmp_path: Path, text: str, kind: Callable[[str], Any]
 ) -> None:
-    monkeypatch.setattr(resolved, "_MOST_RESOLVED", 10_000)  # a tenth of the time
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in `evaluate`: no sweep before it
     content = yaml.safe_load(resolved.dump(compose(["run_dir=x"])))
-    content["model"] |= keys
+    content["model"]["a"] = kind(text)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content, width=10**6))
-    with pytest.raises(RunError, match="is damaged"):
+    with pytest.raises(RunError, match="refers to more than"):
         resolved.load(tmp_path / "config.yaml")
+    assert not read_run(tmp_path).config
+
+
+def test_a_stored_config_may_refer_to_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A", "b")
+    content = yaml.safe_load(resolved.dump(compose(["run_dir=x"])))
+    texts = [
+        "${oc.env:A}",
+        "x/${oc.env:A}/${oc.env:A,c}",
+        "${oc.env:NONE,null}",
+        "${oc.env:NONE,'/a b{c'}",
+        "$x",
+    ]
+    content["model"]["a"] = texts
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content, width=10**6))
+    assert list(resolved.load(tmp_path / "config.yaml").model.a) == ["b", "x/b/b", None, "/a b{c", "$x"]
 
 
 @pytest.mark.parametrize(

@@ -409,8 +409,8 @@ def test_what_a_checkpoint_holds(told: list[dict[str, Any]], folder: Path) -> No
     (step,) = checkpointer.folders()
     manifest = checkpointer.verify(step)
     shards = [f"shards/shard-0000{rank + 1}-model-00001-of-00001.safetensors" for rank in range(RANKS)]
-    assert manifest["format"] == SHARDED
-    assert sorted(manifest["files"]) == ["model.safetensors", *shards, "state.pt"]
+    assert manifest.format == SHARDED
+    assert sorted(manifest.files) == ["model.safetensors", *shards, "state.pt"]
     assert not [path for path in step.rglob("*") if path.suffix in (".distcp", ".metadata", ".pkl")]
     chosen, weights = checkpointer.weights("best")
     assert chosen == step

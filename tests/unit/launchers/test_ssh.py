@@ -41,6 +41,14 @@ def test_what_cannot_be_shared_is_refused(
         launcher(tmp_path, text, nodes=nodes).check(job(tmp_path, world_size))
 
 
+def test_the_number_of_nodes_may_be_text_of_the_environment(tmp_path: Path) -> None:
+    launcher(tmp_path, "a\nb\n", nodes="2").check(job(tmp_path, 2))
+    with pytest.raises(ConfigError, match="names 2 hosts"):
+        launcher(tmp_path, "a\nb\n", nodes="3").check(job(tmp_path, 3))
+    with pytest.raises(ConfigError, match="nodes=two: it must be a number of hosts"):
+        launcher(tmp_path, "a\nb\n", nodes="two")
+
+
 def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"launcher\.hostfile=.*nowhere: No such file"):
         Ssh(str(tmp_path / "nowhere")).check(job(tmp_path))

@@ -18,11 +18,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
+from speechtrain import run_directory
 from speechtrain.commands._cli import guarded
 from speechtrain.commands.report import run as report
+from speechtrain.errors import RunError
 from speechtrain.report.chart import Chart, Line, short, smoothed
 from speechtrain.report.page import align, page
-from speechtrain.report.run import Curve, differing, names_of, read_run
+from speechtrain.report.run import Curve, differing, names_of, read_run, runs_in
 from speechtrain.tracking.jsonl import Jsonl
 
 VOID = {"meta", "br"}
@@ -505,6 +507,38 @@ def test_a_missing_or_empty_directory_is_one_line_and_code_5(tmp_path: Path) -> 
         assert done.returncode == 5
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"speechtrain: error: {argument}: {words}")
+
+
+def test_links_that_lead_out_of_a_folder_of_runs_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    private = _write(tmp_path / "home", config="token: PRIVATE\n")
+    runs = tmp_path / "runs"
+    _write(runs / "a", result={"status": "finished"}, config="seed: 1\n")
+    (runs / "b").symlink_to("a")
+    (runs / "x").symlink_to("../home")
+    assert runs_in(str(runs)) == [runs / "a", runs / "b"]
+    (runs / "a" / "config.yaml").unlink()
+    with pytest.raises(RunError, match="no run in it"):
+        report([str(runs)])
+    assert list(private.iterdir()) == [private / "config.yaml"]
+
+
+def test_a_page_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"id": "a", "reference": "one two", "hypothesis": "one"}
+    long_row = {"id": "b", "reference": "one " * 10_001, "hypothesis": ""}
+    events = [("valid", {"step": 1, "set": f"s{number}", "wer": 0.1}) for number in range(40)]
+    events.append(("examples", {"step": 1, "set": "s0", "rows": [row, long_row, *[row] * 38]}))
+    folder = _write(tmp_path / "run", *events, config="a: ${b}\nb: 1\n")
+    monkeypatch.setattr(run_directory, "_MOST_ROWS", 41)
+    (folder / "skipped.jsonl").write_text('{"id": "a"}\n' * 50)
+    run = read_run(folder)
+    assert run.notes[:2] == ("9 lines of logs are left out", "10 sets are left out")
+    assert "config.yaml is damaged ('${b}' refers to more than ${oc.env:NAME,default})" in run.notes[2]
+    assert len(run.valid["wer"]) == 30
+    text = Page(page([run])).words
+    assert "29 of 40 shown" in text
+    assert all(note in text for note in run.notes)
 
 
 def test_a_folder_of_runs_is_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

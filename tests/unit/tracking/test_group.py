@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from speechtrain.run_directory import read_metrics
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import Trackers
-from speechtrain.tracking.jsonl import Jsonl, read_metrics
+from speechtrain.tracking.jsonl import Jsonl
 
 
 class Recorder(Tracker):
@@ -130,7 +131,7 @@ def test_a_real_record_survives_a_disk_without_room(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     group.log("train", {"step": 3})
     group.close()
-    assert [e["step"] for e in read_metrics(path)] == [3]
+    assert [e["step"] for e in read_metrics(path.parent).rows] == [3]
     err = capsys.readouterr().err
     assert err.count("File too large") == 1
     assert "missed 2 events" in err

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from speechtrain.tracking.jsonl import Jsonl, read_metrics
+from speechtrain.run_directory import read_metrics
+from speechtrain.tracking.jsonl import Jsonl
 
 
 def _log(folder: Path, *events: tuple[str, dict[str, Any]]) -> Path:
@@ -90,7 +91,7 @@ def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
         ("warning", {"message": "void", "step": 3}),
         ("end", {"status": "preempted", "steps": 4}),
     )
-    path = _log(
+    _log(
         tmp_path,
         ("start", {"steps": 9}),
         ("warning", {"message": "fell back"}),
@@ -101,7 +102,7 @@ def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
         ("valid", {"step": 3, "set": "b", "attempt": 2}),
         ("valid", {"step": 3, "set": "b", "attempt": 3}),
     )
-    events = read_metrics(path)
+    events = read_metrics(tmp_path).rows
     assert [(e["event"], e.get("step"), e.get("attempt")) for e in events] == [
         ("start", None, None),
         ("train", 1, 1),
@@ -120,13 +121,13 @@ def test_a_resumed_run_takes_the_last_word_of_each_step(tmp_path: Path) -> None:
 
 def test_several_warnings_at_one_step_all_stand(tmp_path: Path) -> None:
     path = _log(tmp_path, *[("warning", {"message": m, "step": 5}) for m in ("one", "two")])
-    assert [e["message"] for e in read_metrics(path)] == ["one", "two"]
+    assert [e["message"] for e in read_metrics(path.parent).rows] == ["one", "two"]
 
 
 def test_an_attempt_that_began_again_voids_what_it_has_not_reached(tmp_path: Path) -> None:
     first = [("start", {}), _train(10, attempt=1), _train(20, attempt=1), ("valid", {"step": 20, "set": "a"})]
     path = _log(tmp_path, *first, ("start", {}), _train(10, attempt=2))
-    events = read_metrics(path)
+    events = read_metrics(path.parent).rows
     assert [(e["event"], e.get("step"), e.get("attempt")) for e in events] == [
         ("start", None, None),
         ("start", None, None),
@@ -142,19 +143,19 @@ def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_is_continued(tmp_pa
         (folder / "metrics.jsonl").write_bytes(whole[:size])
         ended = whole[: size + 1].count(b"\n")  # a line that lacks only its line feed is whole
         path = folder / "metrics.jsonl"
-        assert [e["step"] for e in read_metrics(path)] == list(range(1, ended + 1))
+        assert [e["step"] for e in read_metrics(path.parent).rows] == list(range(1, ended + 1))
         _log(folder, _train(10))
-        assert [e["step"] for e in read_metrics(path)] == [*range(1, ended + 1), 10]
+        assert [e["step"] for e in read_metrics(path.parent).rows] == [*range(1, ended + 1), 10]
 
 
 def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'\xff\xfe\n[1]\n{"step": 1}\n{"event": 3}\nnull\n\n{"event": "train", "step": 1}\n')
-    assert read_metrics(path) == [{"event": "train", "step": 1}]
+    assert read_metrics(path.parent).rows == [{"event": "train", "step": 1}]
 
 
 def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(tmp_path).rows == []
 
 
 def test_a_line_torn_by_a_full_disk_does_not_spoil_the_next(tmp_path: Path) -> None:
@@ -170,4 +171,4 @@ def test_a_line_torn_by_a_full_disk_does_not_spoil_the_next(tmp_path: Path) -> N
     tracker.log("train", {"step": 3})
     tracker.close()
     assert len(tracker.path.read_bytes().splitlines()) == 3
-    assert [e["step"] for e in read_metrics(tracker.path)] == [1, 3]
+    assert [e["step"] for e in read_metrics(tmp_path).rows] == [1, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from speechtrain.config.build import build_data
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.precision import BF16, FP32, Precision
+from speechtrain.run_directory import DeviceRecord
 from speechtrain.task import Task
 from speechtrain.train_rank import build_task
 from speechtrain.training import autotune
@@ -58,7 +60,9 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> dict[ComputePolicy, float]:
     return seconds
 
 
-def choose(record: dict[str, Any], chip: CPU, parts: tuple[Task, DataModule], precision: Precision) -> Any:
+def choose(
+    record: DeviceRecord | None, chip: CPU, parts: tuple[Task, DataModule], precision: Precision
+) -> Any:
     return choose_policy(record, chip, precision, task=parts[0], data=parts[1])
 
 
@@ -66,18 +70,18 @@ def test_the_fastest_is_chosen_and_kept_with_its_times(
     planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule]
 ) -> None:
     planted |= {PLAIN: 1.0, NARROW: 0.8, LOOP: 0.5}
-    record = choose({}, Chip(), parts, BF16())
-    assert ComputePolicy.from_record(record["policy"]) == LOOP
-    assert list(record["milliseconds"].values()) == [1000.0, 800.0, 500.0]
-    assert (record["device"], record["chip"], record["precision"]) == ("cpu", "one", "bf16")
+    record = choose(None, Chip(), parts, BF16())
+    assert ComputePolicy.from_record(record.policy) == LOOP
+    assert list(record.milliseconds.values()) == [1000.0, 800.0, 500.0]
+    assert (record.device, record.chip, record.precision) == ("cpu", "one", "bf16")
 
 
 def test_bf16_that_is_not_faster_is_fp32_with_a_warning(
     planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
     planted |= {PLAIN: 1.0, NARROW: 0.95, LOOP: 2.0}
-    record = choose({}, Chip(), parts, BF16())
-    assert ComputePolicy.from_record(record["policy"]) == PLAIN
+    record = choose(None, Chip(), parts, BF16())
+    assert ComputePolicy.from_record(record.policy) == PLAIN
     assert "precision=bf16: training is in fp32" in caplog.text
 
 
@@ -85,7 +89,7 @@ def test_the_recorded_choice_wins_and_is_not_timed_again(
     planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule], caplog: pytest.LogCaptureFixture
 ) -> None:
     planted |= {PLAIN: 1.0, NARROW: 0.5, LOOP: 2.0}
-    record = choose({}, Chip(), parts, BF16())
+    record = choose(None, Chip(), parts, BF16())
     planted.clear()  # a timing would raise KeyError
     assert choose(record, Chip(), parts, BF16()) == record
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
@@ -94,19 +98,19 @@ def test_the_recorded_choice_wins_and_is_not_timed_again(
 
 
 def test_a_record_of_other_settings_is_not_used(parts: tuple[Task, DataModule]) -> None:
-    record = choose({}, Chip(policies=[LOOP]), parts, BF16())
+    record = choose(None, Chip(policies=[LOOP]), parts, BF16())
     assert recorded_policy(record, Chip(), BF16()) == LOOP
     assert recorded_policy(record, Chip(), FP32()) is None
     assert recorded_policy(record, Chip(policies=[PLAIN, NARROW]), BF16()) is None
     assert recorded_policy(record, Chip("other", [PLAIN]), BF16()) is None  # device.autotune=false
-    assert recorded_policy({**record, "policy": "?"}, Chip(), BF16()) is None
-    assert recorded_policy({"matmul": "medium", "chip": "one"}, Chip(), BF16()) is None  # of release 0.1.0
+    assert recorded_policy(replace(record, policy={"lstm": "?"}), Chip(), BF16()) is None
+    assert recorded_policy(None, Chip(), BF16()) is None
 
 
 def test_one_policy_is_not_timed(planted: dict[ComputePolicy, float], parts: tuple[Task, DataModule]) -> None:
-    record = choose({}, Chip(policies=[LOOP]), parts, BF16())
-    assert ComputePolicy.from_record(record["policy"]) == LOOP
-    assert "milliseconds" not in record
+    record = choose(None, Chip(policies=[LOOP]), parts, BF16())
+    assert ComputePolicy.from_record(record.policy) == LOOP
+    assert record.milliseconds is None
 
 
 def test_a_timing_changes_neither_weights_nor_the_order_of_training(parts: tuple[Task, DataModule]) -> None:
