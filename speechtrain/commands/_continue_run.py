@@ -99,7 +99,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
 
 
 def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
-    """Remove ``trainer.max_hours``, a recipe's, if the user's ``keys`` have another length of the run."""
+    """Set a recipe's ``trainer.max_hours`` to null if the user's ``keys`` set another length of the run."""
     lengths = [key for key in _LENGTHS if key in keys and OmegaConf.select(config, key) is not None]
     hours = OmegaConf.select(config, "trainer.max_hours")
     if lengths and hours is not None and "trainer.max_hours" not in keys:
@@ -163,7 +163,7 @@ def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) ->
 def _settle_limits(
     config: DictConfig, overrides: Sequence[str], first: Sequence[str], new: Sequence[str]
 ) -> None:
-    """Let ``new`` lengths replace a recipe's hours, which are not among the overrides of the ``first`` start.
+    """Let a length among ``new`` replace a recipe's hours, unless the ``first`` start has typed hours.
 
     Print one line if a limit of the first start is repeated, and a later start has changed it since.
     """

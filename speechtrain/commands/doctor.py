@@ -327,7 +327,7 @@ def _host_memory(config: DictConfig, device: Device) -> Iterator[Finding]:
     from speechtrain.config.build import build_launcher
 
     if device.facts.host_gib:
-        processes = math.ceil((config.world_size or 1) / build_launcher(config).host_count())
+        processes = math.ceil(config.world_size / build_launcher(config).host_count())
         needed = device.facts.host_gib * processes
         memory = psutil.virtual_memory().total / 2**30
         found = f"{memory:.0f} GiB; the vendor's recipe for {processes} cards asks for {needed} GiB a host"
