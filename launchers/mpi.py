@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from speechtrain.errors import ConfigError
-from speechtrain.files import read_bytes
-from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment
+from speechtrain.launcher import AGENT, PARENT, Job, Launcher, Result, forwarded_environment, host_lines
 from speechtrain.supervision.rendezvous import rendezvous_port, why_taken
 from speechtrain.supervision.supervise import supervise
 
@@ -63,7 +62,10 @@ class Mpi(Launcher):
         return next((name for name, word in _SAYS.items() if re.search(word, said.stdout + said.stderr)), "")
 
     def check(self, job: Job) -> None:
-        self._first_host()
+        self._hosts()
+
+    def host_count(self) -> int:
+        return len(set(self._hosts()))
 
     def lacking(self, job: Job) -> str:
         program, engine = self.found_program, self.found_engine
@@ -90,7 +92,7 @@ class Mpi(Launcher):
     def _command(self, job: Job) -> list[str]:
         environment = {
             **forwarded_environment(job, self.forward),
-            "MASTER_ADDR": self._first_host(),
+            "MASTER_ADDR": self._hosts()[0],
             "MASTER_PORT": str(self._port(job)),
         }
         # without an mpirun here, a dry run shows that of Open MPI
@@ -105,18 +107,13 @@ class Mpi(Launcher):
             *(*(self.options or ()), "env", *alone, *assignments, *job.on_host(job.command)),
         ]
 
-    def _first_host(self) -> str:
+    def _hosts(self) -> list[str]:
         if self.hostfile is None:
-            return "127.0.0.1"
-        try:
-            lines = read_bytes(self.hostfile, follow=True).decode().splitlines()
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "strerror", error)
-            raise ConfigError(f"launcher.hostfile={self.hostfile}: {cause}; set another") from None
-        named = [words[0] for line in lines if (words := line.partition("#")[0].split())]
-        if not named:
+            return ["127.0.0.1"]
+        lines = host_lines(self.hostfile)
+        if not lines:
             raise ConfigError(f"launcher.hostfile={self.hostfile} names no host; add at least one")
-        return named[0].partition(":")[0]  # Hydra's format is host:ranks
+        return [re.split(r"[\s:]", line)[0] for line in lines]  # Hydra's format is host:ranks
 
     def _port(self, job: Job) -> int:
         """A free port if the ranks meet on this machine; on another host, the run's own port, unchecked."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from speechtrain.errors import ConfigError, MachineError, one_line
-from speechtrain.files import read_bytes, write_text
+from speechtrain.files import write_text
 from speechtrain.launcher import (
     AGENT,
     Job,
@@ -26,6 +26,7 @@ from speechtrain.launcher import (
     Result,
     escape_for_torchrun,
     forwarded_environment,
+    host_lines,
     is_number,
 )
 from speechtrain.supervision.node_agent import ALIVE, KILL, MODULE, STOP, versions
@@ -99,15 +100,11 @@ class Ssh(Launcher):
         lines = [shlex.join(command) for command in self._commands(job, self._hosts())]
         return "\n".join(["# start all at the same time, each with its standard input open", *lines])
 
+    def host_count(self) -> int:
+        return len(self._hosts())
+
     def _hosts(self) -> list[str]:
-        try:
-            lines = read_bytes(self.hostfile, follow=True).decode().splitlines()
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "strerror", error)
-            raise ConfigError(
-                f"launcher.hostfile={self.hostfile}: {cause}; name a file with one address per line"
-            ) from None
-        hosts = [address for line in lines if (address := line.partition("#")[0].strip())]
+        hosts = host_lines(self.hostfile)
         for host in hosts:
             if host.startswith("-") or len(host.split()) > 1 or len(host) > 255 or not host.isprintable():
                 shown = f"{host[:80]!r} is not an address"

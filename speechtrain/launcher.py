@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from speechtrain.errors import ConfigError, MachineError
+from speechtrain.files import read_bytes
 
 WORKER = "speechtrain.train_rank"
 ON_HOST = "speechtrain.commands._on_host"
@@ -25,7 +26,7 @@ PARENT = "SPEECHTRAIN_PARENT"
 """Environment variable: the pid of the command on this host; a rank stops when that process has ended."""
 
 RANK_MEMORY = "SPEECHTRAIN_RANK_MEMORY"
-"""Environment variable: the bytes of a rank's weights, gradients, optimizer state and average; 0: unknown."""
+"""Environment variable: the bytes of a rank's weights, gradients, optimizer state, average (0: unknown)."""
 
 NETWORK_VARIABLES = "SPEECHTRAIN_NETWORK_VARIABLES"
 """Environment variable: the names of those by which the device's collectives choose a network interface."""
@@ -114,6 +115,10 @@ class Launcher(ABC):
         """Whether all processes run on this host; the command then sets and checks what its device needs."""
         return False
 
+    def host_count(self) -> int:
+        """Return the number of hosts that share the ranks. Raises ConfigError for a list without hosts."""
+        return int(getattr(self, "nodes", 1))
+
     @abstractmethod
     def launch(self, job: Job) -> Result:
         """Start the processes, pass signals on to them, and wait for their end."""
@@ -121,6 +126,18 @@ class Launcher(ABC):
     @abstractmethod
     def render(self, job: Job) -> str:
         """The text of exactly what ``launch`` would run."""
+
+
+def host_lines(path: str) -> list[str]:
+    """Return the lines of a list of hosts without comments. Raises ConfigError if it cannot be read."""
+    try:
+        lines = read_bytes(path, follow=True).decode().splitlines()
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", error)
+        raise ConfigError(
+            f"launcher.hostfile={path}: {cause}; name a file with an address per line"
+        ) from None
+    return [text for line in lines if (text := line.partition("#")[0].strip())]
 
 
 def is_secret(name: str) -> bool:

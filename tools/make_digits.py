@@ -4,7 +4,7 @@
     python tools/make_digits.py                                   # the shipped corpus, again, byte for byte
     python tools/make_digits.py --words words.txt --voices 200 --out my_words
 
-Needs the ``demo`` extra (``pip install 'speechtrain[demo]'``), which brings espeak-ng as a wheel.
+Needs the ``demo`` extra (``pip install -e '.[demo]'``), which brings espeak-ng as a wheel.
 
 Each clip is a pure function of (voice, word): espeak-ng is initialised once, then every clip is
 made in a fork of that untouched process, with the synthesiser's generator seeded in the child.
@@ -137,7 +137,7 @@ class Synthesiser:
             import espeakng_loader
         except ImportError:
             raise MachineError(
-                "espeakng_loader is missing; install it with: pip install 'speechtrain[demo]'"
+                "espeakng_loader is missing; install it with: pip install -e '.[demo]'"
             ) from None
         if not hasattr(os, "fork"):
             raise MachineError("synthesis forks a process for each clip, which this operating system cannot")

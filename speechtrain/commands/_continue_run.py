@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
+_LENGTHS = ("trainer.max_steps", "trainer.max_epochs")
 _SHOWN = 3  # keys in a message
 
 
@@ -92,8 +93,17 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
         raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")
-    _say_repeated_limits(config, [text for text in command.overrides if text not in new])
+    _settle_limits(config, command.overrides, about.overrides, new)
     return config
+
+
+def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
+    """Set a recipe's ``trainer.max_hours`` to null if the user's ``keys`` set another length of the run."""
+    lengths = [key for key in _LENGTHS if key in keys and OmegaConf.select(config, key) is not None]
+    hours = OmegaConf.select(config, "trainer.max_hours")
+    if lengths and hours is not None and "trainer.max_hours" not in keys:
+        config.trainer.max_hours = None
+        say(f"{lengths[0]} replaces the recipe's trainer.max_hours={hours}; type both to have both")
 
 
 def _shown(items: Sequence[str]) -> str:
@@ -149,10 +159,17 @@ def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) ->
     return []
 
 
-def _say_repeated_limits(config: DictConfig, repeated: Iterable[str]) -> None:
-    """Print one line if a limit of the first start is repeated, and a later start has changed it since."""
+def _settle_limits(
+    config: DictConfig, overrides: Sequence[str], first: Sequence[str], new: Sequence[str]
+) -> None:
+    """Let a length among ``new`` replace a recipe's hours, unless the ``first`` start has typed hours.
+
+    Print one line if a limit of the first start is repeated, and a later start has changed it since.
+    """
+    if "trainer.max_hours" not in map(key_of, first):
+        drop_recipe_hours(config, {*map(key_of, new)})
     changed = []
-    for key, value in _parsed(repeated):
+    for key, value in _parsed(text for text in overrides if text not in new):
         if key.startswith("trainer.") and is_volatile(key):
             stored = stored_value(config, key)
             if stored != value:

@@ -18,8 +18,10 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands._cli import say
+from speechtrain.commands._continue_run import drop_recipe_hours
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.build import build, build_tokenizer
+from speechtrain.config.check import check
 from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.config.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
 from speechtrain.data.base import DataModule
@@ -36,11 +38,6 @@ _FAST = 95  # percentile of labels per second
 _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
 
 
-def is_open(config: DictConfig) -> bool:
-    """True for a config whose labels or keys follow from the data."""
-    return config.from_data is not None or _has_open_alphabet(config)
-
-
 def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]:
     """The keys and groups that the user has typed, or set in YAML files of his own."""
     found = {key_of(text) for text in overrides}
@@ -51,24 +48,16 @@ def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]
 
 
 def follow_data(config: DictConfig, typed: Collection[str]) -> None:
-    """Set in ``config`` what follows from its training data, except ``typed`` keys; print a line for each.
+    """Set the keys of ``config`` that its training data decides, except ``typed`` keys.
 
-    Raises ConfigError for a data set that does not list its transcripts, DataError for one without any, or
-    that cannot be read on this host.
+    A length among ``typed`` replaces a recipe's ``max_hours`` first. Raises ConfigError for a data set that
+    does not list its transcripts, DataError for one without any, or that cannot be read on this host.
     """
-    if not is_open(config):
+    drop_recipe_hours(config, typed)
+    if config.from_data is None and not _has_open_alphabet(config):
         return
-    if config.from_data is not None and config.from_data not in TABLES:
-        raise ConfigError(f"from_data={config.from_data}: choose {' or '.join(TABLES)}, or null")
-    if config.from_data == "finetune":
-        if not config.init_from:
-            raise ConfigError(
-                "recipe=finetune begins with what another run has learnt; add init_from=RUN or hf:NAME"
-            )
-        if not config.init_from.startswith("hf:") and not Path(config.init_from).exists():
-            raise DataError(
-                f"init_from={config.init_from} does not exist; give a run, or a folder of weights"
-            )
+    check(config)  # An error in it costs less before the data is read.
+    _check_table(config)
     texts = _read(config)
     set_keys: dict[str, Any] = {}
     if _has_open_alphabet(config):
@@ -88,6 +77,21 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
                 set_keys[key] = value["probability"] if isinstance(value, dict) else value
     chosen = " ".join(f"{key}={value}" for key, value in set_keys.items())
     config.from_data = f"{len(texts.seconds):,} recordings, {texts.hours:.2f} h: {chosen}"
+
+
+def _check_table(config: DictConfig) -> None:
+    """Refuse a ``from_data`` that is no table, and a fine-tuning run without weights to begin with."""
+    if config.from_data is not None and config.from_data not in TABLES:
+        raise ConfigError(f"from_data={config.from_data}: choose {' or '.join(TABLES)}, or null")
+    if config.from_data == "finetune":
+        if not config.init_from:
+            raise ConfigError(
+                "recipe=finetune begins with what another run has learnt; add init_from=RUN or hf:NAME"
+            )
+        if not config.init_from.startswith("hf:") and not Path(config.init_from).exists():
+            raise DataError(
+                f"init_from={config.init_from} does not exist; give a run, or a folder of weights"
+            )
 
 
 def _has_open_alphabet(config: DictConfig) -> bool:

@@ -22,10 +22,14 @@ from speechtrain.errors import ConfigError, first_line, nearest, one_line
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
-    """Compose one job's config from the package's groups and ``config_dir``.
+    """Compose one job's config from the package's groups and ``config_dir``. Raises ConfigError."""
+    try:
+        return _compose(overrides, config_dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, overrides, config_dir) from None
 
-    Raises Hydra's errors, and ConfigError for a base YAML.
-    """
+
+def _compose(overrides: list[str], config_dir: str | None) -> DictConfig:
     refuse_bases(overrides, config_dir)
     offer_finetuned(overrides)
     GlobalHydra.instance().clear()
@@ -107,7 +111,7 @@ def _near_key(key: str, known: set[str]) -> str:
 
 @lru_cache(maxsize=64)
 def _composed_keys(choices: tuple[str, ...], config_dir: str | None) -> set[str]:
-    plain = OmegaConf.to_container(compose(list(choices), config_dir), resolve=False)
+    plain = OmegaConf.to_container(_compose(list(choices), config_dir), resolve=False)
     paths = (key.split(".") for key in flat(cast("dict[str, Any]", plain)))
     keys = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
     return {key for key in keys if not key.endswith("_target_")}

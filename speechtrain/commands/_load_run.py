@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
@@ -152,12 +151,9 @@ def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: st
 
 def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
     """Replace a group of a run's config by another choice, whose interpolations that config resolves."""
-    from speechtrain.commands._hydra_app import compose, explain
+    from speechtrain.commands._hydra_app import compose
 
-    try:
-        node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, []) from None
+    node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
 
 

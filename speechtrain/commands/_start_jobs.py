@@ -22,7 +22,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._choices import refuse_bases
 from speechtrain.commands._cli import say
@@ -30,12 +29,11 @@ from speechtrain.commands._command_line import Command
 from speechtrain.commands._continue_run import continued, run_name, written_files
 from speechtrain.commands._external_launch import started_together
 from speechtrain.commands._find_run import base_folder
-from speechtrain.commands._from_data import follow_data, is_open, typed_keys
+from speechtrain.commands._from_data import follow_data, typed_keys
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._init_from import FINETUNED, offer_finetuned
 from speechtrain.commands._start_run import start_run
 from speechtrain.commands._started_runs import require_started
-from speechtrain.config.check import check
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
@@ -142,7 +140,7 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
         config = continued(run_dir, job)
     else:
         if job.is_sweep and FINETUNED in settings.runtime.choices.values():
-            config = _compose_job(job)
+            config = compose(job.overrides, job.config_dir)
         config.run_dir = str(run_dir)
         _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
         with_whole_paths(config)
@@ -152,18 +150,8 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
             config.init_from = pinned(config.init_from)
         if job.together and config.world_size == 1:
             config.world_size = job.together.world.size
-        if is_open(config):
-            check(config)  # what is wrong in it is said before the data is read
-            follow_data(config, typed_keys(job.overrides, written))
+        follow_data(config, typed_keys(job.overrides, written))
     return start_run(job, config, written)
-
-
-def _compose_job(job: Command) -> DictConfig:
-    """Compose a job of a sweep once more, with the choice ``finetuned`` of its own ``init_from``."""
-    try:
-        return compose(job.overrides, job.config_dir)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, job.overrides, job.config_dir) from None
 
 
 def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:

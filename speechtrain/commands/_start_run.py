@@ -62,6 +62,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     """
     run_dir = Path(config.run_dir)
     plain = check(config)
+    _warn_of_unused_folder(plain["data"])
     memory = dry_build(config)
     device, launcher = build_device(config), command.together or build_launcher(config)
     device.check_precision(build_precision(config))
@@ -70,16 +71,15 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     job = _job(config, device, memory)
     launcher.check(job)
     _check_place(run_dir, launcher.files)
+    is_dry = config.dry_run
     if launcher.is_here(job):
-        here = host_environment(device, job.world_size, memory, run_dir=run_dir, is_dry=config.dry_run)
+        refuse(device.absence(job.world_size), is_warning=is_dry)
+        here = host_environment(device, job.world_size, memory, run_dir=run_dir, is_dry=is_dry)
         job = replace(job, environment={**job.environment, **here})
-    if config.dry_run:
+    refuse(launcher.lacking(job), is_warning=is_dry)
+    if is_dry:
         print(errors.printable(f"{launcher.render(job)}\n", keep="\n\t"), end="", flush=True)  # one write
-    refuse(launcher.lacking(job), is_warning=config.dry_run)
-    if config.dry_run:
         return RunResult("dry run")
-    if launcher.is_here(job):
-        device.check(job.world_size)
     done = run_directory.read_result(run_dir)
     if done and _is_complete(done, run_dir) and migrate_limits(done.limits) == plain["trainer"]:
         say(f"{run_dir} is done: {_describe(done)}")
@@ -114,6 +114,14 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
+
+
+def _warn_of_unused_folder(data: Any) -> None:
+    """Warn if ``DATASET_DIR`` is set, and ``data``, a resolved node, does not have it."""
+    folder = os.environ.get("DATASET_DIR", "").rstrip("/")
+    if folder not in str(data):
+        choice = f"data=fsdd, or data=manifest data.train={folder}"
+        refuse(f"DATASET_DIR={folder} is set, but this run reads other data; add {choice}", is_warning=True)
 
 
 def _about(run_dir: Path, start: dict[str, Any], command: Command, user_files: Mapping[str, str]) -> About:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
+from speechtrain.config.resume_fields import key_of
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line, printable
 from speechtrain.files import whole_path
 
@@ -126,7 +128,7 @@ def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
         yield from tried("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
         yield from composing
         if config:
-            yield from recipe(config[0])
+            yield from recipe(config[0], overrides)
 
 
 def _restart(config: DictConfig) -> None:
@@ -242,10 +244,8 @@ def devices() -> Finding:
     here, missing = [], []
     for choice in choices(None)["device"]:
         device = build_device(compose([f"device={choice}"], None))
-        try:
-            device.check(1)
-        except MachineError as error:
-            missing.append(one_line(str(error)).partition(";")[0].removeprefix("device="))
+        if absence := device.absence(1):
+            missing.append(one_line(absence).partition(";")[0].removeprefix("device="))
             continue
         able = [name for dtype, name in NAMES.items() if device.supports(dtype)]
         here.append(f"{choice} ({' '.join(able)})")
@@ -255,18 +255,12 @@ def devices() -> Finding:
 
 def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
     """Compose and check the config of a run; append it to ``config`` if it is valid."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     from speechtrain.commands._command_line import rewrite
     from speechtrain.commands._from_data import follow_data, typed_keys
-    from speechtrain.commands._hydra_app import compose, explain
+    from speechtrain.commands._hydra_app import compose
     from speechtrain.config.check import check
 
-    try:
-        found = compose(rewrite(overrides), config_dir)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, overrides) from None
+    found = compose(rewrite(overrides), config_dir)
     found.run_dir = run_dir
     check(found)
     follow_data(found, typed_keys(overrides, {}))
@@ -274,7 +268,7 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     return f"{' '.join(overrides) or 'the defaults'}: every key is valid"
 
 
-def recipe(config: DictConfig) -> Iterator[Finding]:
+def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
     import torch
 
@@ -285,13 +279,12 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
     with contextlib.ExitStack() as stack:
         try:
             device, opened = build_device(config), None
-            yield from _host_memory(device, int(config.world_size or 1))
+            yield from _host_memory(config, device)
             try:
                 device, precision = opened = open_device(config, 0)
-                name = config.device._target_.rpartition(".")[2]
-                yield Finding(GREEN, what, f"{name}, precision={precision.name}")
+                yield Finding(GREEN, what, f"{type(device).__name__}, precision={precision.name}")
             except Exception as error:  # the parts after it are checked without it
-                yield failure(what, error)
+                yield _device_failure(error, device, overrides)
             what = "model"
             task, tokenizer = build_task(config)
             if opened:
@@ -317,13 +310,27 @@ def recipe(config: DictConfig) -> Iterator[Finding]:
             yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
 
 
-def _host_memory(device: Device, processes: int) -> Iterator[Finding]:
+def _device_failure(error: Exception, device: Device, overrides: list[str]) -> Finding:
+    """The finding on a device that does not open: amber for the absence of an accelerator that was typed.
+
+    In this case the recorder says whether the recipe suits the device.
+    """
+    finding = failure("device", error)
+    is_typed = "device" in map(key_of, overrides)
+    return replace(finding, state=AMBER) if is_typed and not device.on_host and device.absence(1) else finding
+
+
+def _host_memory(config: DictConfig, device: Device) -> Iterator[Finding]:
     """The finding on host memory, for a device whose vendor says how much each process may need."""
     import psutil
 
-    if needed := device.facts.host_gib * processes:
+    from speechtrain.config.build import build_launcher
+
+    if device.facts.host_gib:
+        processes = math.ceil(config.world_size / build_launcher(config).host_count())
+        needed = device.facts.host_gib * processes
         memory = psutil.virtual_memory().total / 2**30
-        found = f"{memory:.0f} GiB; the vendor's recipe for {processes} cards asks for {needed} GiB"
+        found = f"{memory:.0f} GiB; the vendor's recipe for {processes} cards asks for {needed} GiB a host"
         yield Finding(GREEN if memory >= needed else AMBER, "host memory", found)
 
 

@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
     if known:
         print(f"checked against Hugging Face's model on the same audio: largest difference {max(known):.1e}")
     else:
-        print("NOT checked against Hugging Face's model: it needs pip install 'speechtrain[interop]'")
+        print("NOT checked against Hugging Face's model: it needs pip install -e '.[interop]'")
     if "fairseq" in (arguments.source_form, arguments.form):
         print("not run in fairseq itself; docs/interchange.md has the commands for that")
     return 0

@@ -94,6 +94,14 @@ class Device(ABC):
         The command calls it before it starts processes; ``open`` makes the final check.
         """
 
+    def absence(self, processes: int) -> str:
+        """Return the error of ``check``, empty if there is none."""
+        try:
+            self.check(processes)
+        except MachineError as error:
+            return str(error)
+        return ""
+
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
         if self.static_shapes and not shapes:

@@ -50,7 +50,7 @@ def _snapshot(model: str, commit: str, patterns: tuple[str, ...]) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise MachineError(
-            f"{PREFIX}{model} needs huggingface_hub; pip install 'speechtrain[interop]', or give a folder"
+            f"{PREFIX}{model} needs huggingface_hub; pip install -e '.[interop]', or give a folder"
         ) from None
     try:
         return Path(snapshot_download(model, revision=commit, allow_patterns=list(patterns)))

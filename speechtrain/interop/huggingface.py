@@ -117,7 +117,7 @@ def transformers_library() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         raise MachineError(
             "a conversion to or from Hugging Face needs transformers, which cannot be imported "
-            f"({one_line(str(error), 200)}); pip install 'speechtrain[interop]', and if torchaudio is there, "
+            f"({one_line(str(error), 200)}); pip install -e '.[interop]', and if torchaudio is there, "
             "the one of this torch"
         ) from None
     module.logging.set_verbosity_error()

@@ -95,8 +95,8 @@ def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: boo
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):
         raise ConfigError(
-            f"{type(module).__name__} has no wav2vec 2.0 encoder; only model=wav2vec2 and models with "
-            "encoder=wav2vec2 can be exported"
+            f"{type(module).__name__}: only a model with encoder=wav2vec2 can be exported, and with "
+            "--to huggingface also one with encoder=fastconformer"
         )
     arguments = _encoder_arguments(encoder)
     own = {name: value.detach().cpu().float() for name, value in weights.items()}

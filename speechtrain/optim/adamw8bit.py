@@ -25,7 +25,7 @@ def _library() -> Any:
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError:
-        fix = "pip install 'speechtrain[memory]', or use optimizer=adamw"
+        fix = "pip install -e '.[memory]', or use optimizer=adamw"
         raise MachineError(f"optimizer=adamw8bit: bitsandbytes is not installed here; {fix}") from None
 
 

@@ -26,7 +26,7 @@ class HuggingFace(FileTokenizer):
             from tokenizers import Tokenizer as Library
         except ImportError:
             raise MachineError(
-                "tokenizer=huggingface needs the library tokenizers; pip install 'speechtrain[interop]'"
+                "tokenizer=huggingface needs the library tokenizers; pip install -e '.[interop]'"
             ) from None
         super().__init__(model, "copy it from the published model")
         try:

@@ -59,7 +59,7 @@ def skipped_without_extra() -> Iterator[None]:
     try:
         yield
     except MachineError as error:
-        if "pip install 'speechtrain[" not in str(error):
+        if "pip install -e '.[" not in str(error):
             raise
         pytest.skip(str(error))
 

@@ -126,7 +126,7 @@ def test_a_hostfile_of_anything_is_one_line(tmp_path: Path, content: bytes) -> N
     assert len(one_line(str(caught.value))) < 1_000
     if b"\xff" in content:
         with pytest.raises(ConfigError, match="utf-8"):
-            Mpi(hostfile=str(file))._first_host()
+            Mpi(hostfile=str(file))._hosts()
 
 
 @pytest.mark.parametrize("values", [[1e308, -1e308], [5e-324, 1e308], [5e-324, 5e-324], [-1e308, 5e-324]])

@@ -19,7 +19,7 @@ from speechtrain.data.tables import COLUMNS
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line, printable
 from speechtrain.files import atomic, whole_path, writing
 
-_PACKAGE = "corpus=huggingface needs the package datasets, 4 or newer: pip install 'speechtrain[huggingface]'"
+_PACKAGE = "corpus=huggingface needs the package datasets, 4 or newer: pip install -e '.[huggingface]'"
 _FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 
 

@@ -17,6 +17,8 @@ import soundfile
 from speechtrain.batch import Batch
 from speechtrain.commands import doctor
 from speechtrain.commands._cli import guarded
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.build import build_device
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.models.rnnt import RNNT
 from speechtrain.optim import adamw8bit
@@ -98,8 +100,8 @@ GAUDI = (*(a for a in TINY if not a.startswith("device.")), "device=hpu")
 
 def test_a_recipe_is_judged_for_gaudi_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = look(capsys, *GAUDI)
-    assert code == 4
-    assert found["device"][0] == "red"
+    assert code == 0
+    assert found["device"][0] == "amber"
     assert "habana_frameworks" in found["device"][1]
     assert found["recorder"][0] == "green", found
     assert found["recorder"][1].startswith("4 micro-batches of ")
@@ -118,11 +120,37 @@ def test_a_line_unfit_for_gaudi_is_named(
         return forward(self, batch)
 
     monkeypatch.setattr(RNNT, "forward", reading)
-    _, found = look(capsys, *GAUDI)
+    code, found = look(capsys, *GAUDI)
     state, said = found["recorder"]
-    assert state == "red"
+    assert (code, state) == (4, "red")
     assert "test_doctor.py:" in said
     assert "# planted" in said
+
+
+def test_an_absent_device_that_is_not_typed_is_red(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    choices = "defaults: [override /model: rnnt, override /data: digits, override /device: hpu]"
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{choices}\n")
+    arguments = [word for word in GAUDI if not word.startswith(("recipe=", "device="))]
+    code, lines = look(capsys, "--config-dir", str(tmp_path), "recipe=mine", *arguments)
+    assert (code, lines["device"][0], lines["recorder"][0]) == (4, "red", "green")
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ("launcher=slurm", "launcher.nodes=2"),
+        ("launcher=ssh", "launcher.hostfile=hosts"),
+        ("launcher=mpi", "launcher.hostfile=hosts"),
+    ],
+)
+def test_host_memory_is_for_the_ranks_of_one_host(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a  # the first\nb\n")
+    config = compose(["device=hpu", "world_size=16", *launcher])
+    (finding,) = doctor._host_memory(config, build_device(config))
+    assert finding.found.endswith("for 8 cards asks for 512 GiB a host")
 
 
 def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +254,7 @@ def test_an_optimizer_without_its_library_is_red(
     assert code == 4
     state, text = found["optimizer"]
     assert state == "red"
-    assert "pip install 'speechtrain[memory]'" in text
+    assert "pip install -e '.[memory]'" in text
 
 
 def test_an_optimizer_with_its_library_is_green(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,3 +124,10 @@ def test_an_rnnt_run_is_exported_as_an_encoder_only(tmp_path: Path) -> None:
         export.run([str(run), *to])
     assert not (tmp_path / "hf").exists()
     assert export.run([str(run), "--encoder", *to]) == 0
+
+
+@pytest.mark.parametrize("form", ["huggingface", "fairseq"])
+def test_the_message_for_another_encoder_names_all_that_can_be_exported(form: str, tmp_path: Path) -> None:
+    run = untrained(tmp_path / "run", "model=ctc", "encoder=quartznet_tiny")
+    with pytest.raises(ConfigError, match=r"encoder=wav2vec2 .*--to huggingface .*encoder=fastconformer"):
+        export.run([str(run), "--to", form, "--out", str(tmp_path / "out.pt")])

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands import train
 from speechtrain.commands._cli import guarded
-from speechtrain.commands._from_data import follow_data, is_open, rare_characters, typed_keys
+from speechtrain.commands._from_data import follow_data, rare_characters, typed_keys
 from speechtrain.commands._hydra_app import compose
 from speechtrain.config import sizing
 from speechtrain.config.build import build, build_tokenizer
@@ -243,7 +243,6 @@ def test_the_alphabet_is_that_of_the_transcripts(tmp_path: Path, capsys: pytest.
     assert "1 rare characters have no label: 'ÿ' (1); 1 recordings are skipped" in capsys.readouterr().out
     assert keys_from_data(config.from_data) == {"tokenizer"}
     assert config.encoder.hidden == 256
-    assert not is_open(compose(["recipe=demo"]))
 
 
 @pytest.mark.usefixtures("cache")

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
-from speechtrain.commands import _on_host, train
+from speechtrain.commands import _on_host, _start_jobs, train
 from speechtrain.commands._cli import guarded
-from speechtrain.commands._command_line import read
+from speechtrain.commands._command_line import Command, read
 from speechtrain.commands._continue_run import continued
 from speechtrain.commands._find_run import find_run
 from speechtrain.commands._hydra_app import compose
@@ -406,3 +407,79 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
         config.data.train = own_files
         _conclude(config, command, RunResult("finished"))
         assert capsys.readouterr().out.startswith("report: ")
+
+
+def test_a_dry_run_says_that_the_device_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.run([*DRY, "device=hpu"]) == 0
+    rendered, warnings = capsys.readouterr()
+    assert "speechtrain.train_rank" in rendered
+    assert warnings.startswith("speechtrain: warning: device=hpu: habana_frameworks is not installed here;")
+    assert warnings.count("\n") == 1
+    with pytest.raises(MachineError, match="habana_frameworks is not installed"):
+        train.run(["recipe=demo", "device=hpu"])
+
+
+def test_a_folder_of_data_that_the_run_does_not_read_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATASET_DIR", "/corpora/")
+    assert train.run(DRY) == 0
+    warnings = capsys.readouterr().err
+    assert warnings.count("\n") == 1
+    assert "DATASET_DIR=/corpora is set" in warnings
+    assert "data=manifest data.train=/corpora" in warnings
+    files = ["data.train=/corpora/a.jsonl", "data.valid.dev=/corpora/b.jsonl"]
+    assert train.run(["dry_run=true", "data=manifest", *files]) == 0
+    assert train.run(["dry_run=true", "data=manifest", "data.train=/corpora", files[1]]) == 0
+    monkeypatch.setenv("DATASET_DIR", "")
+    assert train.run(DRY) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hours", "steps"),
+    [
+        (["trainer.max_steps=7"], None, 7),
+        (["trainer.max_epochs=2"], None, None),
+        ([], 0.5, None),
+        (["trainer.max_steps=null"], 0.5, None),
+        (["trainer.max_steps=7", "trainer.max_hours=2"], 2.0, 7),
+    ],
+)
+def test_a_typed_length_replaces_the_hours_of_a_recipe(
+    overrides: list[str],
+    hours: float | None,
+    steps: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    configs = []
+
+    def record(job: Command, config: DictConfig, user_files: dict[str, str]) -> dict[str, Any]:
+        configs.append(config)
+        return {"status": "recorded", "metric": None}
+
+    monkeypatch.setattr(_start_jobs, "start_run", record)
+    fixed = ["recipe=scratch", "from_data=null", "tokenizer=characters", "data.train=a.jsonl"]
+    assert train.run([*fixed, *overrides]) == 0
+    (config,) = configs
+    assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, steps)
+    assert ("replaces the recipe's trainer.max_hours=0.5" in capsys.readouterr().out) == (hours is None)
+
+
+@pytest.mark.parametrize(("first", "hours"), [([], None), (["trainer.max_hours=0.5"], 0.5)])
+def test_a_continued_run_keeps_the_hours_that_its_first_command_typed(
+    first: list[str], hours: float | None, tmp_path: Path
+) -> None:
+    begun(tmp_path, "trainer.max_hours=0.5")
+    (tmp_path / "run.json").write_text(json.dumps({"overrides": [*DRY, *first]}))
+    config = continued(tmp_path, read([f"run_dir={tmp_path}", "trainer.max_steps=9000"]))
+    assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, 9000)
+    config = continued(tmp_path, read([f"run_dir={tmp_path}", "trainer.log_every=3"]))
+    assert config.trainer.max_hours == 0.5

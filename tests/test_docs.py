@@ -1,0 +1,297 @@
+"""Each command in the documentation can be typed: its own program parses it, or it starts as a dry run.
+
+A training command gets small fixtures in place of the data, tokenizers and runs that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+
+from speechtrain.commands import doctor, evaluate, export, prepare, report, train, transcribe
+from speechtrain.commands._choices import choices, corpora
+from speechtrain.commands._command_line import Command, check_flags, read, rewrite
+from speechtrain.commands._continue_run import continued, run_to_continue
+from speechtrain.commands._corpus import Corpus, _merged, _written, made
+from speechtrain.commands._from_data import follow_data, typed_keys
+from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._start_jobs import _refuse_other_validation
+from speechtrain.commands._start_run import start_run
+from speechtrain.config.check import check
+from speechtrain.config.resolved import with_whole_paths
+from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.data.corpora.huggingface import HuggingFace
+from speechtrain.errors import SpeechtrainError
+from speechtrain.interop.wav2vec2 import describe
+from speechtrain.interop.weights import write_imported
+
+from .unit.commands.conftest import TINY, untrained
+from .unit.interop.conftest import make
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "examples/**/*.md", "conf/**/*.yaml")
+
+_COMMAND = re.compile(
+    r"(?P<variables>(?:\b[A-Z_]+=\S+ +)*)(?:[\w./-]+/)?\bspeechtrain[- ]"
+    rf"(?P<program>{'|'.join(PROGRAMS)})(?![\w=.-])(?P<rest>[^|;]*)"
+)
+_FENCE = re.compile(r"\s*(```|~~~)")
+_OPTIONAL = re.compile(r"\[(?=[A-Z-])([^\]=]*)\]")  # such as [RUN …] and [--json]
+_ELLIPSES = ("…", "data=…")
+_INCOMPLETE = re.compile(r"arguments are required|expected one argument|needs '\w+'; set")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command in a page.
+
+    ``source`` is its file and line. ``is_partial`` is true if the text omits arguments: it has an ellipsis,
+    or names the command in a sentence.
+    """
+
+    source: str
+    program: str
+    words: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+    is_partial: bool
+
+
+def examples_of(page: str, text: str) -> Iterator[Example]:
+    """Yield the commands of a page: in code blocks and between backticks."""
+    if page.endswith(".yaml"):
+        text = comments_of(text)
+    sentences = []
+    block: list[str] = []  # the lines of one command
+    is_fenced = False
+    for number, line in enumerate(text.split("\n"), 1):
+        is_fence = _FENCE.match(line) is not None
+        is_fenced ^= is_fence
+        is_code = not is_fence and (is_fenced or bool(block) or line.startswith("    "))
+        sentences.append("" if is_code or is_fence else line)
+        if not is_code:
+            continue
+        block.append(line.strip().removesuffix("\\"))
+        if not line.endswith("\\") and is_whole(" ".join(block)):
+            yield from commands_of(f"{page}:{number - len(block) + 1}", " ".join(block), is_sentence=False)
+            block = []
+    prose = "\n".join(sentences)
+    for span in re.finditer(r"`([^`]+)`", prose):
+        number = prose.count("\n", 0, span.start()) + 1
+        yield from commands_of(f"{page}:{number}", " ".join(span[1].split()), is_sentence=True)
+
+
+def comments_of(text: str) -> str:
+    """Return the comments of a YAML file, line by line. A comment of three spaces or more is a code block."""
+    lines = []
+    for line in text.split("\n"):
+        indent = "    " if line.startswith("#   ") else ""
+        lines.append(indent + line.partition("#")[2].strip())
+    return "\n".join(lines)
+
+
+def is_whole(line: str) -> bool:
+    """Return True if the command of a line closes each of its quotes, or if the line has no command."""
+    with contextlib.suppress(ValueError):
+        return bool(shlex.split(line, comments=True)) or not line
+    return _COMMAND.search(line) is None
+
+
+def commands_of(source: str, line: str, is_sentence: bool) -> Iterator[Example]:
+    """Yield the command of a line, without brackets around optional arguments."""
+    match = _COMMAND.search(line)
+    if match is not None:
+        words = shlex.split(_OPTIONAL.sub(r"\1", match["rest"]), comments=True)
+        arguments = tuple(word for word in words if word not in _ELLIPSES)
+        variables = [tuple(pair.split("=", 1)) for pair in match["variables"].split()]
+        is_partial = is_sentence or len(arguments) < len(words)
+        yield Example(source, match["program"], arguments, tuple(variables), is_partial)
+
+
+def documented() -> list[Example]:
+    """Return the commands of all pages that have arguments. A repeated command is one, with all places."""
+    places: dict[Example, str] = {}
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            for example in examples_of(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")):
+                if example.words:
+                    key = replace(example, source="")
+                    before = f"{places[key]}, " if key in places else ""
+                    places[key] = before + example.source
+    return [replace(key, source=source) for key, source in places.items()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with a small file or folder for each name that the pages use."""
+    folder = tmp_path_factory.mktemp("pages")
+    assert prepare.run(["digits", "--out", str(folder / "speech"), "--train", "12", "--valid", "4"]) == 0
+    model = str(folder / "tokenizer.model")
+    assert prepare.run(["tokenizer", "--corpus", "digits", "--out", model, "--size", "24"]) == 0
+    untrained(folder / "RUN", *TINY)
+    (folder / "RUN" / "run.json").write_text('{"overrides": [], "written": {}}')
+    task = make()
+    write_imported(describe(task, task.state_dict()), folder / "DIR")
+    write_recordings(folder / "corpus")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "hosts").write_text("a\nb\n")
+    (folder / "my_conf" / "model").mkdir(parents=True)
+    (folder / "my_conf" / "model" / "mine.yaml").write_text("_target_: my_models.Mine\n")
+    source = "from speechtrain.models.ctc import CTC\n\n\nclass Mine(CTC):\n    pass\n"
+    (folder / "my_models.py").write_text(source)
+    return folder
+
+
+def write_recordings(folder: Path) -> None:
+    """Write silence under the names of the Free Spoken Digit Dataset and of the plug-in's corpus."""
+    silence = np.zeros(1600, np.int16)
+    for part in ("recordings", "train", "dev"):
+        (folder / part).mkdir(parents=True)
+    for digit in range(10):
+        for index in range(8):
+            soundfile.write(folder / "recordings" / f"{digit}_ann_{index}.wav", silence, 8000)
+            soundfile.write(folder / "recordings" / f"{digit}_nicolas_{index}.wav", silence, 8000)
+    for part in ("train", "dev"):
+        soundfile.write(folder / part / "seven_theo_3.wav", silence, 8000)
+
+
+def with_fixtures(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the words of a command with fixtures in place of the files that a dry run reads."""
+    rules = (
+        (r"^tokenizer\.model=.*", f"tokenizer.model={folder / 'tokenizer.model'}"),
+        (r"(?<=[=:])( ?)/shared\b", rf"\1{folder / 'shared'}"),
+        (r"^init_from=hf:.*", "init_from=RUN"),
+        (r"\broot: FOLDER\b", f"root: {folder / 'corpus'}"),
+        (r"^corpus=NAME$", f"corpus={min(corpora(None))}"),
+        (r"^recipe=NAME$", f"recipe={min(choices(None)['recipe'])}"),
+    )
+    speech = str(folder / "speech" / "train.jsonl")
+    replaced = []
+    for word in words:
+        for pattern, fixture in rules:
+            word = re.sub(pattern, fixture, word)
+        key, _, value = word.partition("=")
+        if re.fullmatch(r"data\.(train|valid\.[\w-]+)", key) and value[0] not in "[{":
+            files = [speech for _ in value.split(",")]
+            word = f"{key}={','.join(files)}"
+        replaced.append(word)
+    return replaced
+
+
+def start(words: list[str], is_partial: bool) -> None:
+    """Start a training command as a dry run: of a sweep its first job, without the launcher of Hydra.
+
+    Raises the SpeechtrainError of the command.
+    """
+    of_hydra = [word for word in words if word.startswith("hydra")]
+    if of_hydra:
+        composed(of_hydra)
+    words = [word for word in words if word not in of_hydra]
+    groups = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    if is_partial and "data.train" in groups and not groups.keys() & {"data", "recipe"}:
+        words.append("data=manifest")  # The ellipsis stands for it.
+        groups["data"] = "manifest"
+    if "--help" in words:
+        assert train.run(words) == 0
+        return
+    command = read([*words, "dry_run=true"])
+    check_flags(command.flags)
+    run_dir = run_to_continue(command)
+    if run_dir is not None:
+        config = continued(run_dir, command)
+    else:
+        command = replace(command, overrides=first_job(command.overrides))
+        config = new_config(command)
+        if "recipe" not in groups:
+            _refuse_other_validation(command, config, groups.get("data", "digits"))
+    start_run(command, config, {})
+
+
+def first_job(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of the first job of a sweep."""
+    job = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        text = str(override.input_line)
+        if override.is_sweep_override():
+            text = f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
+        job.append(text)
+    return job
+
+
+def new_config(command: Command) -> DictConfig:
+    """Compose the config of a new run, with the keys that its data decides."""
+    config = compose(command.overrides, command.config_dir)
+    config.run_dir = str(command.run_dir or Path("new").resolve())
+    with_whole_paths(config)
+    follow_data(config, typed_keys(command.overrides, {}))
+    return config
+
+
+def composed(overrides: Sequence[str]) -> None:
+    """Compose a config with ``overrides`` and check it. Raises ConfigError."""
+    config = compose(rewrite(overrides))
+    config.run_dir = "run"
+    check(config)
+
+
+def parse(program: str, words: list[str]) -> None:
+    """Parse a command by its own program, and compose the keys that it sets.
+
+    Raises ConfigError, or SystemExit for ``--help``.
+    """
+    if words[0].startswith("corpus="):
+        pairs = dict(word.split("=", 1) for word in words if "=" in word)
+        if pairs["corpus"] == "huggingface":
+            made(HuggingFace, _merged({}, pairs, HuggingFace))
+        else:
+            made(Corpus, _merged(_written(pairs["corpus"], None), pairs, Corpus))
+    elif program == "prepare":
+        prepare.parser().parse_args(words)
+    elif program == "report":
+        report._parser().parse_args(words)
+    elif program == "export":
+        export.parser().parse_args(words)
+    elif program == "transcribe":
+        arguments = transcribe.parser().parse_intermixed_args(words)
+        composed([word for word in arguments.audio if "=" in word])
+    else:
+        parser = {"doctor": doctor.parser, "evaluate": evaluate.parser}[program]()
+        composed(parser.parse_intermixed_args(words).overrides)
+
+
+@pytest.mark.parametrize("example", documented(), ids=lambda example: example.source)
+def test_a_documented_command_can_be_typed(
+    example: Example, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(ALLOW_TARGETS, "")  # The fixture then undoes the command's change.
+    monkeypatch.delenv(ALLOW_TARGETS)
+    for name, value in example.variables:
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DATASET_DIR", str(folder / "corpus"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "plugin"))
+    monkeypatch.syspath_prepend(str(folder))
+    words = with_fixtures(example.words, folder)
+    line = f"{example.source}: speechtrain-{example.program} {shlex.join(example.words)}"
+    try:
+        if example.program == "train":
+            start(words, example.is_partial)
+        else:
+            parse(example.program, words)
+    except SystemExit as end:
+        if end.code:
+            pytest.fail(line, pytrace=False)
+    except SpeechtrainError as error:
+        is_omitted = example.is_partial and _INCOMPLETE.search(str(error)) is not None
+        if not is_omitted:
+            pytest.fail(f"{line}\n{error}", pytrace=False)
