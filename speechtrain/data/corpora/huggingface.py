@@ -16,7 +16,7 @@ from speechtrain.data.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.manifests import Record, simple_cut
 from speechtrain.data.recordings import RATES, Unusable, header, open_recording, or_unusable
 from speechtrain.data.tables import COLUMNS
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line, printable
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import atomic, whole_path, writing
 
 _PACKAGE = "corpus=huggingface needs the package datasets, 4 or newer: pip install 'speechtrain[huggingface]'"
@@ -68,7 +68,7 @@ class HuggingFace:
 
         manifest = out / f"{name}.jsonl.gz"
         bad = write_cuts(manifest, cuts())
-        print(printable(f"train with: speechtrain-train recipe=scratch data.train={manifest}"))
+        print(f"train with: speechtrain-train recipe=scratch data.train={manifest}")
         return DataError.exit_code if bad else 0
 
     def _load(self) -> Any:
