@@ -121,7 +121,7 @@ class Kubernetes(Launcher):
         self._kubectl.must("apply", "--filename=-", text=manifest)
         write_text(job.run_dir / MANIFEST, manifest)
         told = f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}"
-        print(errors.printable(told), flush=True)
+        print(told, flush=True)
         if not self.wait:
             delete = shlex.join([*self._kubectl.command, "delete", *kind.objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")

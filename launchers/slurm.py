@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from speechtrain.errors import ConfigError, MachineError, printable
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import open_append, write_text, writing
 from speechtrain.launcher import Job, Launcher, Result, is_secret
 from speechtrain.supervision.node_agent import MODULE
@@ -87,7 +87,7 @@ class Slurm(Launcher):
             words = " ".join(done.stderr.split())
             raise MachineError(f"launcher=slurm: sbatch rejected the job that dry_run=true prints: {words}")
         number = done.stdout.strip().partition(";")[0]
-        print(printable(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}"), flush=True)
+        print(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}", flush=True)
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
+import sys
 import unicodedata
 from collections.abc import Iterable
+from typing import Any, TextIO
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: saved after a signal, the same command continues
 EXIT_KILLED = 130  # the second Ctrl-C
@@ -135,3 +138,34 @@ def printable(text: str, keep: str = "") -> str:
     hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
     shown = (c if c in keep or unicodedata.category(c) not in hidden else ascii(c)[1:-1] for c in text)
     return "".join(shown)
+
+
+_BAR_MOVES = re.compile(r"\r|(\x1b\[A)+\Z")  # at the start of what tqdm writes for a progress bar
+
+
+class Terminal:
+    """A standard stream that escapes control and direction characters, as ``printable`` does.
+
+    Line breaks, tabs, ``SPELLING`` and the moves of progress bars are kept. rich writes its own colours and
+    moves to ``rich_proxied_file``.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text`` with escapes."""
+        moves = _BAR_MOVES.match(text)
+        start = moves.end() if moves else 0
+        return self.rich_proxied_file.write(text[:start] + printable(text[start:], SPELLING + "\n\t"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def escape_output() -> None:
+    """Escape what this process prints. A print of any library may hold a stranger's names."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, Terminal):
+            setattr(sys, name, Terminal(stream))

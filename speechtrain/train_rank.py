@@ -51,7 +51,15 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, PeerLost, SingleProcess, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS, HangDiagnosis, HangReport, Stuck, Watch
-from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError, disk_explained, one_line
+from speechtrain.errors import (
+    ConfigError,
+    MachineError,
+    RunError,
+    SpeechtrainError,
+    disk_explained,
+    escape_output,
+    one_line,
+)
 from speechtrain.files import finite, lost_output, open_append, whole_path, write_json, write_text
 from speechtrain.launcher import PARENT, World, is_number
 from speechtrain.optim.ema import EMA, NoEMA
@@ -558,5 +566,6 @@ def _exit(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    escape_output()
     faulthandler.enable()  # prints the stack if a backend aborts
     _exit(main(is_watched=True))

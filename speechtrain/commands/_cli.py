@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from speechtrain.errors import (
     Preempted,
     SpeechtrainError,
     disk_explained,
+    escape_output,
     one_line,
 )
 from speechtrain.files import lost_output
@@ -34,7 +34,6 @@ class Parser(argparse.ArgumentParser):
 
 def say(line: str) -> None:
     """Print a line that no work depends on: where stdout cannot be written, a warning takes its place."""
-    line = errors.printable(line)
     if cause := lost_output(f"{line}\n"):
         print(f"speechtrain: warning: stdout: {cause}; {line}", file=sys.stderr)
 
@@ -43,13 +42,6 @@ def json_text(content: Any) -> str:
     """JSON on one line with the letters of all scripts, and escapes where ``printable`` has some."""
     text = json.dumps(content, ensure_ascii=False)
     return text if text == errors.printable(text, errors.SPELLING) else json.dumps(content)
-
-
-class _Lines(logging.Formatter):
-    """Messages of a command that has no handler of its own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return errors.printable(super().format(record), keep="\n\t")
 
 
 def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
@@ -66,8 +58,7 @@ def _check_process() -> int:
         if getattr(sys, name) is None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(_Lines())
+    escape_output()
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from speechtrain.errors import ConfigError, printable
+from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 from speechtrain.text.ngram import write_ngram
 from speechtrain.text.normalise import normaliser
@@ -36,6 +36,6 @@ def _make(arguments: argparse.Namespace, texts: Iterable[str]) -> int:
     with writing(out, "use another --out"):
         count, sizes = write_ngram(map(normaliser(arguments.normaliser), texts), out, order)
     told = f"{out}: {count} transcripts, n-grams of 1 to {len(sizes)} words: {', '.join(map(str, sizes))}"
-    print(printable(told))
-    print(printable(f"use it with: decoder=beam (ctc_beam for CTC) decoder.lm={out.absolute()}"))
+    print(told)
+    print(f"use it with: decoder=beam (ctc_beam for CTC) decoder.lm={out.absolute()}")
     return 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line, printable
+from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
 from speechtrain.files import whole_path
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def run(argv: list[str]) -> int:
     code = 0
     for finding in findings(arguments.overrides, folder):
         state = f"{paint.get(finding.state, '')}{finding.state:<5}{chr(27) + '[0m' if paint else ''}"
-        print(f"{state}  {finding.what:<13} {printable(finding.found)}", flush=True)
+        print(state, end="", file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+        print(f"  {finding.what:<13} {finding.found}", flush=True)
         if finding.state == RED and not code:
             code = finding.exit_code
     return code
@@ -111,8 +112,8 @@ def _contact(overrides: list[str], config_dir: str | None) -> int:
         failed = "error" in values or values.get("exit code", 0)
         code = code or (MachineError.exit_code if failed else 0)
         told = "  ".join(f"{key}: {value}" for key, value in values.items())
-        print(printable(f"{RED if failed else GREEN:<5}  {name:<13} {one_line(told, 300)}"))
-    print(printable(f"written: {path} and {path.with_suffix('.md')}; please send both to us"))
+        print(f"{RED if failed else GREEN:<5}  {name:<13} {one_line(told, 300)}")
+    print(f"written: {path} and {path.with_suffix('.md')}; please send both to us")
     return code
 
 

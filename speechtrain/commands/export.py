@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, printable
+from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     if (arguments.source_form, arguments.form) == (_OURS, "huggingface") and (
         written := _recogniser(arguments)
     ):
-        print(printable(written))
+        print(written)
         return 0
     pretrained, updates, differences = _read(arguments)
     if arguments.encoder:
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
     with writing(f"--out {out}", "name another path"):
         differences.append(_write(pretrained, arguments.form, out, updates=updates))
     kind = "pretraining model" if pretrained.model else "CTC model" if pretrained.labels else "encoder"
-    print(printable(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values"))
+    print(f"{out}: {kind}, {len(pretrained.weights)} tensors, {pretrained.values:,} values")
     known = [value for value in differences if value is not None]
     if known:
         print(f"checked against Hugging Face's model on the same audio: largest difference {max(known):.1e}")

@@ -179,11 +179,11 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
         f"{out}: {made.size - 1} {arguments.kind} pieces from {len(spoken)} transcripts, "
         f"{labels / max(1, len(spoken) - unspelt):.1f} labels each"
     )
-    print(printable(told))
+    print(told)
     if unspelt:
         print(f"{unspelt} transcripts have symbols outside the coverage; training skips them")
     other = f" tokenizer.normaliser={arguments.normaliser}" if arguments.normaliser != "lower" else ""
-    print(printable(f"use it with: tokenizer=sentencepiece tokenizer.model={out.absolute()}{other}"))
+    print(f"use it with: tokenizer=sentencepiece tokenizer.model={out.absolute()}{other}")
     return 0
 
 
@@ -252,7 +252,7 @@ def write_split(arguments: argparse.Namespace) -> int:
             totals[name].add(cut)
             files[name].write(line_of(cut))
     for name in names:
-        print(printable(f"{arguments.out / name}.jsonl: {totals[name].describe()}"))
+        print(f"{arguments.out / name}.jsonl: {totals[name].describe()}")
     print(f"held out: {len(np.unique(groups[by][held]))} of {len(np.unique(groups[by]))} {by}s")
     return 0
 
@@ -299,7 +299,7 @@ def _write_split(path: Path, folder: Path, chosen: list[tuple[str, Any]]) -> Non
             file.write(f"{name}\t{info.frames}\n".encode())
     hours = sum(info.frames / info.samplerate for _, info in chosen) / 3600
     more = "" if chosen else "; training refuses an empty set: change --valid-percent or --seed"
-    print(printable(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}"))
+    print(f"{path}: {len(chosen)} recordings, {hours:.2f} h{more}")
 
 
 def _fits_tsv(name: str) -> bool:
@@ -395,7 +395,7 @@ def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
     """Print the disk space that the conversion needs. Raises MachineError if less is free."""
     need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
     told = check_room(converter.folder, need, "up to ", "use another --out, or use --format flac")
-    print(printable(told), flush=True)
+    print(told, flush=True)
 
 
 def write_sample(arguments: argparse.Namespace) -> int:
@@ -408,7 +408,7 @@ def write_sample(arguments: argparse.Namespace) -> int:
     soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
     with opened(arguments.out) as file:
         file.write(buffer.getvalue())
-    print(printable(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}"))
+    print(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}")
     return 0
 
 

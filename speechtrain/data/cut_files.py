@@ -136,7 +136,7 @@ def write_cuts(
             totals.add(made)
             file.write(line_of(made))
         refuse_empty(totals, out)
-    print(printable(f"{out}: {totals.describe()}"))
+    print(f"{out}: {totals.describe()}")
     return totals.bad.total()
 
 

@@ -14,6 +14,8 @@ import json
 import os
 import secrets
 import shutil
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -30,7 +32,7 @@ from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, s
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError
-from speechtrain.files import atomic, flush, read_text, whole_path, writing
+from speechtrain.files import atomic, flush, open_append, read_text, whole_path, writing
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -39,6 +41,7 @@ _ARRAYS = {"seconds": "<f4", "offset": "<i8", "key": "<i8", "part": "<i2"}
 _ARRAYS |= {"speaker": "<i8", "recording": "<i8", "characters": "<i4"}
 _MOST_OPEN = 100  # files, of the 1,024 that a process may have
 _CHUNK = 65_536  # rows held in memory while building
+_TRIES = 100  # to lock an index in ten seconds
 
 
 class Index:
@@ -146,7 +149,9 @@ def open_index(source: Source, cache: str = "") -> Index:
     folder = root / digest(FORMAT, source.fingerprint())
     with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
-    with _lock(folder) as alone:
+    if (index := _load(folder, source)) is not None:
+        return index
+    with _lock(folder.with_name(f"{folder.name}.lock")) as alone:
         if (index := _load(folder, source)) is not None:
             return index
         temporary = root / f".{folder.name}.{secrets.token_hex(8)}"
@@ -296,15 +301,27 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Hold ``<folder>.lock`` if the file system can; yield whether it is held.
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold the lock ``path`` if the file system can; yield whether it is held.
 
     Without the lock, two builders are slower but safe.
     """
     held = False
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            file = stack.enter_context(folder.with_name(folder.name + ".lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file = stack.enter_context(open_append(path))
+            _wait_for(file, path)
             held = True
         yield held
+
+
+def _wait_for(lock: IO[bytes], path: Path) -> None:
+    """Lock an open file. Print a line after ten seconds: anyone who may read the file can hold its lock."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.1)
+    cause = f"waiting for another process that holds {path}"
+    print(f"speechtrain: {cause}; if none builds this index, stop, and delete the file", file=sys.stderr)
+    fcntl.flock(lock, fcntl.LOCK_EX)

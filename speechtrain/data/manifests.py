@@ -491,17 +491,27 @@ def numbered_lines(path: Path, in_array: bool = False) -> Iterator[tuple[int, by
     longest = math.inf if in_array else LONGEST_LINE
     try:
         with open_bytes(path) as file:
-            is_packed = isinstance(file, gzip.GzipFile)
-            left = LONGEST_LINE + _MOST_PACKED * path.stat().st_size if is_packed else math.inf
+            left = _most_bytes(path)
             for line, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
                 left -= max(len(raw), _LEAST_BYTES)
                 if left < 0:
-                    raise DataError(f"{path}:{line}: more than {_MOST_PACKED} times its gzipped size")
+                    raise _packed_too_well(path, line)
                 if len(raw) >= longest:
                     raise DataError(f"{path}:{line}: too long to be read; this is no manifest")
                 yield line, raw
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}:{line + 1}: the file is damaged ({error})") from None
+
+
+def _most_bytes(path: Path) -> float:
+    """Return how many bytes a list may have: a bound for a gzipped file, which may be small."""
+    if not is_gzip(path):
+        return math.inf
+    return LONGEST_LINE + _MOST_PACKED * path.stat().st_size
+
+
+def _packed_too_well(path: Path, line: int) -> DataError:
+    return DataError(f"{path}:{line}: more than {_MOST_PACKED} times its gzipped size")
 
 
 def first_line(path: Path) -> tuple[int, bytes]:
@@ -519,9 +529,19 @@ def records(path: Path) -> Iterator[tuple[int, int, Record]]:
     """Yield (line number, byte offset, object) of JSON lines; of an array or YAML, the offsets are -1."""
     start = first_line(path)[1]
     if start.startswith((b"[", b"-")):
-        listed = json_array(path) if start.startswith(b"[") else yaml_list(path)
-        return ((line, -1, record) for line, record in listed)
+        items = json_array(path) if start.startswith(b"[") else yaml_list(path)
+        return _listed(path, items)
     return json_lines(path)
+
+
+def _listed(path: Path, items: Iterator[tuple[int, Record]]) -> Iterator[tuple[int, int, Record]]:
+    """Yield (line number, -1, object) of each item. Raises DataError for too many items in a gzipped file."""
+    left = _most_bytes(path)
+    for line, record in items:
+        left -= _LEAST_BYTES
+        if left < 0:
+            raise _packed_too_well(path, line)
+        yield line, -1, record
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:

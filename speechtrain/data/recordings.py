@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shlex
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from speechtrain.data.stage import open_near
-from speechtrain.data.tars import file_of, member_bytes
+from speechtrain.data.tars import file_of, open_member
 from speechtrain.errors import one_line
 
 if TYPE_CHECKING:
@@ -49,17 +48,17 @@ def open_recording(path: str) -> Iterator[SoundFile]:
         raise Unusable("unreadable", f"{path}: {reason}") from None
     with file:
         try:
-            member = member_bytes(file, path)
+            member = open_member(file, path)
         except ValueError as error:
             raise Unusable("unreadable", f"{path}: {error}") from None
-        start = os.pread(file.fileno(), 1024, 0) if member is None else member[:1024]
+        start = os.pread(file.fileno(), 1024, 0) if member is None else member.peek(1024)[:1024]
         if not start:
             raise Unusable("empty_file", path)
         if start.startswith(b"NIST_1A") and b"embedded-shorten" in start:
             remedy = f"convert it (sph2pipe -f wav {shlex.quote(path)} OUT.wav)"
             raise Unusable("unreadable", f"{path}: compressed by Shorten; {remedy}")
         try:
-            recording = SoundFile(file.fileno() if member is None else io.BytesIO(member), closefd=False)
+            recording = SoundFile(file.fileno() if member is None else member, closefd=False)
         except LibsndfileError as error:
             raise Unusable("unreadable", f"{path}: {error.error_string}") from None
         with or_unusable(path), recording:

@@ -5,16 +5,17 @@ A place is ``TAR:OFFSET+SIZE//MEMBER``: it takes the place of a path wherever a 
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from tarfile import AREGTYPE, BLOCKSIZE, GNUTYPE_LONGNAME, REGTYPE, XGLTYPE, XHDTYPE, HeaderError, TarInfo
-from typing import IO
+from typing import IO, Any
 
 from speechtrain.errors import DataError
 
-_MOST_MEMBER_BYTES = 2**28  # two hours of 16 bits at 16 kHz, and each cut reads all of them
+_BUFFER_BYTES = 2**18  # of a member that are read at once: eight seconds of 16 bits at 16 kHz
 _MOST_EXTENDED = 2**16  # bytes of a header that holds a long name
 _RECORD = re.compile(rb"([0-9]{1,6}) ([^=]{,100})=")
 _PLACE = re.compile(r"(.*?\.tar):([0-9]{1,15})\+([0-9]{1,15})//(.*)", re.DOTALL)
@@ -34,26 +35,49 @@ def _place_in(path: str) -> re.Match[str] | None:
     return _PLACE.fullmatch(path) if ".tar:" in path else None
 
 
-def member_bytes(file: IO[bytes], path: str) -> bytes | None:
-    """The content of the member whose place is ``path``; None if that is a file.
+class _Member(io.RawIOBase):
+    """The bytes of one member. They are read in parts: a large one may hold many cuts."""
 
-    Raises ValueError for one that is too large, or not there: the tar has changed.
+    def __init__(self, handle: int, begin: int, size: int) -> None:
+        super().__init__()
+        self._handle, self._begin, self._size = handle, begin, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = max(0, offset + (0, self._position, self._size)[whence])
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._position))
+        content = os.pread(self._handle, count, self._begin + self._position)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+
+def open_member(file: IO[bytes], path: str) -> io.BufferedReader | None:
+    """Open the member whose place is ``path``; None if that is a file.
+
+    Raises ValueError for one that is not there: the tar has changed.
     """
     if (found := _place_in(path)) is None:
         return None
     offset, size, name = int(found[2]), int(found[3]), found[4]
-    if size > _MOST_MEMBER_BYTES:
-        raise ValueError(f"it has {size} bytes, the most are {_MOST_MEMBER_BYTES}")
     try:
         header = _header(os.pread(file.fileno(), BLOCKSIZE, offset - BLOCKSIZE))
-        content = os.pread(file.fileno(), size, offset)
     except (HeaderError, OSError):
-        header, content = TarInfo(), b""
+        header = TarInfo()
     # a name in ASCII is in its header, cut to 100 characters
     is_known = not name.isascii() or header.name in (name, name[:100])
-    if not is_known or (header.size, len(content)) != (size, size):
+    if not is_known or header.size != size or offset + size > os.fstat(file.fileno()).st_size:
         raise ValueError("the tar has changed since it was indexed; start the command again")
-    return content
+    return io.BufferedReader(_Member(file.fileno(), offset, size), _BUFFER_BYTES)
 
 
 def _header(block: bytes) -> TarInfo:

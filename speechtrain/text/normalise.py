@@ -11,11 +11,14 @@ import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from typing import Literal
 
-from speechtrain.errors import ConfigError, nearest
+from speechtrain.errors import ConfigError, DataError, nearest, shortened
 from speechtrain.text.numbers import expand_numbers
 
 Normaliser = Callable[[str], str]
+
+_MOST_MARKS = 30  # combining marks in a row, the limit of Unicode's stream-safe text format (UAX 15)
 
 
 def _squeeze(text: str) -> str:
@@ -31,6 +34,24 @@ def lower(text: str) -> str:
     return _squeeze(text.lower())
 
 
+def _unicode_form(form: Literal["NFC", "NFKD"], text: str) -> str:
+    """Return ``text`` in a normal form of Unicode, which Python builds in time quadratic in marks in a row.
+
+    Raises DataError for more than 30 marks in a row.
+    """
+    if text.isascii():
+        return text
+    marks = 0
+    for character in text:
+        marks += 1
+        if not unicodedata.combining(character):
+            marks = 0
+        elif marks > _MOST_MARKS:
+            name = shortened(text, 100)
+            raise DataError(f"the transcript {name!r} has more than {_MOST_MARKS} combining marks in a row")
+    return unicodedata.normalize(form, text)
+
+
 _APOSTROPHES = str.maketrans(dict.fromkeys("‘’‛ʼ＇", "'") | dict.fromkeys("‐‑", "-"))
 
 
@@ -39,7 +60,7 @@ def unicode(text: str) -> str:
 
     An apostrophe after a letter, a hyphen between two, and symbols such as € are kept.
     """
-    text = unicodedata.normalize("NFC", text.translate(_APOSTROPHES).lower())
+    text = _unicode_form("NFC", text.translate(_APOSTROPHES).lower())
     kinds = [unicodedata.category(character)[0] for character in text] + ["Z"]
     kept = []
     for place, character in enumerate(text):
@@ -77,7 +98,7 @@ _CURRENCY = "£€"  # spoken as words later, so folding keeps them
 def _fold(text: str) -> str:
     """Fold letters to their ASCII base, if they have one: ``"Øé"`` becomes ``"Oe"``."""
     # twice: NFKD produces some of the signs in the table
-    text = unicodedata.normalize("NFKD", text.translate(_FOLD)).translate(_FOLD)
+    text = _unicode_form("NFKD", text.translate(_FOLD)).translate(_FOLD)
     return "".join(c for c in text if c.isascii() or c in _CURRENCY or c.isspace())
 
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import ast
+import io
 import json
 import os
+import sys
 import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from speechtrain.launchers.mpi import Mpi
 from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.commands import prepare, report
-from speechtrain.commands._cli import guarded, json_text
-from speechtrain.errors import SPELLING, ConfigError, DataError, MachineError, one_line, printable
+from speechtrain.commands._cli import console, guarded, json_text
+from speechtrain.errors import (
+    SPELLING,
+    ConfigError,
+    DataError,
+    MachineError,
+    escape_output,
+    one_line,
+    printable,
+)
 from speechtrain.files import json_lines, read_json
 from speechtrain.launcher import Job, World
 from speechtrain.report.chart import Chart, Line
 from speechtrain.report.run import Curve
+from speechtrain.text.normalise import normaliser
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -48,40 +59,53 @@ def test_json_for_a_terminal_has_no_raw_escapes_and_is_the_same_content() -> Non
     assert json_text({"text": "jeść"}) == '{"text": "jeść"}'
 
 
-def prints_of(path: Path) -> list[str]:
-    """The calls of ``print`` with an f-string that nothing has made printable."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-            shown = node.args[0] if node.args else None
-            if isinstance(shown, ast.JoinedStr):
-                found.append(f"{path.name}: {ast.unparse(shown)}")
-    return found
+def printed(*texts: str) -> str:
+    """Return the output of a command that prints these texts."""
+    stream = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+
+        def run(_: list[str]) -> int:
+            for text in texts:
+                sys.stdout.write(text)
+            print(EVIL, file=sys.stderr)
+            return 0
+
+        with pytest.raises(SystemExit):
+            console(run)()
+    return stream.getvalue()
 
 
-NUMBERS_ONLY = {
-    "prepare.py: f'{unspelt} transcripts have symbols outside the coverage; training skips them'",
-    "prepare.py: f'held out: {len(np.unique(groups[by][held]))} of {len(np.unique(groups[by]))} {by}s'",
-    "prepare.py: f'{totals.bad.total()} of {len(names)} recordings are bad and are in neither file'",
-    "export.py: f\"checked against Hugging Face's model on the same audio: largest difference "
-    '{max(known):.1e}"',
-    "train.py: f'speechtrain {__version__}'",
-    "doctor.py: f'{state}  {finding.what:<13} {printable(finding.found)}'",
-    "_cli.py: f'speechtrain: warning: stdout: {cause}; {line}'",
-    "_cli.py: f'speechtrain: {one_line(str(note))}'",
-    "_cli.py: f'speechtrain: error: {one_line(str(error))}'",
-    "_cli.py: f'speechtrain: error: stdout: {cause}'",
-    "_cli.py: f'speechtrain: internal error: {told} (trace in {path})'",
-    "transcribe.py: f'speechtrain: error: {one_line(str(one))}'",
-    "_start_run.py: f'no report: {type(error).__name__}: {errors.one_line(str(error))}'",
-    "_start_jobs.py: f'speechtrain: error: {line}'",
-}
-"""Lines without a name in them, and those whose names are printable already."""
+def test_a_command_escapes_what_any_library_prints() -> None:
+    assert printed(f"a: {EVIL}\n\tb\n") == f"a: {printable(EVIL)}\n\tb\n{printable(EVIL)}\n"
 
 
-def test_every_printed_line_with_a_name_in_it_is_made_printable() -> None:
-    sources = [*(ROOT / "speechtrain").rglob("*.py"), *(ROOT / "launchers").rglob("*.py")]
-    assert {line for path in sources for line in prints_of(path)} <= NUMBERS_ONLY
+def test_joiners_and_the_moves_of_a_progress_bar_are_written() -> None:
+    texts = ["می\u200cخواهم\n", "\r 10 %", "\x1b[A"]
+    assert printed(*texts).startswith("".join(texts))
+    assert printed("a\rb\x1b[A").startswith(r"a\rb\x1b[A")
+
+
+def test_rich_writes_its_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    escape_output()
+    escape_output()
+    Console(force_terminal=True).print("[red]a")
+    assert "\x1b[31ma" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"), [("unicode", "\u0301"), ("english", "\u0301"), ("switchboard+unicode", ".\u0301")]
+)
+def test_a_transcript_of_more_than_30_combining_marks_is_refused(name: str, mark: str) -> None:
+    normalise = normaliser(name)
+    marks = "\u0301\u0316" * 15
+    assert normalise(f"one a{marks} b{marks}")
+    with pytest.raises(DataError, match=r"'one a.*more than 30 combining marks"):
+        normalise(f"one a{marks}{mark}")
 
 
 def test_an_error_line_with_a_name_in_it_is_printable(capsys: pytest.CaptureFixture[str]) -> None:

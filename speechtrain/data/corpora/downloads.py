@@ -19,7 +19,7 @@ from typing import Any
 
 from speechtrain.data.corpora.unpacking import unpack
 from speechtrain.data.cut_files import check_room
-from speechtrain.errors import DISK, ConfigError, DataError, MachineError, printable
+from speechtrain.errors import DISK, ConfigError, DataError, MachineError
 from speechtrain.files import open_append, open_regular, whole_path, write_text, writing
 
 _BLOCK = 2**20  # bytes
@@ -65,7 +65,7 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) ->
     missing = {name: archive for name, archive in archives.items() if not _marker(root, name).exists()}
     if not missing:
         return
-    print(printable(_checked_room(root, missing)), flush=True)
+    print(_checked_room(root, missing), flush=True)
     with writing(root, "use another root="):
         for name, archive in missing.items():
             path = root / name
@@ -76,7 +76,7 @@ def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) ->
             _verify(path, archive)
             _unpack(path, root / (archive.into or folder), archive)
             write_text(_marker(root, name), "")
-            print(printable(f"{path} is unpacked; you can delete it"), flush=True)
+            print(f"{path} is unpacked; you can delete it", flush=True)
 
 
 def _checked_room(root: Path, archives: Mapping[str, Archive]) -> str:
@@ -192,7 +192,7 @@ def _progress(name: str, total: int) -> Iterator[Any]:
         from rich.progress import Progress
 
         with Progress(*Progress.get_default_columns(), console=Console(stderr=True)) as bar:
-            task = bar.add_task(printable(name).replace("[", "("), total=total or None)
+            task = bar.add_task(name.replace("[", "("), total=total or None)
             yield lambda done: bar.update(task, completed=done)
         return
     told = 0.0
@@ -201,6 +201,6 @@ def _progress(name: str, total: int) -> Iterator[Any]:
         nonlocal told
         if total and done / total >= told + _SHARE:
             told = done / total
-            print(printable(f"{name}: {told:.0%}"), flush=True)
+            print(f"{name}: {told:.0%}", flush=True)
 
     yield tell

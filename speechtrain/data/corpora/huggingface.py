@@ -16,11 +16,11 @@ from speechtrain.data.lhotse_cuts import MOST_SAMPLES
 from speechtrain.data.manifests import Record, simple_cut
 from speechtrain.data.recordings import RATES, Unusable, header, open_recording, or_unusable
 from speechtrain.data.tables import COLUMNS
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line, printable
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import atomic, whole_path, writing
 
 _PACKAGE = "corpus=huggingface needs the package datasets, 4 or newer: pip install -e '.[huggingface]'"
-_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_FORMATS = {".parquet": "parquet", ".arrow": "arrow"}  # pyarrow crashes on JSON that is nested deeply
 
 
 @dataclass
@@ -68,7 +68,7 @@ class HuggingFace:
 
         manifest = out / f"{name}.jsonl.gz"
         bad = write_cuts(manifest, cuts())
-        print(printable(f"train with: speechtrain-train recipe=scratch data.train={manifest}"))
+        print(f"train with: speechtrain-train recipe=scratch data.train={manifest}")
         return DataError.exit_code if bad else 0
 
     def _load(self) -> Any:
@@ -81,8 +81,9 @@ class HuggingFace:
         path = whole_path(self.name)
         try:
             if path.is_file():
-                kind = _FORMATS.get(path.suffix, "parquet")
-                return datasets.load_dataset(kind, data_files={self.split: str(path)}, split=self.split)
+                _check_table(path)
+                files = {self.split: str(path)}
+                return datasets.load_dataset(_FORMATS[path.suffix], data_files=files, split=self.split)
             name = self.name
             if path.is_dir():
                 name = str(path)
@@ -119,8 +120,15 @@ def _check_files(names_by_split: Mapping[str, list[str]], folder: Path) -> None:
     """Raise DataError for a table outside of a local data set, because its texts are shown to others."""
     for names in names_by_split.values():
         for name in names:
+            _check_table(Path(name))
             if folder.resolve() not in Path(name).resolve().parents:
                 raise DataError(f"{name} lies outside of {folder}")
+
+
+def _check_table(path: Path) -> None:
+    """Raise DataError for a local file in another format than ``datasets`` itself writes."""
+    if path.suffix not in _FORMATS:
+        raise DataError(f"{path} is not Parquet or Arrow. For another table, train with data.train={path}")
 
 
 def _write(path: Path, cell: Any, where: str) -> None:

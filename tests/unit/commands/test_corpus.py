@@ -311,17 +311,23 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_hugging_face_reads_tables_of_its_folder_only(tmp_path: Path) -> None:
-    pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
     folder = tmp_path / "set"
     folder.mkdir()
-    (tmp_path / "keys.csv").write_text("audio,text\na.wav,secret\n")
-    (folder / "train.csv").symlink_to("../keys.csv")
-    with pytest.raises(DataError, match=r"csv lies outside of .*/set"):
+    table = folder / "train.parquet"
+    datasets.Dataset.from_dict({"audio": [1], "text": ["one"]}).to_parquet(tmp_path / "keys.parquet")
+    table.symlink_to("../keys.parquet")
+    with pytest.raises(DataError, match=r"parquet lies outside of .*/set"):
         prepare.run(["corpus=huggingface", f"name={folder}", "out=out"])
-    (folder / "train.csv").unlink()
-    (folder / "train.csv").write_text("audio,text\n1,one\n")
+    (tmp_path / "keys.parquet").rename(table)
     with pytest.raises(DataError, match="'audio' has no recordings"):
         prepare.run(["corpus=huggingface", f"name={folder}", "out=out"])
+    table.unlink()
+    nested = folder / "train.jsonl"  # pyarrow ends the process for more
+    nested.write_text('{"audio":[[]]}\n')
+    for name in (folder, nested):
+        with pytest.raises(DataError, match=r"jsonl is not Parquet or Arrow"):
+            prepare.run(["corpus=huggingface", f"name={name}", "out=out"])
 
 
 def test_hugging_face_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

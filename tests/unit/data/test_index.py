@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import pickle
 import shutil
@@ -204,6 +205,41 @@ def test_processes_that_build_at_once_agree(cache: Path, recordings: Any) -> Non
     outputs = [process.communicate(timeout=120)[0] for process in running]
     assert outputs[0] == outputs[1] == f"3000 {open_index(open_source(path)).content} m:3000:2999\n"
     assert len([entry for entry in (cache / "index").iterdir() if entry.is_dir()]) == 1
+
+
+def lock_of(index: Index) -> Path:
+    return index.folder.with_name(f"{index.folder.name}.lock")
+
+
+def test_an_index_that_exists_needs_no_lock(cache: Path, recordings: Any) -> None:
+    source = open_source(recordings.nemo("m.jsonl", nemo_records(3)))
+    index = open_index(source)
+    with lock_of(index).open("rb") as lock:  # as another user may, who can only read the cache
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        opened: list[int] = []
+        thread = threading.Thread(target=lambda: opened.append(len(open_index(source))), daemon=True)
+        thread.start()
+        thread.join(20)
+    assert opened == [3]
+
+
+def test_a_lock_that_another_process_holds_is_named(
+    cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_TRIES", 1)
+    source = open_source(recordings.nemo("m.jsonl", nemo_records(3)))
+    index = open_index(source)
+    shutil.rmtree(index.folder)
+    with lock_of(index).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=lambda: open_index(source))
+        thread.start()
+        line = ""
+        while not line and thread.is_alive():
+            line = capsys.readouterr().err
+    thread.join()
+    assert f"waiting for another process that holds {lock_of(index)}" in line
+    assert len(open_index(source)) == 3
 
 
 def test_builders_are_safe_where_there_are_no_locks(

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.data.audio import files_of, read_cut, recording_of
+from speechtrain.data.audio import files_of, read_cut, read_file, recording_of
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.recordings import Unusable, read_header
@@ -344,6 +345,30 @@ def test_a_place_that_is_no_member_is_unusable(tmp_path: Path) -> None:
         with pytest.raises(Unusable) as caught:
             read_header(f"{tar}:{place}")
         assert caught.value.reason == "unreadable"
+
+
+@pytest.mark.parametrize("kind", ["WAV", "FLAC"])
+def test_a_large_member_is_read_where_it_is(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wav = tmp_path / "a.wav"
+    samples = np.random.default_rng(0).uniform(-0.5, 0.5, 200 * RATE)
+    soundfile.write(wav, samples, RATE, format=kind, subtype="PCM_16")
+    tar_of(tmp_path / "a.tar", ("a.wav", wav.read_bytes()))
+    member = f"{tmp_path}/a.tar:512+{wav.stat().st_size}//a.wav"
+    sizes = []
+    pread = os.pread
+
+    def counted(handle: int, count: int, offset: int) -> bytes:
+        sizes.append(count)
+        return pread(handle, count, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    for start in (0.0, 12.3, 39.0):
+        expected = read_file(str(wav), RATE, start, 0.5)
+        sizes.clear()
+        np.testing.assert_array_equal(read_file(member, RATE, start, 0.5), expected)
+        assert sum(sizes) < wav.stat().st_size / 2
 
 
 def test_a_header_of_a_million_records_takes_no_time(tmp_path: Path) -> None:
