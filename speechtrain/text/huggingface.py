@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from speechtrain.errors import DataError, MachineError, one_line
-from speechtrain.files import FilePath
+from speechtrain.files import FilePath, json_of
 from speechtrain.text.normalise import normaliser as normaliser_of
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
+
+_MOST_GROWTH = 4_000
+_GROWTH = {"ByteLevel": 4.0, "NFKC": 18.0, "NFKD": 18.0, "Precompiled": 18.0}
+"""Characters that a step of this type makes of one. ``Precompiled`` usually holds the table of NFKC."""
+_EACH_STEP = 1.1  # as a factor of growth: it bounds the number of steps
 
 
 class HuggingFace(FileTokenizer):
     """A tokenizer of the library ``tokenizers``, read from the file ``model``.
 
     Its ids keep their numbers. ``labels`` is the number of those that are labels, for models whose
-    vocabulary continues with the blank and special symbols; null: all. Raises DataError if the file is
-    missing or damaged, MachineError without the library.
+    vocabulary continues with the blank and special symbols; null: all. The file's padding and truncation are
+    not used. Raises DataError if the file is missing or damaged, or if its steps make a text more than 4,000
+    times as long, and MachineError without the library. ``encode`` and ``decode`` raise DataError if the
+    library fails.
     """
 
     saved_name = "tokenizer.json"
@@ -29,10 +38,8 @@ class HuggingFace(FileTokenizer):
                 "tokenizer=huggingface needs the library tokenizers; pip install 'speechtrain[interop]'"
             ) from None
         super().__init__(model, "copy it from the published model")
-        try:
-            self._library = Library.from_str(self._content.decode())
-        except Exception as error:  # the library raises Exception itself
-            raise DataError(f"model: {model} is not a tokenizer.json ({one_line(str(error), 120)})") from None
+        self._path = model
+        self._library = self._read(Library)
         size = self._library.get_vocab_size(with_added_tokens=True)
         if labels is not None and not 0 < labels <= size + 1:
             raise ValueError(f"labels is {labels}; {model} has {size}")
@@ -55,7 +62,7 @@ class HuggingFace(FileTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.blank)
-        return str(self._library.decode([int(label) for label in ids], skip_special_tokens=True)).strip()
+        return self._decoded([int(label) for label in ids], skip_special_tokens=True).strip()
 
     def spelling(self) -> list[str]:
         """Return the text that each label adds, as the library decodes the label after another one.
@@ -64,10 +71,10 @@ class HuggingFace(FileTokenizer):
         ``##``. A label that is a part of a character becomes the replacement character.
         """
         anchor = len(self.labels) - 1
-        prefix = str(self._library.decode([anchor], skip_special_tokens=False))
+        prefix = self._decoded([anchor], skip_special_tokens=False)
         texts = []
         for label in range(len(self.labels)):
-            text = str(self._library.decode([anchor, label], skip_special_tokens=False))
+            text = self._decoded([anchor, label], skip_special_tokens=False)
             texts.append(text.removeprefix(prefix))
         return texts
 
@@ -81,10 +88,55 @@ class HuggingFace(FileTokenizer):
 
     def library(self) -> Any:
         """A copy of the library's tokenizer."""
-        return type(self._library).from_str(self._content.decode())
+        return self._read(type(self._library))
+
+    def _read(self, library: Any) -> Any:
+        with self._errors():
+            text = self._content.decode()
+            content = json_of(text)
+            steps = [content.get(kind) for kind in ("normalizer", "pre_tokenizer", "decoder")]
+            if _growth(steps) > _MOST_GROWTH:
+                raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
+            tokenizer = library.from_str(text)
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            return tokenizer
 
     def _encoded(self, text: str) -> Any:
-        return self._library.encode(text, add_special_tokens=False)
+        with self._errors():
+            return self._library.encode(text, add_special_tokens=False)
+
+    def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
+        with self._errors():
+            return str(self._library.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """A context in which each error of the library becomes a DataError.
+
+        The library raises ``Exception`` itself, and a panic of its Rust code is not even that.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            cause = one_line(str(error), 120)
+            raise DataError(f"model: {self._path} is not a usable tokenizer.json ({cause})") from None
 
     def state(self) -> dict[str, Any]:
         return {"kind": "huggingface", "labels": self._kept, **self._identity(self._normaliser)}
+
+
+def _growth(step: Any) -> float:
+    """Return the most characters that a step, or a list of steps, makes of one character."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    inner = _growth([value for value in step.values() if isinstance(value, list)])
+    replacement = len(step.get("content", "")) + len(step.get("prepend", ""))
+    pattern = step.get("pattern")
+    if not (isinstance(pattern, dict) and pattern.get("String")):
+        replacement += 1  # such a pattern can match between two characters
+    return inner * max(replacement, _GROWTH.get(str(step.get("type")), _EACH_STEP))
