@@ -225,8 +225,7 @@ def names_in_archive(path: Path, verify: bool = False) -> set[str]:
     with open_filled(path) as file, zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
         _check_layout(entries, os.fstat(file.fileno()).st_size)
-        damaged = archive.testzip() if verify else None
-        if damaged is not None:
+        if verify and (damaged := archive.testzip()):
             raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
         return names_in_pickle(archive.open(entries[0]))
 
@@ -236,14 +235,14 @@ def _check_layout(entries: list[zipfile.ZipInfo], end: int) -> None:
 
     torch reads the ``data.pkl`` in the folder of the first entry, and it ignores the case of letters.
     """
-    pickles = [entry.filename for entry in entries if entry.filename.lower().endswith("data.pkl")]
-    if pickles != [entry.filename for entry in entries[:1]] or not re.fullmatch("[^/]+/data.pkl", pickles[0]):
+    names = [entry.filename for entry in entries]
+    pickles = [name for name in names if name.lower().endswith("data.pkl")]
+    if pickles != names[:1] or not re.fullmatch(r"[^/]+/data\.pkl", "".join(pickles)):
         raise zipfile.BadZipFile("its first entry is not its only data.pkl")
     for entry in sorted(entries, key=lambda entry: entry.header_offset, reverse=True):
-        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
-        if entry.header_offset + entry.file_size > end:
-            raise zipfile.BadZipFile("its entries overlap")
+        size = entry.file_size
+        if entry.compress_type or size != entry.compress_size or entry.header_offset + size > end:
+            raise zipfile.BadZipFile("its entries are compressed or overlap, which torch.save never does")
         end = entry.header_offset
 
 

@@ -173,10 +173,9 @@ def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Tensor]:
     """Tensors below ``prefix``, with the names of a new checkpoint and no shapes of Gaudi's."""
-    tensors = {}
-    for name, value in tensors_of(stored, path).items():
-        if name.startswith(prefix):  # not a fine-tuned model's own layers
-            tensors[name.removeprefix(prefix)] = value
+    # without a fine-tuned model's own layers
+    inner = {str(name).removeprefix(prefix): stored[name] for name in stored if str(name).startswith(prefix)}
+    tensors = tensors_of(inner, path)
     for pair, name in (("original0", "weight_g"), ("original1", "weight_v")):
         other = f"encoder.pos_conv.0.parametrizations.weight.{pair}"
         if other in tensors:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from speechtrain.errors import DataError, MachineError, one_line
@@ -39,7 +38,7 @@ class HuggingFace(FileTokenizer):
             ) from None
         super().__init__(model, "copy it from the published model")
         self._path = model
-        self._library = self._read(Library)
+        self._library = self._call(_library_of, Library, self._content)
         size = self._library.get_vocab_size(with_added_tokens=True)
         if labels is not None and not 0 < labels <= size + 1:
             raise ValueError(f"labels is {labels}; {model} has {size}")
@@ -62,7 +61,8 @@ class HuggingFace(FileTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.blank)
-        return self._decoded([int(label) for label in ids], skip_special_tokens=True).strip()
+        labels = [int(label) for label in ids]
+        return str(self._call(self._library.decode, labels, skip_special_tokens=True)).strip()
 
     def spelling(self) -> list[str]:
         """Return the text that each label adds, as the library decodes the label after another one.
@@ -71,10 +71,10 @@ class HuggingFace(FileTokenizer):
         ``##``. A label that is a part of a character becomes the replacement character.
         """
         anchor = len(self.labels) - 1
-        prefix = self._decoded([anchor], skip_special_tokens=False)
+        prefix = str(self._call(self._library.decode, [anchor], skip_special_tokens=False))
         texts = []
         for label in range(len(self.labels)):
-            text = self._decoded([anchor, label], skip_special_tokens=False)
+            text = str(self._call(self._library.decode, [anchor, label], skip_special_tokens=False))
             texts.append(text.removeprefix(prefix))
         return texts
 
@@ -88,36 +88,18 @@ class HuggingFace(FileTokenizer):
 
     def library(self) -> Any:
         """A copy of the library's tokenizer."""
-        return self._read(type(self._library))
-
-    def _read(self, library: Any) -> Any:
-        with self._errors():
-            text = self._content.decode()
-            content = json_of(text)
-            steps = [content.get(kind) for kind in ("normalizer", "pre_tokenizer", "decoder")]
-            if _growth(steps) > _MOST_GROWTH:
-                raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
-            tokenizer = library.from_str(text)
-            tokenizer.no_padding()
-            tokenizer.no_truncation()
-            return tokenizer
+        return _library_of(type(self._library), self._content)
 
     def _encoded(self, text: str) -> Any:
-        with self._errors():
-            return self._library.encode(text, add_special_tokens=False)
+        return self._call(self._library.encode, text, add_special_tokens=False)
 
-    def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
-        with self._errors():
-            return str(self._library.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """A context in which each error of the library becomes a DataError.
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the library, and turn each of its errors into a DataError.
 
         The library raises ``Exception`` itself, and a panic of its Rust code is not even that.
         """
         try:
-            yield
+            return function(*arguments, **options)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
@@ -128,6 +110,17 @@ class HuggingFace(FileTokenizer):
         return {"kind": "huggingface", "labels": self._kept, **self._identity(self._normaliser)}
 
 
+def _library_of(kind: Any, content: bytes) -> Any:
+    text = content.decode()
+    parts = json_of(text)
+    if _growth([parts.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]) > _MOST_GROWTH:
+        raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
+    library = kind.from_str(text)
+    library.no_padding()
+    library.no_truncation()
+    return library
+
+
 def _growth(step: Any) -> float:
     """Return the most characters that a step, or a list of steps, makes of one character."""
     if isinstance(step, list):
@@ -136,7 +129,6 @@ def _growth(step: Any) -> float:
         return 1.0
     inner = _growth([value for value in step.values() if isinstance(value, list)])
     replacement = len(step.get("content", "")) + len(step.get("prepend", ""))
-    pattern = step.get("pattern")
-    if not (isinstance(pattern, dict) and pattern.get("String")):
+    if not (step.get("pattern") or {}).get("String"):
         replacement += 1  # such a pattern can match between two characters
     return inner * max(replacement, _GROWTH.get(str(step.get("type")), _EACH_STEP))
