@@ -62,8 +62,13 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def _is_hollow(file: IO[bytes], size: int) -> bool:
-    """Whether a file of ``size`` bytes, above a GB, is almost all holes, which no writer of ours leaves."""
+def open_filled(path: Path) -> BufferedReader:
+    """Open a regular file as ``open_regular`` does, and refuse one above a GB that is almost all holes.
+
+    A small archive makes terabytes of holes, and no writer of ours leaves any. Raises OSError.
+    """
+    file = open_regular(path)
+    size = os.fstat(file.fileno()).st_size
     end = filled = 0
     with contextlib.suppress(OSError):  # there is no content behind the last hole
         while end < size and filled * 1000 <= size:
@@ -71,14 +76,15 @@ def _is_hollow(file: IO[bytes], size: int) -> bool:
             end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
             filled += end - begin
     file.seek(0)
-    return size > 2**30 and filled * 1000 <= size
+    if size > 2**30 and filled * 1000 <= size:
+        file.close()
+        raise OSError(errno.EINVAL, "it is almost empty, for its size", str(path))
+    return file
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file. Raises OSError, also for one that is hollow: a small archive makes terabytes."""
-    with open_regular(path) as file:
-        if _is_hollow(file, os.fstat(file.fileno()).st_size):
-            raise OSError(errno.EINVAL, "it is almost empty, for its size", str(path))
+    """Return the digest of a file. Raises OSError as ``open_filled``."""
+    with open_filled(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -210,15 +216,34 @@ def names_in_pickle(file: IO[bytes]) -> set[str]:
     return names
 
 
-def names_in_archive(path: Path) -> set[str]:
-    """As ``names_in_pickle``, for what torch.save writes. Raises BadZipFile for compressed entries, too."""
-    with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise zipfile.BadZipFile("its entries are compressed, which torch.save never does")
-        found = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
-        if not found:
-            raise zipfile.BadZipFile("it has no data.pkl")
-        return set().union(*(names_in_pickle(archive.open(entry)) for entry in found))
+def names_in_archive(path: Path, verify: bool = False) -> set[str]:
+    """As ``names_in_pickle``, for an archive that torch.save wrote. ``verify`` checks its checksums, too.
+
+    Raises OSError for a file of holes, and BadZipFile for entries that torch.save does not write. The sizes
+    are checked before an entry is read.
+    """
+    with open_filled(path) as file, zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        _check_layout(entries, os.fstat(file.fileno()).st_size)
+        if verify and (damaged := archive.testzip()):
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
+        return names_in_pickle(archive.open(entries[0]))
+
+
+def _check_layout(entries: list[zipfile.ZipInfo], end: int) -> None:
+    """Raise BadZipFile unless stored entries follow one another, and the first alone is a ``data.pkl``.
+
+    torch reads the ``data.pkl`` in the folder of the first entry, and it ignores the case of letters.
+    """
+    names = [entry.filename for entry in entries]
+    pickles = [name for name in names if name.lower().endswith("data.pkl")]
+    if pickles != names[:1] or not re.fullmatch(r"[^/]+/data\.pkl", "".join(pickles)):
+        raise zipfile.BadZipFile("its first entry is not its only data.pkl")
+    for entry in sorted(entries, key=lambda entry: entry.header_offset, reverse=True):
+        size = entry.file_size
+        if entry.compress_type or size != entry.compress_size or entry.header_offset + size > end:
+            raise zipfile.BadZipFile("its entries are compressed or overlap, which torch.save never does")
+        end = entry.header_offset
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ FORMAT = SHARDED  # the newest that is read; versions that read only WHOLE refus
 SHARDS = "shards"
 WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
 _FILES = {"state.pt", WEIGHTS}
+_MOST_VALUES = 2**22  # of a loaded state, each reference counted: skipped recordings are the most
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -136,10 +137,30 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The saved state of each part of a run, from its checkpoint. Raises RunError for a damaged file."""
     try:
         names_in_archive(folder / "state.pt")  # refuses a bomb
-        return dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
+        state = dict(torch.load(folder / "state.pt", map_location="cpu", weights_only=True))
+        _check_size(state)
+        return state
     except Exception as error:  # whatever a damaged file makes the readers raise
         cause = f"{type(error).__name__}: {one_line(str(error), 120)}"
         raise RunError(f"{folder / 'state.pt'} cannot be read ({cause}); remove its folder") from None
+
+
+def _check_size(state: dict[str, Any]) -> None:
+    """Raise ValueError for lists and mappings that have too many values, each reference counted.
+
+    After this check, every function may visit a loaded state without a bound.
+    """
+    nodes: list[Any] = [state]
+    count = 0
+    while nodes:
+        node = nodes.pop()
+        count += 1
+        if count > _MOST_VALUES:
+            raise ValueError("its values refer to each other too often")
+        if isinstance(node, dict):
+            nodes += node.values()
+        elif isinstance(node, list | tuple):
+            nodes += node
 
 
 def _score(value: float | None) -> float:

@@ -7,6 +7,7 @@ published model, and the names with Hugging Face's. docs/interchange.md has the 
 from __future__ import annotations
 
 import ast
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
 from speechtrain.files import atomic
-from speechtrain.interop.pickles import plain, read_pickle, tensor_of
+from speechtrain.interop.pickles import plain, read_pickle, tensors_of
 from speechtrain.interop.wav2vec2 import (
     CONV,
     LAYER,
@@ -79,6 +80,12 @@ _MODEL = Settings(
 )
 _STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
 """Strides of the published extractor by its kernels: they follow from no tensor."""
+_DIMENSIONS = {
+    r"mask_emb|.*\.in_proj_bias": 1,
+    r".*\.in_proj_weight": 2,
+    r"encoder\.pos_conv\.0\.weight_v|feature_extractor\.conv_layers\.\d+\.0\.weight": 3,
+}
+"""Dimensions of the tensors, by a pattern of their names, that are used before all shapes are compared."""
 _CONV_NORMS = {"default": "group", "layer_norm": "layer"}
 _FIXED = {"activation_fn": "gelu", "layer_type": "transformer", "quantize_input": False}
 _FIXED |= {"crop_seq_to_multiple": 1}
@@ -166,13 +173,9 @@ def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Tensor]:
     """Tensors below ``prefix``, with the names of a new checkpoint and no shapes of Gaudi's."""
-    tensors = {}
-    for name, value in stored.items():
-        if not str(name).startswith(prefix):
-            continue  # a fine-tuned model's own layers
-        if not isinstance(value, Tensor):
-            raise DataError(f"{path}: {name} is not a tensor")
-        tensors[str(name).removeprefix(prefix)] = tensor_of(value, path)
+    # without a fine-tuned model's own layers
+    inner = {str(name).removeprefix(prefix): stored[name] for name in stored if str(name).startswith(prefix)}
+    tensors = tensors_of(inner, path)
     for pair, name in (("original0", "weight_g"), ("original1", "weight_v")):
         other = f"encoder.pos_conv.0.parametrizations.weight.{pair}"
         if other in tensors:
@@ -180,11 +183,19 @@ def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Te
     for name, tensor in tensors.items():
         if name.startswith("feature_extractor.") and tensor.dim() == 4:
             tensors[name] = tensor.squeeze(2)
+    _check_dimensions(tensors, path)
     for name in [name for name in tensors if name.endswith(("in_proj_weight", "in_proj_bias"))]:
         base, _, kind = name.rpartition("in_proj_")
-        parts = tensors.pop(name).chunk(3)
+        parts = tensors.pop(name).tensor_split(3)
         tensors |= {f"{base}{p}_proj.{kind}": part for p, part in zip("qkv", parts, strict=True)}
     return tensors
+
+
+def _check_dimensions(tensors: Mapping[str, Tensor], path: Path) -> None:
+    for name, tensor in tensors.items():
+        for pattern, dimensions in _DIMENSIONS.items():
+            if re.fullmatch(pattern, name) and tensor.dim() != dimensions:
+                raise DataError(f"{path}: the tensor {name} has {tensor.dim()} dimensions, not {dimensions}")
 
 
 def _refuse_others(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speechtrain.errors import MALFORMED, ConfigError, DataError, MachineError, one_line
-from speechtrain.files import follow_umask, read_bytes, read_json, write_json
-from speechtrain.interop.pickles import read_pickle, tensor_of
+from speechtrain.files import follow_umask, open_filled, read_bytes, read_json, write_json
+from speechtrain.interop.pickles import read_pickle, tensors_of
 from speechtrain.interop.wav2vec2 import CONV, LAYER, Pretrained, Rule, Settings, inward, outward, renamed
 from speechtrain.nn.masking import SpanMask
 
@@ -276,13 +276,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         found = read_pickle(old)
         if not isinstance(found, dict):
             raise DataError(f"{old} has no named tensors; download it again")
-        return {str(n): tensor_of(v, old) for n, v in found.items() if isinstance(v, Tensor)}
+        return tensors_of(found, old)
     raise DataError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file. Raises DataError for one that is damaged."""
     try:
+        open_filled(path).close()
         return load_file(path)
     except (SafetensorError, OSError, KeyError, TypeError, RuntimeError, *MALFORMED) as error:
         raise DataError(f"{path} cannot be read ({one_line(str(error), 120)}); copy it again") from None

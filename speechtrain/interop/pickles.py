@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.errors import DataError, one_line
-from speechtrain.files import names_in_archive, names_in_pickle, open_regular
+from speechtrain.files import names_in_archive, names_in_pickle, open_filled
 
 # Of the standard library: the types of settings and meters. Of torch: dense tensors and their types.
 # All other names of the two are refused, even those that torch admits (sparse, quantised).
@@ -62,9 +61,10 @@ def read_pickle(path: Path) -> Any:
     checkpoint needs (no code has run then), and for a file that is damaged or of another kind.
     """
     try:
-        with open_regular(path) as file:
+        with open_filled(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-        names = _names_in_zip(path) if is_zip else _names_in_legacy(path)
+        # torch.load verifies no checksums
+        names = names_in_archive(path, verify=True) if is_zip else _names_in_legacy(path)
         refused = sorted(name for name in names if not _is_admitted(name))
         if not refused:
             with torch.serialization.safe_globals([(_stand_in(name), name) for name in names]):
@@ -81,13 +81,6 @@ def read_pickle(path: Path) -> Any:
         f"{path} is refused: it names {one_line(refused[0], 120)}, which no checkpoint needs; none of its "
         "code was run. Use a file from a source that you trust"
     )
-
-
-def _names_in_zip(path: Path) -> set[str]:
-    with zipfile.ZipFile(path) as archive:
-        if (damaged := archive.testzip()) is not None:  # torch.load verifies no checksums
-            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
-    return names_in_archive(path)
 
 
 def _names_in_legacy(path: Path) -> set[str]:
@@ -108,12 +101,23 @@ def _stand_in(name: str) -> Any:
     return type("Inert", (Inert,), {"name": name})
 
 
-def tensor_of(stored: Tensor, path: Path) -> Tensor:
-    """A copy of a tensor in the file. Raises DataError if it is larger than its storage."""
-    bare = torch.detach(stored)  # without the attributes that a file can set
-    if bare.nbytes > bare.untyped_storage().nbytes():
-        raise DataError(f"{path} is damaged (a tensor is larger than its storage); download it again")
-    return bare.clone()
+def tensors_of(stored: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
+    """Return copies of the tensors in ``stored``, which was read from ``path``, by name.
+
+    Raises DataError if a tensor is larger than its storage, and if all have more values than the file has
+    bytes: names that share one storage would take many times its size in fp32.
+    """
+    tensors = {}
+    values = 0
+    for name, value in stored.items():
+        if not isinstance(value, Tensor):
+            continue
+        bare = torch.detach(value)  # without the attributes that a file can set
+        values += bare.numel()
+        if bare.nbytes > bare.untyped_storage().nbytes() or values > path.stat().st_size:
+            raise DataError(f"{path} is damaged (a tensor is larger than its storage); download it again")
+        tensors[str(name)] = bare.clone()
+    return tensors
 
 
 def plain(value: Any) -> Any:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from speechtrain.errors import DataError, MachineError, one_line
-from speechtrain.files import FilePath
+from speechtrain.files import FilePath, json_of
 from speechtrain.text.normalise import normaliser as normaliser_of
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
+
+_MOST_GROWTH = 4_000
+_GROWTH = {"ByteLevel": 4.0, "NFKC": 18.0, "NFKD": 18.0, "Precompiled": 18.0}
+"""Characters that a step of this type makes of one. ``Precompiled`` usually holds the table of NFKC."""
+_EACH_STEP = 1.1  # as a factor of growth: it bounds the number of steps
 
 
 class HuggingFace(FileTokenizer):
     """A tokenizer of the library ``tokenizers``, read from the file ``model``.
 
     Its ids keep their numbers. ``labels`` is the number of those that are labels, for models whose
-    vocabulary continues with the blank and special symbols; null: all. Raises DataError if the file is
-    missing or damaged, MachineError without the library.
+    vocabulary continues with the blank and special symbols; null: all. The file's padding and truncation are
+    not used. Raises DataError if the file is missing or damaged, or if its steps make a text more than 4,000
+    times as long, and MachineError without the library. ``encode`` and ``decode`` raise DataError if the
+    library fails.
     """
 
     saved_name = "tokenizer.json"
@@ -29,10 +37,8 @@ class HuggingFace(FileTokenizer):
                 "tokenizer=huggingface needs the library tokenizers; pip install -e '.[interop]'"
             ) from None
         super().__init__(model, "copy it from the published model")
-        try:
-            self._library = Library.from_str(self._content.decode())
-        except Exception as error:  # the library raises Exception itself
-            raise DataError(f"model: {model} is not a tokenizer.json ({one_line(str(error), 120)})") from None
+        self._path = model
+        self._library = self._call(_library_of, Library, self._content)
         size = self._library.get_vocab_size(with_added_tokens=True)
         if labels is not None and not 0 < labels <= size + 1:
             raise ValueError(f"labels is {labels}; {model} has {size}")
@@ -55,7 +61,8 @@ class HuggingFace(FileTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.blank)
-        return str(self._library.decode([int(label) for label in ids], skip_special_tokens=True)).strip()
+        labels = [int(label) for label in ids]
+        return str(self._call(self._library.decode, labels, skip_special_tokens=True)).strip()
 
     def spelling(self) -> list[str]:
         """Return the text that each label adds, as the library decodes the label after another one.
@@ -64,10 +71,10 @@ class HuggingFace(FileTokenizer):
         ``##``. A label that is a part of a character becomes the replacement character.
         """
         anchor = len(self.labels) - 1
-        prefix = str(self._library.decode([anchor], skip_special_tokens=False))
+        prefix = str(self._call(self._library.decode, [anchor], skip_special_tokens=False))
         texts = []
         for label in range(len(self.labels)):
-            text = str(self._library.decode([anchor, label], skip_special_tokens=False))
+            text = str(self._call(self._library.decode, [anchor, label], skip_special_tokens=False))
             texts.append(text.removeprefix(prefix))
         return texts
 
@@ -81,10 +88,47 @@ class HuggingFace(FileTokenizer):
 
     def library(self) -> Any:
         """A copy of the library's tokenizer."""
-        return type(self._library).from_str(self._content.decode())
+        return _library_of(type(self._library), self._content)
 
     def _encoded(self, text: str) -> Any:
-        return self._library.encode(text, add_special_tokens=False)
+        return self._call(self._library.encode, text, add_special_tokens=False)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the library, and turn each of its errors into a DataError.
+
+        The library raises ``Exception`` itself, and a panic of its Rust code is not even that.
+        """
+        try:
+            return function(*arguments, **options)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            cause = one_line(str(error), 120)
+            raise DataError(f"model: {self._path} is not a usable tokenizer.json ({cause})") from None
 
     def state(self) -> dict[str, Any]:
         return {"kind": "huggingface", "labels": self._kept, **self._identity(self._normaliser)}
+
+
+def _library_of(kind: Any, content: bytes) -> Any:
+    text = content.decode()
+    parts = json_of(text)
+    if _growth([parts.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")]) > _MOST_GROWTH:
+        raise ValueError(f"its steps make a text more than {_MOST_GROWTH} times as long")
+    library = kind.from_str(text)
+    library.no_padding()
+    library.no_truncation()
+    return library
+
+
+def _growth(step: Any) -> float:
+    """Return the most characters that a step, or a list of steps, makes of one character."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1.0
+    inner = _growth([value for value in step.values() if isinstance(value, list)])
+    replacement = len(step.get("content", "")) + len(step.get("prepend", ""))
+    if not (step.get("pattern") or {}).get("String"):
+        replacement += 1  # such a pattern can match between two characters
+    return inner * max(replacement, _GROWTH.get(str(step.get("type")), _EACH_STEP))

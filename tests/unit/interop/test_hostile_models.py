@@ -7,8 +7,11 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
 import zipfile
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
+from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer, read_state
 from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.files import names_in_archive
 from speechtrain.interop import fairseq, huggingface
-from speechtrain.interop.pickles import plain, read_pickle
+from speechtrain.interop.pickles import plain, read_pickle, tensors_of
 from speechtrain.interop.wav2vec2 import MOST_LAYERS, Pretrained
 
 
@@ -237,3 +241,138 @@ def test_a_checkpoint_manifest_of_anything_is_one_line(tmp_path: Path, content: 
         (folder / name).write_text(content, errors="surrogateescape")
     with pytest.raises(RunError, match=r"checkpoint\.json"):
         checkpointer.weights()
+
+
+def archive(path: Path, *names: str, compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name in names:
+            is_pickle = name.lower().endswith("pkl")
+            archive.writestr(name, pickle.dumps({}, 2) * is_pickle or b"0" * 100)
+
+
+LAYOUTS = {
+    "no data.pkl": ("archive/version",),
+    "a data.pkl in capitals": ("archive/DATA.PKL",),
+    "a second data.pkl in capitals": ("archive/DATA.PKL", "archive/x/data.pkl"),
+    "a second data.pkl below": ("archive/data.pkl", "archive/x/data.pkl"),
+    "a data.pkl that is not the first": ("other/version", "archive/data.pkl"),
+    "a data.pkl in an inner folder": ("archive/x/data.pkl",),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_archive_with_another_data_pkl_is_refused(tmp_path: Path, name: str) -> None:
+    archive(tmp_path / "a.pt", *LAYOUTS[name])
+    with pytest.raises(DataError, match="its first entry is not its only"):
+        read_pickle(tmp_path / "a.pt")
+    with pytest.raises(zipfile.BadZipFile, match="its first entry is not its only"):
+        names_in_archive(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_compressed_entries_are_refused_before_their_checksums_are_read(
+    tmp_path: Path, compression: int
+) -> None:
+    archive(tmp_path / "a.pt", "archive/data.pkl", "archive/data/0", compression=compression)
+    content = (tmp_path / "a.pt").read_bytes()
+    damaged = content.replace(struct.pack("<I", zlib.crc32(b"0" * 100)), b"\1\2\3\4")
+    assert damaged != content
+    (tmp_path / "a.pt").write_bytes(damaged)
+    with pytest.raises(DataError, match="entries are compressed or overlap"):
+        read_pickle(tmp_path / "a.pt")
+
+
+def test_entries_that_overlap_are_refused(tmp_path: Path) -> None:
+    archive(tmp_path / "a.pt", "archive/data.pkl", "archive/data/0", "archive/data/1")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    begin = content.index(b"archive/data/0") - 30
+    record = content.rindex(b"archive/data/1") - 46
+    content[record + 42 : record + 46] = struct.pack("<I", begin)  # both names have one content
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(zipfile.BadZipFile, match="entries are compressed or overlap"):
+        names_in_archive(tmp_path / "a.pt")
+
+
+def test_a_damaged_entry_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.full((100,), 7.5)}, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    (tmp_path / "a.pt").write_bytes(content.replace(struct.pack("<f", 7.5), struct.pack("<f", 7.25), 1))
+    names_in_archive(tmp_path / "a.pt")
+    with pytest.raises(DataError, match="the checksum of a/data/0 does not match"):
+        read_pickle(tmp_path / "a.pt")
+
+
+def test_files_of_holes_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    size = 2**31
+    with torch.serialization.skip_data():
+        torch.save({"a": torch.empty(size, dtype=torch.uint8)}, tmp_path / "a.pt")
+    for read in (read_pickle, names_in_archive):
+        with pytest.raises((DataError, OSError), match="almost empty"):
+            read(tmp_path / "a.pt")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header(tensor([size // 2], 0, size, "BF16")))
+    os.truncate(path, path.stat().st_size + size)
+    with pytest.raises(DataError, match="almost empty"):
+        huggingface.read_safetensors(path)
+
+
+def test_names_that_share_one_storage_are_not_multiplied(tmp_path: Path) -> None:
+    shared = torch.zeros(10_000, dtype=torch.bfloat16)
+    torch.save({"a": shared, "b": shared}, tmp_path / "tied.pt")
+    tied = tensors_of(read_pickle(tmp_path / "tied.pt"), tmp_path / "tied.pt")
+    assert {name: value.numel() for name, value in tied.items()} == {"a": 10_000, "b": 10_000}
+    torch.save({f"w{number}": shared for number in range(4)}, tmp_path / "a.pt")
+    with pytest.raises(DataError, match=r"a\.pt is damaged"):
+        tensors_of(read_pickle(tmp_path / "a.pt"), tmp_path / "a.pt")
+
+
+def lists(levels: int) -> list[Any]:
+    level: list[Any] = []
+    for _ in range(levels):
+        level = [level, level]
+    return level
+
+
+@pytest.mark.parametrize("inner", [lists(40), OrderedDict(a=({"b": lists(40)},))])
+@pytest.mark.timeout(60)
+def test_a_state_of_doubled_lists_is_refused(tmp_path: Path, inner: object) -> None:
+    torch.save({"data": inner}, tmp_path / "state.pt", pickle_protocol=2)
+    with pytest.raises(RunError, match="refer to each other too often"):
+        read_state(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_state_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    torch.save({"data": endless}, tmp_path / "state.pt", pickle_protocol=2)
+    with pytest.raises(RunError, match="refer to each other too often"):
+        read_state(tmp_path)
+
+
+LAYER = "encoder.layers.0.self_attn.in_proj_weight"
+POSITION, CONVOLUTION = "encoder.pos_conv.0.weight_v", "feature_extractor.conv_layers.0.0.weight"
+TENSORS = {
+    **{f"{LAYER} of {shape}": (LAYER, shape) for shape in ((), (8,))},
+    **{f"{POSITION} of {shape}": (POSITION, shape) for shape in ((), (2, 2))},
+    **{f"{CONVOLUTION} of {shape}": (CONVOLUTION, shape) for shape in ((), (8,))},
+    "mask_emb of ()": ("mask_emb", ()),
+    "in_proj_bias of ()": (LAYER.replace("weight", "bias"), ()),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_a_tensor_of_other_dimensions_is_named(tmp_path: Path, case: str) -> None:
+    name, shape = TENSORS[case]
+    model = {"mask_emb": torch.zeros(8), name: torch.zeros(shape)}
+    torch.save({"model": model, "cfg": {"model": {}}}, tmp_path / "a.pt")
+    with pytest.raises(DataError, match=f"the tensor {re.escape(name)} has {len(shape)} dimensions, not "):
+        fairseq.read(tmp_path / "a.pt")
+
+
+def test_an_attention_of_one_row_is_named(tmp_path: Path) -> None:
+    settings = {"conv_feature_layers": CONV, "conv_pos_groups": 1, "encoder_attention_heads": 1}
+    model = {name: torch.zeros(8) for name in ("mask_emb", "layer_norm.weight", "layer_norm.bias")}
+    torch.save({"model": {**model, LAYER: torch.zeros(1, 8)}, "cfg": {"model": settings}}, tmp_path / "a.pt")
+    with pytest.raises(DataError, match=r"a\.pt: the tensor "):
+        fairseq.read(tmp_path / "a.pt")
