@@ -259,19 +259,25 @@ class Processes(Workers):
                 theirs.close()  # then the link breaks when the worker dies
                 started.append(_Worker(process, ours))
             for worker in started:
-                if not worker.link.poll(self.timeout_seconds):
-                    raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
-                worker.link.recv()
-                worker.connect()
+                self._connect(worker)
         except Exception as error:  # this process decodes instead, more slowly
-            _log.warning(
-                "data workers cannot start (%s: %s); this process decodes", type(error).__name__, error
-            )
+            if not self._is_closed:
+                text = "data workers cannot start (%s: %s); this process decodes"
+                _log.warning(text, type(error).__name__, error)
             for worker in started:
                 worker.link.close()
                 worker.process.kill()
             return
         self._workers = started
+
+    def _connect(self, worker: _Worker) -> None:
+        """Wait until a worker is ready. Raises TimeoutError after the time-out or after close()."""
+        deadline = time.monotonic() + self.timeout_seconds
+        while not worker.link.poll(min(_SLICE_SECONDS, self.timeout_seconds)):
+            if self._is_closed or time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
+        worker.link.recv()
+        worker.connect()
 
     def close(self) -> None:
         """Stop the workers; micro-batches in flight are lost."""
