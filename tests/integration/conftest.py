@@ -135,14 +135,18 @@ def finish(process: subprocess.Popen[str] | Started) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | Started | None = None) -> None:
-    """Poll until ``reached`` says something true; fails where ``process`` ends first."""
+def wait_for(
+    reached: Callable[[], object],
+    process: subprocess.Popen[str] | Started | None = None,
+    goal: str = "the condition",
+) -> None:
+    """Poll until ``reached`` returns something true. Fails after DEADLINE, or if ``process`` ends first."""
     begun = time.monotonic()
     while not reached():
         if process is not None and process.poll() is not None and not reached():
             out, err = process.communicate()
-            pytest.fail(f"the process ended with {process.returncode} first: {out}{err}")
-        assert time.monotonic() - begun < DEADLINE, "nothing came of it"
+            pytest.fail(f"the process ended with {process.returncode} before {goal}: {out}{err}")
+        assert time.monotonic() - begun < DEADLINE, f"{DEADLINE:g} s have passed without {goal}"
         time.sleep(0.005)
 
 
