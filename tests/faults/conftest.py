@@ -24,7 +24,8 @@ TAG = "FAULTS_RUN"
 """Environment variable by which the processes of a run are found, whoever their parent is."""
 WORKERS = "FAULTS_WORKERS"
 """Environment variable: the file in which ``SlowData`` lists the data workers."""
-_FIGURES: list[str] = []
+FIGURES = "figures"
+"""Name of the property of a test's report that holds a line of its figures."""
 
 
 class Run(Command):
@@ -126,11 +127,15 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., R
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Note a line of figures; all are printed at the end."""
-    return lambda line: _FIGURES.append(f"{request.node.name}: {line}")
+    """Add a line of figures to the test's report, which also reaches the parent of parallel processes."""
+    return lambda line: request.node.user_properties.append((FIGURES, f"{request.node.name}: {line}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _FIGURES:
+    properties = []
+    for report in terminalreporter.getreports("passed"):
+        properties += report.user_properties
+    lines = [text for name, text in properties if name == FIGURES]
+    if lines:
         terminalreporter.section("figures")
-        terminalreporter.write("\n".join(_FIGURES) + "\n")
+        terminalreporter.write("\n".join(lines) + "\n")
