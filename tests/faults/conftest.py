@@ -14,6 +14,7 @@ import pytest
 
 from speechtrain.launcher import WORKER
 
+from ..conftest import PATIENCE_SECONDS
 from ..integration.conftest import Command, command, environment, forks, wait_for
 from ..integration.starting import Started
 
@@ -119,7 +120,9 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., R
         return made[-1]
 
     yield make
-    left = [process for found in made for process in found.processes()]
+    running = [process for found in made for process in found.processes()]
+    # a fork server notices the end of its rank after the fact
+    _, left = psutil.wait_procs(running, timeout=PATIENCE_SECONDS)
     for process in left:
         process.kill()
     assert not left, f"processes left behind: {left}"

@@ -97,6 +97,7 @@ def test_a_training_set_that_changes_is_refused(
     figures("4 of 4 changes refused with code 3, a touched manifest goes on")
 
 
+@pytest.mark.ci_share
 def test_recordings_that_become_unreadable_end_the_run_saved(
     found: Run, corpus: Path, figures: Callable[[str], None]
 ) -> None:

@@ -47,7 +47,7 @@ def check_sound(run: Run) -> None:
         assert f"step-{run.result()['steps']:08d}" in {folder.name for folder in checkpointer.folders()}
 
 
-@pytest.mark.parametrize("file", MOMENTS)
+@pytest.mark.parametrize("file", [pytest.param("state.pt", marks=pytest.mark.ci_share), *[*MOMENTS][1:]])
 def test_a_disk_that_fills_in_training(
     disk: Disk, environment: dict[str, str], file: str, figures: Callable[[str], None]
 ) -> None:
@@ -122,6 +122,7 @@ def test_a_disk_that_becomes_read_only_and_writable_again(
     figures(f"code 4 at step {made}, then finished")
 
 
+@pytest.mark.ci_share
 def test_a_cache_on_a_full_disk_is_one_line(
     disk: Disk, run: Callable[..., Run], figures: Callable[[str], None]
 ) -> None:

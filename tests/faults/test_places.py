@@ -44,7 +44,9 @@ def test_a_run_directory_that_is_renamed_is_not_torn_in_two(
     figures("code 4, then continued from where it was")
 
 
-@pytest.mark.parametrize("when", ["at once", "in start-up", "in training"])
+@pytest.mark.parametrize(
+    "when", ["at once", "in start-up", pytest.param("in training", marks=pytest.mark.ci_share)]
+)
 def test_of_two_commands_in_one_directory_one_trains(
     run: Callable[..., Run], when: str, figures: Callable[[str], None]
 ) -> None:

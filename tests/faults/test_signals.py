@@ -90,7 +90,7 @@ def goes_on(run: Run) -> bool:
     return run.step() > step
 
 
-@pytest.mark.parametrize("end", ["asked to stop", "left alone"])
+@pytest.mark.parametrize("end", [pytest.param("asked to stop", marks=pytest.mark.ci_share), "left alone"])
 def test_a_data_worker_that_is_stopped_holds_nobody(
     run: Callable[..., Run], end: str, figures: Callable[[str], None]
 ) -> None:
@@ -113,6 +113,7 @@ def test_a_data_worker_that_is_stopped_holds_nobody(
     figures(f"code {ended.returncode}, saved at step {found.step()}, no process left")
 
 
+@pytest.mark.ci_share
 def test_a_run_under_nohup_outlives_its_terminal(run: Callable[..., Run]) -> None:
     found = run("run", *SLOW_DATA, "trainer.max_steps=20", "trainer.save_every=20")
     found.environment["FAULTS_PAUSE"] = "0.1"

@@ -309,12 +309,15 @@ def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: 
 
 
 HANGS_AT_START = """
+import os
 import sys
 import time
 from speechtrain.data.workers import Processes
 
 if __name__ == "__mp_main__":  # a worker that imports this program never becomes ready
-    time.sleep(90)
+    server = os.getppid()
+    while os.getppid() == server:  # it ends with the program
+        time.sleep(0.1)
 if __name__ == "__main__":
     pool = Processes(1, timeout_seconds=600)
     pool.start()
@@ -330,7 +333,7 @@ def test_closing_does_not_wait_for_a_worker_that_hangs_at_its_start(tmp_path: Pa
     program = tmp_path / "program.py"
     program.write_text(HANGS_AT_START)
     command = [sys.executable, str(program), seconds]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "[]\n"
     assert "cannot start" not in result.stderr
