@@ -274,6 +274,7 @@ def test_closing_ends_the_workers(decoder: BatchLoader, workers: Processes) -> N
     workers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "error"])
 def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: Path, end: str) -> None:
     program = tmp_path / "program.py"
@@ -327,6 +328,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", ["0", "3"])
 def test_closing_does_not_wait_for_a_worker_that_hangs_at_its_start(tmp_path: Path, seconds: str) -> None:
     """A run that is asked to stop would end by its second signal, and not with the code that requeues it."""
