@@ -71,6 +71,7 @@ def test_a_disk_that_fills_in_training(
     figures(f"code 4 with {len(saved)} checkpoints kept, then finished")
 
 
+@pytest.mark.timeout(3600)
 def test_a_disk_without_room_for_the_nth_file(
     disk: Disk, environment: dict[str, str], figures: Callable[[str], None]
 ) -> None:

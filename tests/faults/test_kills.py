@@ -48,6 +48,7 @@ def ownerless_memory() -> list[str]:
     return [name for name in names if not psutil.pid_exists(int(name.split("_")[1]))]
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("chain", ["one-rank", pytest.param("ctc", marks=pytest.mark.ci_share), "two-ranks"])
 def test_kills_of_any_process_leave_no_trace(
     run: Callable[..., Run], chain: str, figures: Callable[[str], None]

@@ -78,6 +78,7 @@ def test_streams_that_are_closed_stop_no_run(run: Callable[..., Run], streams: s
     assert [c.name for c in found.checkpoints()] == ["step-00000004"]
 
 
+@pytest.mark.timeout(3600)
 def test_a_sweep_that_is_stopped_and_killed_ends_with_all_its_jobs(
     run: Callable[..., Run], figures: Callable[[str], None]
 ) -> None:

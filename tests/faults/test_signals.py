@@ -40,6 +40,7 @@ def reach(run: Run, phase: str, draw: random.Random, process: Started) -> None:
         wait_until(lambda: [*writing.glob(".writing-*")], process, "a checkpoint that is written")
 
 
+@pytest.mark.timeout(3600)
 def test_each_signal_in_each_phase_saves_and_leaves(
     run: Callable[..., Run], figures: Callable[[str], None]
 ) -> None:
