@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0
 # one process a core; a file stays in one process, so that its run is made once; the long files come first
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
+# the same for suites of real runs, which are measured on two cores
+HARD_ARGS ?= -n 2 --dist loadfile
 PEERS_VENV := .venv-peers
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-cluster check bench wheel test-ipex peers test-peers clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check bench wheel test-ipex peers test-peers clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -45,7 +47,7 @@ test-fast: setup-dev
 # Kills, signals, full disks and damaged files on real runs, with figures at the end: about an hour of two cores.
 # SPEECHTRAIN_FLIPS=1 flips every bit of a run's small files, where the default takes a share of them.
 test-faults: setup-dev
-	$(BIN)/python -m pytest -q tests/faults
+	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/faults
 
 # Every launcher with its real engine; one that is missing is a failure here, where `make test` skips it.
 test-cluster: setup-dev
@@ -53,7 +55,11 @@ test-cluster: setup-dev
 
 # What a stranger's files try, by real commands; `make test` has the fast ones.
 test-attacks: setup-dev
-	$(BIN)/python -m pytest -q tests/attacks
+	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
+
+# The share of the two suites above that CI runs, five minutes at most: the tests marked ci_share, each listed.
+test-hard-share: setup-dev
+	timeout --kill-after=10 300 $(BIN)/python -m pytest -v $(HARD_ARGS) --timeout=150 -m ci_share tests/faults tests/attacks
 
 check: setup-dev
 	$(BIN)/ruff check .

@@ -38,23 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(name, None)
 
 
-SLOW = (
-    "integration",
-    "device",
-    "test_packaging.py",
-    "test_sharding.py",
-    "test_train_fuzz.py",
-    "test_worker.py",
-)
-"""Folders and files that `make test-fast` leaves out."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if set(SLOW) & set(item.path.parts):
-            item.add_marker(pytest.mark.slow)
-
-
 # the same examples every time: a suite that passed passes again
 settings.register_profile("suite", derandomize=True, deadline=None)
 settings.load_profile("suite")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
     *("model=rnnt_small", "encoder.hidden=16", "encoder.features.mels=8", "model.prediction.embedding=8"),

@@ -131,7 +131,6 @@ class Processes(Workers):
         self._results: dict[int, Batch | Exception] = {}  # by ticket, for other streams
         self._dropped: set[int] = set()
         self._tickets = 0
-        self._turn = 0
         self._is_closed = False
         self._starter = threading.Thread(target=self._start, daemon=True)
         self._is_started = False
@@ -178,9 +177,9 @@ class Processes(Workers):
                 self.start()  # after the first batch: the start does not slow it down
                 yield batch
         finally:
-            self._dropped.update(ticket for ticket, _, _ in flight if ticket not in self._results)
             for ticket, _, _ in flight:
-                self._results.pop(ticket, None)
+                if self._results.pop(ticket, None) is None:
+                    self._dropped.add(ticket)
 
     def _ready(self) -> list[_Worker]:
         if not self._is_started or self._starter.is_alive() or self._is_closed:
@@ -190,12 +189,11 @@ class Processes(Workers):
     def _send(
         self, workers: list[_Worker], decode: Decode, item: MicroBatch
     ) -> tuple[int, _Worker, MicroBatch]:
-        worker = workers[self._turn % len(workers)]
-        self._turn += 1
+        worker = workers[self._tickets % len(workers)]
         ticket = self._tickets = self._tickets + 1
-        number = next((i for i, known in enumerate(self._decoders) if known is decode), len(self._decoders))
-        if number == len(self._decoders):
+        if decode not in self._decoders:
             self._decoders.append(decode)
+        number = self._decoders.index(decode)
         worker.requests.put((ticket, number, None if number in worker.known else decode, item))
         worker.known.add(number)
         return ticket, worker, item
@@ -259,19 +257,25 @@ class Processes(Workers):
                 theirs.close()  # then the link breaks when the worker dies
                 started.append(_Worker(process, ours))
             for worker in started:
-                if not worker.link.poll(self.timeout_seconds):
-                    raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
-                worker.link.recv()
-                worker.connect()
+                self._connect(worker)
         except Exception as error:  # this process decodes instead, more slowly
-            _log.warning(
-                "data workers cannot start (%s: %s); this process decodes", type(error).__name__, error
-            )
+            if not self._is_closed:
+                kind = type(error).__name__
+                _log.warning("data workers cannot start (%s: %s); this process decodes", kind, error)
             for worker in started:
                 worker.link.close()
                 worker.process.kill()
             return
         self._workers = started
+
+    def _connect(self, worker: _Worker) -> None:
+        """Wait until a worker is ready. Raises TimeoutError after the time-out or after close()."""
+        deadline = time.monotonic() + self.timeout_seconds
+        while not worker.link.poll(_SLICE_SECONDS):
+            if self._is_closed or time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer for {self.timeout_seconds:g} s")
+        worker.link.recv()
+        worker.connect()
 
     def close(self) -> None:
         """Stop the workers; micro-batches in flight are lost."""
@@ -283,9 +287,8 @@ class Processes(Workers):
             worker.hang_up()
         for worker in self._workers:
             worker.process.join(5)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.process.kill()
+            worker.process.join()
         self._workers = []
 
 

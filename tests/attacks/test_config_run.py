@@ -386,6 +386,7 @@ def test_a_config_that_is_no_file(name: str, forks: Forks, good: Path, tmp_path:
 SECRETS = ["${oc.env:MY_TOKEN}", "${ oc.env : MY_TOKEN }", "${oc.decode:${oc.env:MY_TOKEN}}"]
 
 
+@pytest.mark.ci_share
 @pytest.mark.parametrize("text", SECRETS)
 def test_a_secret_of_the_environment_is_not_printed(
     text: str, forks: Forks, good: Path, tmp_path: Path

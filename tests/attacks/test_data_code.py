@@ -122,6 +122,7 @@ def test_no_part_of_a_manifest_runs_code(forks: Forks, place: Place, name: str) 
         assert faults(again, refuses=name not in HARMLESS, canaries=[place.canary]) == []
 
 
+@pytest.mark.ci_share
 @pytest.mark.parametrize(
     "name", ["a response by command", "a reference", "a track of two types, silent inside"]
 )
@@ -135,6 +136,7 @@ def test_no_command_runs_what_a_manifest_names(forks: Forks, place: Place, good:
         assert faults(ended, refuses=True, canaries=[place.canary]) == []
 
 
+@pytest.mark.ci_share
 @pytest.mark.parametrize("kind", ["command", "url", "response", "bound twice"])
 def test_no_recording_manifest_runs_code(forks: Forks, place: Place, kind: str) -> None:
     held = {

@@ -409,6 +409,7 @@ def test_what_is_no_file_is_no_recording(forks: Forks, place: Place, good: Path)
     assert {name: found for name, found in faulty.items() if found} == {}
 
 
+@pytest.mark.ci_share
 def test_a_private_file_becomes_no_transcript(forks: Forks, place: Place) -> None:
     """Neither named, nor through a link, nor through a linked folder, in any format."""
     home = place.folder / "home"

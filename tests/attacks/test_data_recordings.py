@@ -199,6 +199,7 @@ def test_a_recording_of_a_stranger(forks: Forks, place: Place, good: Path, name:
     assert {kind: found for kind, found in faulty.items() if found} == {}
 
 
+@pytest.mark.ci_share
 def test_a_flac_of_a_hundred_hours_is_one_line(forks: Forks, place: Place, good: Path) -> None:
     path = place.file("corpus/x.flac", flac(100 * HOUR))
     assert path.stat().st_size < 2 * 10**6

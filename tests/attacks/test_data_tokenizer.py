@@ -122,6 +122,7 @@ def test_a_run_with_a_strange_tokenizer_is_one_line(forks: Forks, place: Place, 
         assert faults(ended) == [], number
 
 
+@pytest.mark.ci_share
 @pytest.mark.parametrize(
     "kind", ["fifo", "/dev/zero", "folder", "/proc/self/environ", "none", "sparse", "json"]
 )

@@ -52,6 +52,7 @@ def executed(place: Place, *line: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci_share
 def test_the_fork_server_imports_nothing_here(place: Place, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(WORKERS)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from .forks import Ended, Forks, faults, raw_escapes
 
 
+@pytest.mark.ci_share
 def test_a_command_ends_as_it_would_in_a_shell(forks: Forks, good: Path, tmp_path: Path) -> None:
     wav = tmp_path / "s.wav"
     assert faults(forks.run("prepare", "sample", wav), refuses=False) == []
@@ -24,6 +27,7 @@ def test_a_command_above_its_limit_is_killed_and_told(forks: Forks, good: Path, 
     assert faults(ended)
 
 
+@pytest.mark.ci_share
 def test_what_harms_is_a_fault(tmp_path: Path) -> None:
     held = Ended(2, "", [], 0, "", "speechtrain: error: no\n")
     assert faults(held, refuses=True, canaries=[tmp_path / "none"]) == []

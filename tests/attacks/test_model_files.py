@@ -438,6 +438,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.ci_share
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_is_no_file(kind: str, forks: Forks, tmp_path: Path) -> None:
     """By export, and as the initial weights of a run."""

@@ -53,7 +53,7 @@ def listening(pid: int) -> dict[tuple[str, int], bool]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.ci_share), 2])
 def test_nothing_of_a_neighbour_is_unpickled(restarts: int, tmp_path: Path) -> None:
     """He adds and replaces keys of torchrun, and writes to the ranks. The run may end, and runs nothing."""
     canary = tmp_path / "canary"

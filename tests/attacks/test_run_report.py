@@ -294,6 +294,7 @@ def test_a_file_that_is_none(kind: str, run_dir: Path, forks: Forks) -> None:
     assert not told, "\n".join(f"{name}: {found}" for name, found in told.items())
 
 
+@pytest.mark.ci_share
 def test_a_page_that_is_a_link_gives_no_stranger_a_login(run_dir: Path, forks: Forks) -> None:
     """His key is a line of the config, which the page shows."""
     own, key = run_dir.parent / "authorized_keys", run_dir.parent / "stranger"

@@ -144,6 +144,7 @@ FILES: dict[str, Callable[[Path], bytes]] = {
 }
 
 
+@pytest.mark.ci_share
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", FILES)
 def test_a_signed_state_of_anything(name: str, run_dir: Path, forks: Forks, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ try:
 except MachineError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 COMMON = [
     *("device.threads=1", "device.matmul=highest", "tracking=jsonl", "data.workers=0", "trainer.log_every=1"),
     *("trainer.max_epochs=null", "trainer.save_every=2", "schedule=constant", "data.batch.count=4"),

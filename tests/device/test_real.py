@@ -20,6 +20,8 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.devices.base import Device
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 SHAPES = "data.shapes=1"  # devices with static shapes need it, and the CPU's batches must be the same
 COMMON = [

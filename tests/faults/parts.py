@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from recording import RecordingData
 
 from speechtrain.batch import Batch
 from speechtrain.data.module import SpeechData
+from speechtrain.data.workers import Processes
 from speechtrain.launcher import Job, Launcher, Result
 
 
@@ -31,10 +33,17 @@ class Nothing(Launcher):
 
 
 class SlowData(RecordingData):
-    """Waits ``FAULTS_PAUSE`` seconds before each training batch, so that a fault finds a run in progress."""
+    """Waits ``FAULTS_PAUSE`` seconds before each training batch, so that a fault finds a run in progress.
+
+    The second batch waits for the data workers. Their process ids are then listed in ``FAULTS_WORKERS``.
+    """
 
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
-        for batch in super().train(rank, world_size, accumulate):
+        for number, batch in enumerate(super().train(rank, world_size, accumulate)):
+            if number == 1 and isinstance(self.workers, Processes):
+                self.workers.wait_until_ready()
+                with Path(os.environ["FAULTS_WORKERS"]).open("a") as file:
+                    file.write(json.dumps(self.workers.pids) + "\n")
             time.sleep(float(os.environ.get("FAULTS_PAUSE", "0")))
             yield batch
 

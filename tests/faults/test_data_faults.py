@@ -12,7 +12,7 @@ import pytest
 
 from speechtrain.commands import prepare
 
-from ..integration.conftest import TINY, finish, wait_for
+from ..integration.conftest import TINY, finish
 from .conftest import SLOW_DATA, Run
 
 PLAN = ["trainer.max_steps=30", "trainer.save_every=100", "trainer.validate_every=10"]
@@ -54,7 +54,7 @@ def test_an_evaluation_file_that_vanishes_loses_no_update(
 ) -> None:
     found.environment["FAULTS_PAUSE"] = "0.2"
     process = found.start()
-    wait_for(lambda: found.step() >= 2, process)
+    found.wait_for_step(2, process)
     audio = audio_of(cuts(corpus / "valid.jsonl")[0])
     audio.rename(audio.with_suffix(".away"))
     ended = finish(process)
@@ -97,12 +97,13 @@ def test_a_training_set_that_changes_is_refused(
     figures("4 of 4 changes refused with code 3, a touched manifest goes on")
 
 
+@pytest.mark.ci_share
 def test_recordings_that_become_unreadable_end_the_run_saved(
     found: Run, corpus: Path, figures: Callable[[str], None]
 ) -> None:
     found.environment["FAULTS_PAUSE"] = "0.2"
     process = found.start("data.max_bad=3")
-    wait_for(lambda: found.step() >= 2, process)
+    found.wait_for_step(2, process)
     for cut in cuts(corpus / "train.jsonl")[::2]:
         audio_of(cut).write_bytes(b"RIFFxxxx")
     ended = finish(process)

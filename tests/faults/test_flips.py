@@ -135,6 +135,7 @@ def test_no_flipped_bit_is_an_internal_error_or_loses_a_checkpoint(
     figures(f"{cases} bits of {len(flips.sound)} files flipped: {told}")
 
 
+@pytest.mark.ci_share
 def test_a_rank_that_reads_a_flipped_bit_keeps_the_best_checkpoint(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], figures: Callable[[str], None]
 ) -> None:

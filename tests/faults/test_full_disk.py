@@ -12,7 +12,7 @@ import pytest
 from speechtrain.checkpoint.whole import Checkpointer
 
 from ..conftest import Disk
-from ..integration.conftest import DEADLINE, wait_for
+from ..integration.conftest import DEADLINE
 from .conftest import Run
 
 PLAN = ["trainer.max_steps=6", "trainer.save_every=2", "trainer.validate_every=2", "trainer.keep=1"]
@@ -47,7 +47,7 @@ def check_sound(run: Run) -> None:
         assert f"step-{run.result()['steps']:08d}" in {folder.name for folder in checkpointer.folders()}
 
 
-@pytest.mark.parametrize("file", MOMENTS)
+@pytest.mark.parametrize("file", [pytest.param("state.pt", marks=pytest.mark.ci_share), *[*MOMENTS][1:]])
 def test_a_disk_that_fills_in_training(
     disk: Disk, environment: dict[str, str], file: str, figures: Callable[[str], None]
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_disk_that_fills_in_training(
     figures(f"code 4 with {len(saved)} checkpoints kept, then finished")
 
 
+@pytest.mark.timeout(3600)
 def test_a_disk_without_room_for_the_nth_file(
     disk: Disk, environment: dict[str, str], figures: Callable[[str], None]
 ) -> None:
@@ -101,7 +102,8 @@ def test_a_disk_that_becomes_read_only_and_writable_again(
 ) -> None:
     run = on(disk, environment, "trainer.max_steps=4000", "trainer.validate_every=4000")
     process = run.start()
-    wait_for(lambda: len(run.checkpoints()) and run.step() > 4, process)
+    run.wait_for_step(5, process)
+    assert run.checkpoints()
     made = run.step()
     line = ["mount", "-o", "remount,ro", str(disk.path)]
     if subprocess.run(line, capture_output=True).returncode:  # files that are open for writing forbid it
@@ -121,6 +123,7 @@ def test_a_disk_that_becomes_read_only_and_writable_again(
     figures(f"code 4 at step {made}, then finished")
 
 
+@pytest.mark.ci_share
 def test_a_cache_on_a_full_disk_is_one_line(
     disk: Disk, run: Callable[..., Run], figures: Callable[[str], None]
 ) -> None:
@@ -143,9 +146,9 @@ def test_a_data_set_on_a_disk_that_cannot_be_read_is_named(
     found = run("run", "data.workers=0", "trainer.max_steps=400", "trainer.save_every=400")
     found.environment["SPEECHTRAIN_CACHE"] = str(tmp_path / "cache")
     process = found.start()
-    wait_for(lambda: found.step() > 3, process)
+    found.wait_for_step(4, process)
     subprocess.run(["rm", "-r", str(tmp_path / "cache")], check=True)
-    wait_for(lambda: found.step() > 12 or process.poll() is not None)
+    found.wait_for_update(13, process)
     process.send_signal(15)
     out, err = process.communicate(DEADLINE)
     assert process.returncode in (3, 75), out + err

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from ..integration.conftest import finish, wait_for
-from .conftest import SLOW_DATA, Run
+from ..integration.starting import Started
+from .conftest import SLOW_DATA, Run, wait_until
 
 EVERY = 6  # steps from one validation to the next
 PLAN = ["trainer.max_steps=120", "trainer.save_every=3", f"trainer.validate_every={EVERY}"]
@@ -22,22 +23,24 @@ CODES = {"INT": {75}, "INT twice": {130, 75}, "TERM": {75}, "HUP": {-1}, "USR1":
 """What the command ends with; SIGHUP and SIGUSR1 end it at once, and its rank saves alone."""
 
 
-def reach(run: Run, phase: str, before: int, draw: random.Random, is_over: Callable[[], object]) -> None:
-    """Wait until the run is in ``phase``, or over."""
+def reach(run: Run, phase: str, draw: random.Random, process: Started) -> None:
+    """Wait until the run, which has just been started, is in ``phase``, or over."""
+    before = run.updates()
     writing = run.run_dir / "checkpoints"
     if phase == "start":
-        wait_for(lambda: (run.run_dir / "run.json").exists())
+        wait_for((run.run_dir / "run.json").exists, goal="run.json")
         time.sleep(draw.uniform(1.0, 3.0))
         return
-    wait_for(lambda: run.updates() > before or is_over())
+    run.wait_for_update(before + 1, process)
     if phase == "train":
         time.sleep(draw.uniform(0.0, 0.5))
     elif phase == "validation":
-        wait_for(lambda: run.step() % EVERY == 0 or is_over())
+        wait_until(lambda: run.step() % EVERY == 0, process, "a validation")
     else:
-        wait_for(lambda: [*writing.glob(".writing-*")] or is_over())
+        wait_until(lambda: [*writing.glob(".writing-*")], process, "a checkpoint that is written")
 
 
+@pytest.mark.timeout(3600)
 def test_each_signal_in_each_phase_saves_and_leaves(
     run: Callable[..., Run], figures: Callable[[str], None]
 ) -> None:
@@ -50,9 +53,8 @@ def test_each_signal_in_each_phase_saves_and_leaves(
     draw.shuffle(plan)
     obeyed = 0
     for phase, name in plan:
-        before = stopped.updates()
         process = stopped.start()
-        reach(stopped, phase, before, draw, lambda: process.poll() is not None)  # noqa: B023
+        reach(stopped, phase, draw, process)
         if process.poll() is not None:
             break
         number = getattr(signal, "SIG" + name.split()[0])
@@ -61,8 +63,10 @@ def test_each_signal_in_each_phase_saves_and_leaves(
             time.sleep(0.3)
             process.send_signal(number)
         code = finish(process).returncode
-        # a signal that comes before the command listens ends it, and nothing is lost
-        assert code in CODES[name] | ({-number} if phase == "start" else set()) | {0}, (phase, name, code)
+        codes = CODES[name] | {0}
+        if phase == "start":  # a signal that comes before the command listens ends it, and nothing is lost
+            codes |= {-number, 130}
+        assert code in codes, (phase, name, code)
         stopped.wait_until_gone()
         if code != 130 and phase != "start":
             assert stopped.result()["status"] in ("preempted", "finished")
@@ -80,7 +84,14 @@ def test_each_signal_in_each_phase_saves_and_leaves(
     )
 
 
-@pytest.mark.parametrize("end", ["asked to stop", "left alone"])
+def goes_on(run: Run) -> bool:
+    """Whether the run makes an update within two seconds."""
+    step = run.step()
+    time.sleep(2.0)
+    return run.step() > step
+
+
+@pytest.mark.parametrize("end", [pytest.param("asked to stop", marks=pytest.mark.ci_share), "left alone"])
 def test_a_data_worker_that_is_stopped_holds_nobody(
     run: Callable[..., Run], end: str, figures: Callable[[str], None]
 ) -> None:
@@ -90,13 +101,11 @@ def test_a_data_worker_that_is_stopped_holds_nobody(
     found = run("run", *long, *slow)
     found.environment["FAULTS_PAUSE"] = "0.1"
     process = found.start()
-    wait_for(lambda: found.step() > 3 and found.data_workers(), process)
-    for worker in found.data_workers():
-        os.kill(worker.pid, signal.SIGSTOP)
+    found.wait_for_step(4, process)
+    (worker,) = found.data_workers()
+    worker.suspend()
     if end == "asked to stop":
-        reached = -1
-        while reached != (reached := found.step()):  # the batches that were ready are used up
-            time.sleep(1.0)
+        wait_for(lambda: not goes_on(found), process, "the end of the batches that were ready")
         process.send_signal(signal.SIGTERM)
     ended = finish(process)
     assert ended.returncode == (75 if end == "asked to stop" else 4), ended.stderr
@@ -105,6 +114,7 @@ def test_a_data_worker_that_is_stopped_holds_nobody(
     figures(f"code {ended.returncode}, saved at step {found.step()}, no process left")
 
 
+@pytest.mark.ci_share
 def test_a_run_under_nohup_outlives_its_terminal(run: Callable[..., Run]) -> None:
     found = run("run", *SLOW_DATA, "trainer.max_steps=20", "trainer.save_every=20")
     found.environment["FAULTS_PAUSE"] = "0.1"
@@ -113,7 +123,7 @@ def test_a_run_under_nohup_outlives_its_terminal(run: Callable[..., Run]) -> Non
         process = found.popen()
     finally:
         signal.signal(signal.SIGHUP, before)
-    wait_for(lambda: found.step() >= 2, process)
+    found.wait_for_step(2, process)
     for pid in (process.pid, *(rank.pid for rank in found.ranks())):
         os.kill(pid, signal.SIGHUP)
     ended = finish(process)

@@ -40,6 +40,13 @@ RECORDED = ["data._target_=recording.RecordingData", "allow_targets=recording"]
 DEADLINE = 300.0  # seconds; nothing here takes a tenth of it on a free machine
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder as slow: each starts processes."""
+    for item in items:  # pytest hands over the tests of all folders
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
+
+
 class Command:
     """``speechtrain-train`` with the tiny recipe on one run directory."""
 
@@ -135,14 +142,18 @@ def finish(process: subprocess.Popen[str] | Started) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | Started | None = None) -> None:
-    """Poll until ``reached`` says something true; fails where ``process`` ends first."""
+def wait_for(
+    reached: Callable[[], object],
+    process: subprocess.Popen[str] | Started | None = None,
+    goal: str = "the condition",
+) -> None:
+    """Poll until ``reached`` returns something true. Fails after DEADLINE, or if ``process`` ends first."""
     begun = time.monotonic()
     while not reached():
         if process is not None and process.poll() is not None and not reached():
             out, err = process.communicate()
-            pytest.fail(f"the process ended with {process.returncode} first: {out}{err}")
-        assert time.monotonic() - begun < DEADLINE, "nothing came of it"
+            pytest.fail(f"the process ended with {process.returncode} before {goal}: {out}{err}")
+        assert time.monotonic() - begun < DEADLINE, f"{DEADLINE:g} s have passed without {goal}"
         time.sleep(0.005)
 
 

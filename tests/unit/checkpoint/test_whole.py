@@ -314,6 +314,7 @@ def test_each_flipped_bit_of_the_note_on_the_best_changes_nothing(
     assert note.read_bytes() == sound
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

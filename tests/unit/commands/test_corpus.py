@@ -46,6 +46,7 @@ def test_every_corpus_has_a_test() -> None:
     assert {path.stem for path in CONF.glob("*.yaml")} == set(CORPORA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORPORA)
 def test_a_corpus_as_it_lies_on_the_disk_is_scored(
     name: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -109,6 +110,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.slow
 def test_a_corpus_of_ones_own_from_its_download_to_a_wer(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_precision_that_the_device_lacks_is_red(capsys: pytest.CaptureFixture[
 GAUDI = (*(a for a in TINY if not a.startswith("device.")), "device=hpu")
 
 
+@pytest.mark.slow
 def test_a_recipe_is_judged_for_gaudi_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = look(capsys, *GAUDI)
     assert code == 0
@@ -159,6 +160,7 @@ def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) 
     assert "data.shapes=8" in found["recorder"][1]
 
 
+@pytest.mark.slow
 def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = look(capsys, *(a for a in TINY if not a.startswith("device.")), "device=cuda")
     state, said = found["recorder"]
@@ -168,6 +170,7 @@ def test_the_cost_on_a_gpu_is_told_where_there_is_none(capsys: pytest.CaptureFix
     )
 
 
+@pytest.mark.slow
 def test_the_rehearsal_takes_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     code, found = look(capsys, *(a for a in TINY if not a.startswith("device.")), "device=lazy")
     assert (code, found["one step"][0]) == (0, "green"), found
@@ -231,6 +234,7 @@ class Early(Lazy):
 """
 
 
+@pytest.mark.slow
 def test_a_command_starts_again_with_the_variables_of_its_device(tmp_path: Path) -> None:
     (tmp_path / "conf" / "device").mkdir(parents=True)
     (tmp_path / "early.py").write_text(_DEVICE)
@@ -257,6 +261,7 @@ def test_an_optimizer_without_its_library_is_red(
     assert "pip install -e '.[memory]'" in text
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_its_library_is_green(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
     code, found = look(capsys, *TINY, "optimizer=adamw8bit")

@@ -101,6 +101,7 @@ def test_an_encoder_is_initialised_whole_or_not_at_all(model: Pretrained) -> Non
         initialise(task, weights, "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [[], ["encoder.mask=null"]], ids=["masked", "unmasked"])
 def test_a_ctc_run_is_exported_with_its_head_or_as_an_encoder(
     mask: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

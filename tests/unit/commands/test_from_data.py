@@ -120,6 +120,7 @@ def test_model_encoder_and_tokenizer_are_those_of_the_beginning(tmp_path: Path) 
     assert compose(["recipe=finetune"]).encoder.width == 768  # what was offered before is forgotten
 
 
+@pytest.mark.slow
 def test_start_jobs_gives_each_job_of_a_sweep_its_own_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

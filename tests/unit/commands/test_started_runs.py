@@ -131,6 +131,7 @@ def run_name_of(options: tuple[str, ...]) -> str:
     return run_name({"model": "rnnt_small", "data": "digits"}, overrides, None)
 
 
+@pytest.mark.slow
 def test_train_continues_what_the_user_has_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -267,6 +267,7 @@ def test_a_folder_of_other_files_is_no_run_directory(
     assert _run(DRY, "run_dir=run") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["recipe=demo dry_run=true", "--cfg job", "--help"])
 def test_a_full_disk_below_stdout_is_one_line(arguments: str) -> None:
     command = [sys.executable, "-m", "speechtrain.commands.train", *arguments.split()]
@@ -324,6 +325,7 @@ def test_a_working_folder_that_is_gone_is_one_line(command: str) -> None:
     assert (done.returncode, done.stderr) == (MACHINE, said)
 
 
+@pytest.mark.slow
 def test_a_command_without_standard_streams_starts_its_rank(tmp_path: Path) -> None:
     """Else the run's lock gets the number of a stream, which the rank inherits: in use by itself."""
     line = f"{sys.executable} -m speechtrain.commands.train recipe=demo data=manifest data.train=no.jsonl"
@@ -380,6 +382,7 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     assert not base.exists()  # Hydra's multirun.yaml is removed, too
 
 
+@pytest.mark.slow
 def test_sweep_over_keys_that_may_change_has_a_run_for_each_job(capsys: pytest.CaptureFixture[str]) -> None:
     def run_dirs() -> list[str]:
         swept = ["device.threads=1,2", "trainer.max_steps=1,2", "decoder=greedy,beam"]
@@ -459,6 +462,7 @@ def test_a_name_may_have_any_letters(capsys: pytest.CaptureFixture[str]) -> None
     assert "job 2: init_from='ö'\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A true run that fails on its data: its config was written, its trace and code are the rank's."""
     monkeypatch.setenv("DATASET_DIR", "/secret/place")
@@ -488,6 +492,7 @@ def test_secrets_stay_out_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads((run / "result.json").read_text())["exit_code"] == DATA
 
 
+@pytest.mark.slow
 def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "speechtrain.commands.train", "model=rnnt_small", "data=manifest"]
     done = subprocess.run(

@@ -100,6 +100,7 @@ def _outcome(argv: list[str]) -> DictConfig:
     return config
 
 
+@pytest.mark.slow
 @settings(
     max_examples=int(os.environ.get("FUZZ", "100")),
     deadline=None,

@@ -132,6 +132,7 @@ def test_words_lengths_and_gaps_are_spread_evenly() -> None:
     assert gaps.max() > 0.118
 
 
+@pytest.mark.slow
 def test_a_new_process_makes_the_same_cuts(tmp_path: Path) -> None:
     code = (
         "from speechtrain.data.corpora.digits import Digits; import hashlib\n"
@@ -167,6 +168,7 @@ def test_every_argument_and_the_words_change_the_fingerprint(tmp_path: Path) -> 
     assert Digits("valid", root=str(tmp_path / "copy")).fingerprint() == Digits("valid").fingerprint()
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_agree_and_leave_one_file(cache: Path) -> None:
     code = (
         "import hashlib, lhotse, sys\n"
@@ -236,6 +238,7 @@ def test_too_little_room_is_said_before_writing(cache: Path, monkeypatch: pytest
         next(Digits("valid", 10).cuts())
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_writing_is_one_line_and_leaves_nothing(cache: Path) -> None:
     code = (
         "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

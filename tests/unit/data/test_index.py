@@ -190,6 +190,7 @@ def test_a_cache_that_cannot_be_written_is_a_machine_error(tmp_path: Path, recor
         open_index(open_source(recordings.nemo("m.jsonl", nemo_records(1))), str(tmp_path / "file"))
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_agree(cache: Path, recordings: Any) -> None:
     path = recordings.nemo("m.jsonl", nemo_records(3000))
     program = (
@@ -258,6 +259,7 @@ def test_builders_are_safe_where_there_are_no_locks(
     assert len(builds) > 1
 
 
+@pytest.mark.slow
 def test_building_holds_no_more_than_a_chunk(
     cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

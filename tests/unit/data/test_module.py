@@ -51,6 +51,7 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
 # --- resume -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.integers(0, 30),
@@ -145,6 +146,7 @@ def test_a_set_without_transcripts_is_refused_before_training(cache: Path, recor
 # --- ranks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     split=st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)]),

@@ -286,6 +286,7 @@ def test_a_worker_whose_program_has_ended_is_silent(tmp_path: Path) -> None:
     assert (worker.returncode, worker.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "error"])
 def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: Path, end: str) -> None:
     program = tmp_path / "program.py"
@@ -318,3 +319,35 @@ def test_no_worker_outlives_its_program(cache: Path, recordings: Any, tmp_path: 
     assert wait_for_the_end_of(pids)
     folder.rmdir()  # empty: the fork server removes its own
     assert ("on purpose" in errors) == (end == "error")
+
+
+HANGS_AT_START = """
+import os
+import sys
+import time
+from speechtrain.data.workers import Processes
+
+if __name__ == "__mp_main__":  # a worker that imports this program never becomes ready
+    server = os.getppid()
+    while os.getppid() == server:  # it ends with the program
+        time.sleep(0.1)
+if __name__ == "__main__":
+    pool = Processes(1, timeout_seconds=600)
+    pool.start()
+    time.sleep(float(sys.argv[1]))
+    pool.close()
+    print(pool.pids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", ["0", "3"])
+def test_closing_does_not_wait_for_a_worker_that_hangs_at_its_start(tmp_path: Path, seconds: str) -> None:
+    """A run that is asked to stop would end by its second signal, and not with the code that requeues it."""
+    program = tmp_path / "program.py"
+    program.write_text(HANGS_AT_START)
+    command = [sys.executable, str(program), seconds]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "[]\n"
+    assert "cannot start" not in result.stderr
