@@ -288,6 +288,7 @@ PARSE_FILES = {
     "interop/huggingface.py": "models of Hugging Face",
     "interop/parakeet.py": "models of Hugging Face",
     "interop/weights.py": "the YAML files of the package",
+    "text/huggingface.py": "tokenizer.json of the library tokenizers",
 }
 """Modules that parse JSON or YAML: of which files."""
 RUN_FILES = re.compile(
