@@ -73,6 +73,7 @@ Record = TypeVar("Record")
 class About:
     """``run.json``: the origin of a run, how the same command finds the run, and its latest start."""
 
+    overrides: list[str]
     argv: list[str] | None = None
     git: dict[str, Scalar] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -81,7 +82,6 @@ class About:
     executable: str = ""
     seed: int | None = None
     device: str = ""
-    overrides: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
     latest: dict[str, Fact] | None = None
@@ -197,7 +197,7 @@ def damaged_config(path: Path, error: Exception) -> RunError:
 
 def read_about(run_dir: Path) -> About:
     """Read ``run.json``. Without one, ``argv`` is None."""
-    return _read(run_dir / ABOUT, About) or About()
+    return _read(run_dir / ABOUT, About) or About([])
 
 
 def read_device(run_dir: Path) -> DeviceRecord | None:

@@ -89,7 +89,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
             set_key(config, key, value)
         elif (before := stored_value(config, key)) != value:
             refused.append(f"{key}: {before} in the run, {value} now")
-    if any("was not typed" in each for each in refused) and about == About():
+    if any("was not typed" in each for each in refused) and about == About([]):
         raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
         raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")

@@ -146,8 +146,8 @@ OTHERS = (7, 1.5, True, "x", [7], [None], {"a": [1]}, {"a": {"b": {}}}, [["a"]],
 READERS: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
     "run.json": (
         read_about,
-        About(["a"], {"dirty": True}, overrides=["a=1"], latest={"argv": ["a"]}),
-        About(),
+        About(["a=1"], ["a"], {"dirty": True}, latest={"argv": ["a"]}),
+        About([]),
     ),
     "device.json": (read_device, DeviceRecord("cpu", "one", "fp32", {"lstm": "loop"}, {"plain": 1.5}), None),
     "result.json": (

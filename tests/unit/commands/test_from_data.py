@@ -172,9 +172,12 @@ def test_tensors_are_kept_by_labels_and_never_by_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("stolen: ${oc.env:SPEECHTRAIN_TEST_SECRET}", "it reads SPEECHTRAIN_TEST_SECRET of the environment"),
-        ("stolen: ['${oc.decode:${oc.env:SPEECHTRAIN_TEST_SECRET,x}}']", "of the environment"),
-        ("stolen: ${seed_of}\nseed_of: ${oc.env:SPEECHTRAIN_TEST_SECRET}", "of the environment"),
+        ("stolen: ${oc.env:SPEECHTRAIN_TEST_SECRET}", "it reads the environment"),
+        (
+            "stolen: ['${oc.decode:${oc.env:SPEECHTRAIN_TEST_SECRET,x}}']",
+            "it reads the environment|refers to more than",
+        ),
+        ("stolen: ${seed_of}\nseed_of: ${oc.env:SPEECHTRAIN_TEST_SECRET}", "refers to more than"),
         ("defaults: [/device: lazy]", "'defaults', which would choose other parts"),
     ],
 )

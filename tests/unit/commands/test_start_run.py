@@ -147,8 +147,8 @@ def test_what_a_host_refuses_is_a_result_in_the_run_directory(tmp_path: Path) ->
     assert _on_host.main([str(tmp_path / "config.yaml"), "64", "true"]) == MachineError.exit_code
     failure = read_failure(tmp_path)
     assert failure is not None
-    assert "64 ranks would share" in failure["error"]
-    assert failure["exit_code"] == MachineError.exit_code
+    assert "64 ranks would share" in str(failure.error)
+    assert failure.exit_code == MachineError.exit_code
 
 
 def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

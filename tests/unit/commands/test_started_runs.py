@@ -35,7 +35,7 @@ def started(run_dir: Path) -> Path:
     """A run directory with the id of a start by this user."""
     run_dir.mkdir(parents=True)
     identifier = start_id(run_dir)
-    (run_dir / "run.json").write_text(json.dumps({"start_id": identifier}))
+    (run_dir / "run.json").write_text(json.dumps({"overrides": [], "start_id": identifier}))
     remember(run_dir)
     return run_dir
 
