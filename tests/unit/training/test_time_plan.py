@@ -23,7 +23,7 @@ from speechtrain.config.build import build_schedule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import RunError
-from speechtrain.optim.ema import EMA
+from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Cosine, Schedule
 from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss
@@ -91,19 +91,18 @@ class Run:
         start_s: float = 0.0,
         **settings: Any,
     ) -> None:
-        run_dir.mkdir(exist_ok=True)
         self.task = Timed(update_s, validation_s)
         self.task.clock_s = start_s
         self.recorder = Recorder()
         monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: self.task.clock_s))
-        config = replace(TrainerConfig(log_every=1, max_hours=seconds / 3600, ema=0.9), **settings)
+        config = replace(TrainerConfig(log_every=1, max_hours=seconds / 3600), **settings)
         trainer = Trainer(
             config, CPU(), FP32(), SingleProcess(), Checkpointer(run_dir, 99), self.recorder, 1, run_dir,
             lambda: trainer.progress.step + 1 == stop_at,
         )  # fmt: skip
         optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
-        self.schedule = schedule or Cosine(1e-3, None, planned_steps=1)
-        self.status = trainer.fit(self.task, Data(), optimizer, self.schedule, EMA(self.task, 0.9))
+        cosine = Cosine(1e-3, None, planned_steps=1)
+        self.status = trainer.fit(self.task, Data(), optimizer, schedule or cosine, NoEMA())
         self.progress = trainer.progress
 
     @property
@@ -209,7 +208,12 @@ def test_a_typed_interval_is_kept_and_the_last_one_is_longer(
 ) -> None:
     run = Run(tmp_path, monkeypatch, lambda clock_s: 1.37, 123.0, seconds=432.0, validate_every=155)
     assert run.validations == [run.steps], "none at 155, after which there is no time for another"
-    run = Run(tmp_path / "two", monkeypatch, lambda clock_s: 1.37, 43.0, seconds=432.0, validate_every=100)
+
+
+def test_the_validations_of_a_typed_interval_are_counted_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, lambda clock_s: 1.37, 43.0, seconds=432.0, validate_every=100)
     assert run.validations == [100, run.steps]
     assert 0.97 * 432 <= run.wall_s <= 432
     assert "a longer trainer.validate_every" in run.warnings[0]
