@@ -90,7 +90,8 @@ class TimePlan:
         validations = max(1, int(((step - validated) * per_update + seconds_left) / period))
         seconds_left -= validations * per_validation
         self.updates = step + max(0, int(seconds_left / per_update))
-        self.validate_every = validate_every or math.ceil((self.updates - validated) / validations)
+        spacing = validate_every or math.ceil((self.updates - validated) / validations)
+        self.validate_every = max(1, spacing)
         validate_at = max(step, validated + self.validate_every) if validations > 1 else self.updates
         share = step / self.updates
         if self.revisions:

