@@ -96,7 +96,7 @@ class TimePlan:
         share = step / self.updates
         if self.revisions:
             share = self.revisions[-1].share_at(step)
-        revision = Revision(step, round(wall_s, 3), self.updates, validated, validate_at, share)
+        revision = Revision(step, wall_s, self.updates, validated, validate_at, share)
         self.revisions.append(revision)
 
     def content(self) -> dict[str, Any]:
