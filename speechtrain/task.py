@@ -96,8 +96,8 @@ class Task(nn.Module, ABC):
     skips_parameters: bool = False
     """Whether some update's loss does not use a trained parameter; DDP must then search for it."""
 
-    planned_updates: int = 0
-    """The number of updates that were planned when the run began; 0 if that is not known."""
+    planned_updates: float = 0
+    """The updates of the whole run at its pace so far, or 0 if the run has no planned end."""
 
     sample_rate: int = 16_000
     """Hz of the audio that it expects."""

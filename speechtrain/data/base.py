@@ -68,10 +68,6 @@ class DataModule(ABC):
         """
         return iter(())
 
-    def padded_samples(self) -> float:
-        """Return the mean size of a training batch's audio, padding included; 0 if that is not known."""
-        return 0.0
-
     def report(self) -> dict[str, Any]:
         """Return the skipped recordings by reason, shares of padded and cropped audio, what is held out."""
         return {}

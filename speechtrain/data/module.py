@@ -291,9 +291,6 @@ class SpeechData(DataModule):
         for row in self._usable.tolist():
             yield float(self.index.seconds[row]), self.index.text(row, self.index.cut(row), normalise)
 
-    def padded_samples(self) -> float:
-        return float(self.sampler.sizes(0).mean())
-
     def _list_filtered(self) -> None:
         """List the recordings that are filtered, once per run."""
         filtered = len(self.index) - len(self._usable)

@@ -24,8 +24,8 @@ class Schedule(ABC):
     def rate(self, step: int) -> float:
         """The rate of update number ``step``, 1 or above."""
 
-    def plan(self, total: int) -> None:  # noqa: B027 - nothing is a sensible default
-        """Fit a decay to ``total`` updates, where the plan was made or corrected after the start."""
+    def plan(self, total: int, step: int = 0) -> None:  # noqa: B027 - nothing is a sensible default
+        """Fit a decay to ``total`` updates from update ``step`` on, without a jump of the rate."""
 
     def state_dict(self) -> dict[str, Any]:
         """The plan of the first start, which a resumed run must keep."""
@@ -41,7 +41,7 @@ def _not_negative(schedule: Schedule, *names: str) -> None:
             raise ValueError(f"{name} is {value}; it must be 0 or above")
 
 
-def _warmup(step: int, warmup_steps: int) -> float:
+def _warmup(step: float, warmup_steps: int) -> float:
     """The fraction of the peak on a straight line that reaches 1 at update ``warmup_steps``."""
     return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 
@@ -49,12 +49,16 @@ def _warmup(step: int, warmup_steps: int) -> float:
 class _Planned(Schedule):
     """A decay over a number of updates, which is fixed at the first start and kept by every resume.
 
-    ``warmup_steps`` null is 8 % of these updates, at most 32,000.
+    ``warmup_steps`` null is 8 % of these updates, at most 32,000. If a plan by time is corrected, the rate
+    continues from the same position in the warm-up or the decay, and the rest is spread over the updates that
+    are left.
     """
 
     warmup_steps: int | None
     steps: int | None
     planned_steps: int | None
+    corrected_at: int = 0  # the update of the latest correction
+    position: float = 0.0  # its number in a run of the present plan
 
     def __post_init__(self) -> None:
         _not_negative(self, "peak", "warmup_steps", "power", "end", "min_lr")
@@ -70,21 +74,46 @@ class _Planned(Schedule):
         derived = min(_MOST_WARMUP, round(_WARMUP_SHARE * total))
         self.warmup = derived if self.warmup_steps is None else self.warmup_steps
 
-    def plan(self, total: int) -> None:
-        if self.steps is None:
-            self._plan(total)
+    @property
+    def begin(self) -> int:
+        """The update after which the decay begins."""
+        return self.warmup
 
-    def progress(self, done: int, begin: int) -> float:
+    def plan(self, total: int, step: int = 0) -> None:
+        if self.steps is not None or total == self.total:
+            return
+        position, begin, end = self._planned(step + 1) - 1, self.begin, self.total
+        self._plan(total)
+        self.corrected_at, self.position = 0, 0.0
+        if not 0 < step < end:  # a longer plan for a run that has ended begins a new decay
+            return
+        if position < begin:
+            self.position = position / begin * self.begin
+        else:
+            decay = (position - begin) / (end - begin)
+            self.position = self.begin + decay * (total - self.begin)
+        self.corrected_at = step
+
+    def _planned(self, step: int) -> float:
+        """Return the number of update ``step`` in a run of the present plan."""
+        if not self.corrected_at:
+            return step
+        share = (step - 1 - self.corrected_at) / max(1, self.total - self.corrected_at)
+        return self.position + 1 + share * (self.total - self.position)
+
+    def progress(self, position: float, begin: int) -> float:
         """The fraction of the way from ``begin`` updates to the plan's end, from 0 to 1."""
-        if done >= self.total:
+        if position >= self.total:
             return 1.0
-        return max(0.0, (done - begin) / (self.total - begin)) if begin < self.total else 0.0
+        return max(0.0, (position - begin) / (self.total - begin)) if begin < self.total else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.total}
+        return {"steps": self.total, "corrected_at": self.corrected_at, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._plan(int(state["steps"]))
+        self.corrected_at = int(state.get("corrected_at", 0))
+        self.position = float(state.get("position", 0.0))
 
 
 @dataclass
@@ -160,10 +189,10 @@ class Polynomial(_Planned):
     planned_steps: int | None = field(default=None, kw_only=True)
 
     def rate(self, step: int) -> float:
-        done = step - 1
-        if done < self.warmup:
-            return self.peak * _warmup(done, self.warmup)
-        left = 1.0 - self.progress(done, self.warmup)
+        position = self._planned(step) - 1
+        if position < self.warmup:
+            return self.peak * _warmup(position, self.warmup)
+        left = 1.0 - self.progress(position, self.warmup)
         return self.end + (self.peak - self.end) * (left**self.power if left else 0.0)
 
 
@@ -183,9 +212,10 @@ class Cosine(_Planned):
     planned_steps: int | None = field(default=None, kw_only=True)
 
     def rate(self, step: int) -> float:
-        if step <= self.warmup:
-            return self.peak * _warmup(step, self.warmup)
-        progress = self.progress(step - 1, self.warmup)
+        number = self._planned(step)
+        if number <= self.warmup:
+            return self.peak * _warmup(number, self.warmup)
+        progress = self.progress(number - 1, self.warmup)
         return self.end + (self.peak - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
@@ -218,9 +248,10 @@ class TriStage(_Planned):
         self.total, self.warmup = total, round(self.phases[0] * total)
 
     def rate(self, step: int) -> float:
-        if step <= self.warmup:
-            return self.peak * (self.first + (1.0 - self.first) * (step - 1) / self.warmup)
-        decay = self.progress(step - 1, round(sum(self.phases) * self.total))
+        number = self._planned(step)
+        if number <= self.warmup:
+            return self.peak * (self.first + (1.0 - self.first) * (number - 1) / self.warmup)
+        decay = self.progress(number - 1, round(sum(self.phases) * self.total))
         return float(self.peak * self.last**decay)
 
 
@@ -229,9 +260,11 @@ class IntelQuadratic(_Planned):
     """Intel's character RNN-T: a linear warm-up times a quadratic decay over the whole run.
 
     With n = step − 1 updates done of N: ``min(1, n / warmup_steps) · max(peak · ((N − n) / N)²,
-    min_lr)``. As in Intel's code, the first update has rate 0, unless there is no warm-up.
+    min_lr)``. As in Intel's code, the first update has rate 0, unless there is no warm-up. The warm-up counts
+    updates of the run, whatever has been corrected.
     """
 
+    begin = 0
     peak: float
     warmup_steps: int | None = 8000
     steps: int | None = None
@@ -239,5 +272,5 @@ class IntelQuadratic(_Planned):
     planned_steps: int | None = field(default=None, kw_only=True)
 
     def rate(self, step: int) -> float:
-        left = 1.0 - self.progress(step - 1, 0)
+        left = 1.0 - self.progress(self._planned(step) - 1, 0)
         return _warmup(step - 1, self.warmup) * max(self.peak * left**2, self.min_lr)

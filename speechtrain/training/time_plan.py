@@ -1,191 +1,144 @@
-"""The number of updates that ``trainer.max_hours`` has room for: timed once, kept with the run, corrected."""
+"""The number of updates that ``trainer.max_hours`` has room for, as the clock corrects it during the run."""
 
 from __future__ import annotations
 
-import copy
+import json
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from speechtrain.batch import Batch
-from speechtrain.checkpoint.whole import on_host
 from speechtrain.distributed.group import Group
 from speechtrain.errors import RunError
 from speechtrain.files import read_json, write_json
-from speechtrain.training.run_state import Parts
 
 FILE = "plan.json"
-LATEST = 1.05  # of max_hours: where a run ends that is slower than its plan
-_SETTLE = (0.01, 5.0)  # share of the budget, and the most seconds, of updates that are not timed
-_MEASURE = (0.02, 10.0)  # the same of those that are, and of a validation
-_VALIDATIONS, _VALIDATION_SHARE = 20, 0.1  # the most of a run, and of its time
-_FIRST_LOOK, _LAST_LOOK = 0.25, 0.95  # of the updates: where the plan is first and last corrected
-_FEWEST = 5  # updates whose speed is believed
+SPACING = 0.02  # share of the run between two revisions
+VALIDATION_SHARE = 0.1  # the largest share of the time for validation, unless one validation takes more
+_MAX_VALIDATIONS = 20
+
+
+@dataclass(frozen=True)
+class Revision:
+    """The plan as it was corrected after an update, or after the validation that follows it."""
+
+    step: int  # updates so far
+    wall_s: float  # seconds of the run so far
+    updates: int  # of the whole run
+    validated: int  # the step of the latest validation
+    validate_at: int  # the step of the next validation
+    share: float  # of the run that was done, by the plans so far
+
+    def share_at(self, step: int) -> float:
+        """Return the share of the run that is done after ``step`` updates, from 0 to 1."""
+        updates_left = max(1, self.updates - self.step)
+        return self.share + (1 - self.share) * min(1.0, (step - self.step) / updates_left)
 
 
 @dataclass
 class TimePlan:
-    """How many updates a run makes, and what that was derived from; ``plan.json`` holds it."""
+    """The present plan of a run and all its revisions. ``plan.json`` holds it.
+
+    A continued run applies the stored revisions at the same steps, so an interruption changes no update.
+    """
 
     hours: float
-    updates: int
-    validate_every: int
-    seconds_per_update: float
-    seconds_per_validation: float
-    revisions: list[list[float]] = field(default_factory=list)  # step, wall seconds, updates from then on
+    updates: int = 0
+    validate_every: int = 0
+    seconds_per_update: float = 0.0
+    seconds_per_validation: float = 0.0  # 0: not measured yet
+    revisions: list[Revision] = field(default_factory=list)
 
-    def after(self, step: int) -> list[float]:
-        """The last revision up to ``step``, or the beginning."""
-        return max((one for one in self.revisions if one[0] <= step), default=[0, 0.0, self.updates])
+    @property
+    def seconds(self) -> float:
+        return self.hours * 3600
 
-    def updates_at(self, step: int) -> int:
-        """The number of updates as it was planned after ``step`` of them."""
-        return int(self.after(step)[2])
+    def until(self, step: int, validated: int) -> list[Revision]:
+        """Return the revisions made up to update ``step`` and the validation of step ``validated``."""
+        return [r for r in self.revisions if (r.step, r.validated) <= (step, validated)]
 
-    def is_due(self, step: int) -> bool:
-        """True where the plan is compared with the clock: a quarter into it, then half way to its end."""
-        last, _, updates = self.after(step - 1)
-        share = 0.5 if last else _FIRST_LOOK
-        return step == last + max(_FEWEST, int((updates - last) * share)) and step < _LAST_LOOK * updates
+    def is_due(self, step: int, validated: int) -> bool:
+        """Return whether the plan must be revised here.
 
-    def extend(self, hours: float, step: int, wall_s: float) -> None:
-        """Plan for other ``hours``, by the speed of the updates so far."""
-        self.hours = hours
-        self.revisions = [one for one in self.revisions if one[0] < step]
-        self.revise(step, wall_s, self.seconds_per_validation)
+        Steps 1, 2, 4, 8, … come first, then every 2 % of the updates, and half of the rest near the end. A
+        revision also follows each validation.
+        """
+        if not self.revisions:
+            return step > 0
+        latest = self.revisions[-1]
+        if (step, validated) <= (latest.step, latest.validated) or step >= latest.updates:
+            return False
+        half = (latest.updates - latest.step) // 2
+        spacing = min(latest.step, math.ceil(SPACING * latest.updates), half)
+        return validated > latest.validated or step >= latest.step + max(1, spacing)
 
-    def revise(self, step: int, wall_s: float, validation_s: float) -> None:
-        """Plan the updates after ``step`` by the speed since the last revision; an entry of it is kept."""
-        if self.after(step)[0] == step > 0:
-            return
-        before, then, _ = self.after(step)
-        validations = step // self.validate_every - int(before) // self.validate_every
-        spent = max(1e-9, wall_s - then - validations * validation_s)
-        per_update = spent / (step - before) if step > before else self.seconds_per_update
-        left = self.hours * 3600 - wall_s
-        more = updates_within(left, per_update, validation_s, self.validate_every)
-        self.revisions.append([step, round(wall_s, 3), step + more])
+    def revise(self, step: int, validated: int, wall_s: float, validate_every: int | None) -> None:
+        """Plan the rest of the run from ``wall_s`` on, by the present seconds per update and validation.
 
+        The rest has a whole number of validations, of which one is the end. With ``validate_every`` None they
+        are evenly spaced. There are at most 20 in a run, and at least nine times their duration lies between
+        two. Otherwise they have that spacing, but the last interval is longer.
+        """
+        per_update, per_validation = self.seconds_per_update, self.seconds_per_validation
+        if validate_every is None:
+            period = max(self.seconds / _MAX_VALIDATIONS, per_validation / VALIDATION_SHARE)
+        else:
+            period = validate_every * per_update + per_validation
+        seconds_left = self.seconds - wall_s
+        validations = max(1, int(((step - validated) * per_update + seconds_left) / period))
+        seconds_left -= validations * per_validation
+        self.updates = step + max(0, int(seconds_left / per_update))
+        spacing = validate_every or math.ceil((self.updates - validated) / validations)
+        self.validate_every = max(1, spacing)
+        validate_at = max(step, validated + self.validate_every) if validations > 1 else self.updates
+        share = step / self.updates
+        if self.revisions:
+            share = self.revisions[-1].share_at(step)
+        revision = Revision(step, wall_s, self.updates, validated, validate_at, share)
+        self.revisions.append(revision)
 
-def updates_within(seconds: float, per_update: float, per_validation: float, every: int) -> int:
-    """Updates in so many seconds with a validation after each ``every`` of them and one at the end."""
-    return max(1, int((seconds - per_validation) / (per_update + per_validation / every)))
-
-
-def time_plan(
-    hours: float,
-    spent_s: float,
-    per_update: float,
-    per_validation: float,
-    per_epoch: float,
-    every: int | None,
-) -> TimePlan:
-    """Plan a run of ``hours``, of which ``spent_s`` seconds are over.
-
-    A validation follows ``every`` updates; null: each epoch, but at most twenty times and in a tenth of the
-    time.
-    """
-    left = hours * 3600 - spent_s
-    if every is None:
-        updates = updates_within(left, per_update, per_validation, max(1, round(left / per_update)))
-        affordable = _VALIDATION_SHARE * left / max(per_validation, 1e-9)
-        most = max(1, math.floor(min(_VALIDATIONS, affordable, updates / per_epoch)))
-        every = max(1, math.ceil(updates / most))
-    updates = updates_within(left, per_update, per_validation, every)
-    return TimePlan(hours, updates, every, round(per_update, 6), round(per_validation, 4))
-
-
-@dataclass(eq=False)
-class Stopwatch:
-    """Times updates and a validation; all ranks call it alike."""
-
-    group: Group
-    budget_s: float
-    clock: Callable[[], float]
-    stop_requested: Callable[[], bool]
-
-    def updates(self, update: Callable[[], float]) -> float:
-        """Seconds for each unit of what ``update`` says it has done, of updates after some to settle."""
-        for share, most in (_SETTLE, _MEASURE):
-            begun, done, count = self.clock(), 0.0, 0
-            while count < 2 or not self._is_over(begun, share, most):
-                done += update()
-                count += 1
-        return (self.clock() - begun) / max(done, 1e-9)
-
-    def validation(
-        self, sets: dict[str, Iterable[Batch]], evaluate: Callable[[dict[str, Iterable[Batch]]], object]
-    ) -> float:
-        """Seconds of evaluating ``sets``, from a part of one that says how many ``seconds`` it has."""
-        spent = 0.0
-        for name, batches in sets.items():
-            begun, heard, whole = self.clock(), [0.0], getattr(batches, "seconds", 0.0)
-            evaluate({name: self._first(batches, begun, heard=heard, whole=whole)})
-            spent += (self.clock() - begun) * max(1.0, whole / max(heard[0], 1e-9) if whole else 1.0)
-        return spent
-
-    def _first(
-        self, batches: Iterable[Batch], begun: float, heard: list[float], whole: float
-    ) -> Iterator[Batch]:
-        for batch in batches:
-            yield batch
-            heard[0] += batch.seconds
-            if whole and self._is_over(begun, *_MEASURE):
-                return
-
-    def _is_over(self, begun: float, share: float, most: float) -> bool:
-        spent = self.clock() - begun
-        return self.group.any(self.stop_requested() or spent >= min(share * self.budget_s, most))
-
-
-@contextmanager
-def rewound(parts: Parts) -> Iterator[None]:
-    """A context after which ``parts``, of a run that has not begun, are as they were, bit by bit."""
-    states = {name: copy.deepcopy(on_host(part.state_dict())) for name, part in parts.states.items()}
-    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    yield
-    for name, part in parts.states.items():
-        part.load_state_dict(states[name])
-    torch.set_rng_state(streams[0])
-    random.setstate(streams[1])
-    np.random.set_state(streams[2])
+    def content(self) -> dict[str, Any]:
+        """Return the content of ``plan.json``."""
+        return {**vars(self), "revisions": [astuple(revision) for revision in self.revisions]}
 
 
 def shared(plan: TimePlan | None, group: Group) -> TimePlan | None:
-    """Rank 0's plan, on every rank."""
-    count = 0 if plan is None or group.world.rank else 5 + 3 * len(plan.revisions)
-    size = int(group.sum(torch.tensor([count], dtype=torch.float64))[0])
-    numbers = torch.zeros(size, dtype=torch.float64)
-    if count and plan is not None:
-        *own, revisions = asdict(plan).values()
-        numbers += torch.tensor([*own, *(number for one in revisions for number in one)], dtype=torch.float64)
-    found = group.sum(numbers).tolist() if size else []
-    if not found:
-        return None
-    revisions = [found[at : at + 3] for at in range(5, size, 3)]
-    return TimePlan(found[0], int(found[1]), int(found[2]), found[3], found[4], revisions)
+    """Return rank 0's plan on every rank."""
+    content = b""
+    if plan is not None and not group.world.rank:
+        content = json.dumps(plan.content()).encode()
+    size = int(group.sum(torch.tensor([float(len(content))]))[0])
+    numbers = torch.zeros(size)
+    numbers[: len(content)] = torch.tensor(list(content))
+    content = bytes(group.sum(numbers).int().tolist())
+    return _plan_of(json.loads(content)) if content else None
 
 
-def read(folder: Path) -> TimePlan | None:
-    """The plan that a run has kept; None if it has none. Raises RunError for a damaged one."""
-    if not (path := folder / FILE).exists():
-        return None
-    try:
-        plan = TimePlan(**read_json(path))
-        numbers = [*list(asdict(plan).values())[:-1], *(number for one in plan.revisions for number in one)]
-        is_sound = all(isinstance(number, int | float) for number in numbers)
-        if not is_sound or min(plan.updates, plan.validate_every) < 1 or len(numbers) % 3 != 2:
-            raise ValueError("its values are not those of a plan")
-    except (TypeError, ValueError) as error:
-        raise RunError(f"{path} is damaged ({error}); restore it, or use another run_dir") from None
+def _plan_of(content: dict[str, Any]) -> TimePlan:
+    """Return the plan of the content of ``plan.json``. Raises TypeError or ValueError.
+
+    The revisions of 0.1.0 had three numbers. They are left out, so the plan is revised at once.
+    """
+    rows = [row for row in content["revisions"] if len(row) != 3]
+    plan = TimePlan(**{**content, "revisions": [Revision(*row) for row in rows]})
+    numbers = [value for name, value in content.items() if name != "revisions"]
+    if not all(isinstance(number, int | float) for number in sum(rows, numbers)) or plan.updates < 1:
+        raise ValueError("a value is not a number of a plan")
     return plan
 
 
+def read(folder: Path) -> TimePlan | None:
+    """Return the plan that a run has kept, or None if it has none. Raises RunError for a damaged one."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        return _plan_of(read_json(path))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error}); restore it, or use another run_dir") from None
+
+
 def write(plan: TimePlan, folder: Path) -> None:
-    write_json(folder / FILE, asdict(plan))
+    write_json(folder / FILE, plan.content())

@@ -70,13 +70,19 @@ class Trainer:
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
         planning = TimedPlanning if is_planned_by_time(config) else Planning
-        self.planning = planning(config, device, self.group, tracker, self.run_dir, stop)
         self._started = 0.0  # when the run would have started, had it never been interrupted
+        self.planning = planning(
+            config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
+        )
 
     @property
     def latest(self) -> Batch | None:
         """The batch that was started last, in training or evaluation, as it is on the host."""
         return self.parts.latest if self.parts is not None else None
+
+    def _wall_seconds(self) -> float:
+        """Return the seconds of training, earlier starts included."""
+        return time.perf_counter() - self._started
 
     def fit(
         self,
@@ -128,16 +134,15 @@ class Trainer:
 
         self.group.rank_status.at(0, "warm-up")
         self._warm_up(parts)
-        self._plan(parts, per_epoch)
-        parts.task.planned_updates = self.planning.first_plan
-        validate_every = self.planning.validate_every
-        save_every = config.save_every or validate_every
+        self.planning.start(parts, per_epoch)
+        save_every = config.save_every or math.inf
         batches = parts.data.train(world.rank, world.size, config.accumulate)
-        status = self._catch_up(parts, validate_every)
+        status = self._catch_up(parts)
         interval = Interval()
         while not status:
             step = progress.step + 1
             profiler.begin(step)
+            parts.task.planned_updates = self.planning.length(progress.step)
             parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(parts, batches, step, interval=interval)
             self.group.rank_status.at(step, "update")
@@ -145,13 +150,13 @@ class Trainer:
             with self.saving.updating(parts):
                 norm = self._step(parts, weight, healthy, rate=rate)
                 progress.step = step
-                progress.wall_s = time.perf_counter() - self._started
+                progress.wall_s = self._wall_seconds()
             interval.steps += 1
             self.planning.correct(parts)
             status = self.planning.status(step, stop, late)
             profiler.end(step, final=bool(status))
 
-            validate_due = self.validation.is_due(parts, status, validate_every)
+            validate_due = self.validation.is_due(parts, status, self.planning.is_validation_step(step))
             save_due = bool(status) or step % save_every == 0
             log_due = step % config.log_every == 0 or validate_due or save_due
             self.recovery.count(self.update.outcomes(log_due), parts)
@@ -209,7 +214,7 @@ class Trainer:
             self.device.mark_step()
         rank_status.at(step, "all-reduce")
         skip = torch.stack(finite).sum() < accumulate
-        late = self.planning.is_late(time.perf_counter() - self._started)
+        late = self.planning.is_late()
         weight, stop, late, skip = self.group.all_reduce_status(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=late, skip=skip
         )
@@ -241,46 +246,35 @@ class Trainer:
 
         self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
         self.update.outcomes(True)
-
-    def _plan(self, parts: Parts, per_epoch: float) -> None:
-        """Plan the number of updates; those that are tried for it are undone."""
-        tried = itertools.count(1)
-
-        def update(batches: Iterator[Batch]) -> None:
-            step = next(tried)
-            parts.task.advance(0, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
-            weight, healthy, _, _ = self._accumulate(parts, batches, step, interval=Interval())
-            self._step(parts, weight, healthy, rate=0.0)
-
-        self.planning.start(
-            parts, per_epoch, self._started, update, lambda sets: self.validation.evaluate(parts, sets)
-        )
-        self.update.outcomes(True)
         self.graphs.settle()
 
-    def _catch_up(self, parts: Parts, validate_every: int) -> str:
+    def _catch_up(self, parts: Parts) -> str:
         """Make up for what the previous start missed; return the status before the first update."""
         progress = self.progress
-        stop, late = self.stop_requested(), self.planning.is_late(time.perf_counter() - self._started)
+        stop, late = self.stop_requested(), self.planning.is_late()
         status = self.planning.status(progress.step, self.group.any(stop), self.group.any(late))
         if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
             status = "target"  # the previous start reached it, and was killed before it wrote its result
-        if self.validation.is_due(parts, status, validate_every):
+        if self.validation.is_due(parts, status, self.planning.is_validation_step(progress.step)):
+            progress.wall_s = self._wall_seconds()
             status = self._validate(parts, status)
         elif status == "preempted" and not progress.step:  # stopped before the first update: save that, too
             self.saving.save(parts, is_last=True)
         return status
 
     def _validate(self, parts: Parts, status: str) -> str:
-        """Validate what has been saved; return the status, which a target or a stop request changes."""
-        begun = time.perf_counter()
-        found = self.validation.run(parts, status)
-        self.planning.validation_s = time.perf_counter() - begun
-        self.progress.wall_s = time.perf_counter() - self._started
-        if found:  # this is the end, and the save before may have failed
+        """Validate; return the status, which a target, a stop request or a correction of the plan changes."""
+        start_s = self.progress.wall_s
+        outcome = self.validation.run(parts, status)
+        self.progress.wall_s = self._wall_seconds()
+        if outcome:  # this is the end, and the save before may have failed
             self.saving.save(parts, is_last=True)
-        self.saving.note(parts, is_last=bool(status or found))
-        return found or status
+        self.saving.note(parts, is_last=bool(status or outcome))
+        if status or outcome:
+            return outcome or status
+        self.planning.add_validation(self._wall_seconds() - start_s)
+        self.planning.correct(parts)
+        return self.planning.status(self.progress.step, stop=False, late=False)
 
     def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor) -> None:
         self.group.rank_status.at(self.progress.step, "log")

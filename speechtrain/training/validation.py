@@ -27,14 +27,13 @@ class Validation:
     stop_requested: Callable[[], bool]
     _told: set[str] = field(default_factory=set)  # the sets of which a contradiction was told
 
-    def is_due(self, parts: Parts, status: str, every: int) -> bool:
+    def is_due(self, parts: Parts, status: str, is_validation_step: bool) -> bool:
         """True where the weights must be evaluated before anything else.
 
         A stop does not wait for it: a preempted run is saved, and evaluated when it continues.
         """
-        step = parts.progress.step
-        is_due = bool(status) or step % every == 0
-        return is_due and status != "preempted" and step > parts.progress.validated
+        is_due = bool(status) or is_validation_step
+        return is_due and status != "preempted" and parts.progress.step > parts.progress.validated
 
     def run(self, parts: Parts, status: str = "") -> str:
         """Evaluate; ``target`` where the target is reached, ``preempted`` where a stop request came first.

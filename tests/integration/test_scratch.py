@@ -57,7 +57,7 @@ def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
     assert start["held out"].startswith("1 recordings")
     assert start["untranscribed"] == 1
     plan = json.loads((scratch.run_dir / "plan.json").read_text())
-    assert scratch.events("plan")[0]["steps"] == plan["updates"]
+    assert plan["updates"] >= scratch.result()["steps"]
     last = max(scratch.events("valid"), key=lambda event: event["step"])
     assert (last["set"], last["step"]) == ("held_out", scratch.result()["steps"])
     evaluated = scratch.tool("evaluate", str(scratch.run_dir), "--json")
@@ -80,7 +80,8 @@ def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:
     done = scratch.run("trainer.save_every=1", "trainer.log_every=1")
     assert done.returncode == 0, done.stderr
     again = json.loads((scratch.run_dir / "plan.json").read_text())
-    assert (again["updates"], again["hours"]) == (plan["updates"], 0.002)
+    assert again["hours"] == 0.002
+    assert again["revisions"][: len(plan["revisions"])] == plan["revisions"]
     assert "a new run would differ" not in done.stdout
 
 

@@ -121,9 +121,35 @@ def test_tri_stage() -> None:
     assert schedule.rate(751) == pytest.approx(0.1 * 0.05**0.5)
     assert schedule.rate(1001) == schedule.rate(5000) == pytest.approx(0.005)
     schedule.plan(2000)  # a plan that is corrected by the clock
-    assert schedule.state_dict() == {"steps": 2000}
+    assert schedule.state_dict() == {"steps": 2000, "corrected_at": 0, "position": 0.0}
     assert schedule.rate(1001) == 0.1
     assert TriStage(0.1, steps=10).rate(11) == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("cls", [Polynomial, Cosine, TriStage])
+@pytest.mark.parametrize("step", [30, 70, 400, 900])
+@pytest.mark.parametrize("total", [920, 5000])
+def test_a_corrected_plan_continues_from_the_same_rate(cls: Any, step: int, total: int) -> None:
+    schedule = cls(0.1, planned_steps=1000)
+    schedule.warmup_steps = None
+    before = schedule.rate(step)
+    schedule.plan(total, step)
+    assert schedule.rate(step + 1) == pytest.approx(before, rel=0.1, abs=1e-3)
+    resumed = cls(0.1, planned_steps=7)
+    resumed.warmup_steps = None
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    rates = [schedule.rate(number) for number in range(step + 1, total + 2)]
+    assert [resumed.rate(number) for number in range(step + 1, total + 2)] == rates
+    assert rates[-1] == pytest.approx(cls(0.1, planned_steps=9).rate(10))
+
+
+def test_a_longer_plan_after_the_end_begins_a_new_decay() -> None:
+    schedule = Cosine(0.1, planned_steps=1000)
+    schedule.plan(500, 400)
+    schedule.plan(500, 500)
+    assert schedule.rate(501) == 0
+    schedule.plan(1000, 500)
+    assert schedule.rate(501) == pytest.approx(0.05)
 
 
 def test_typed_steps_are_not_those_of_a_plan() -> None:
