@@ -334,5 +334,5 @@ def test_hugging_face_reads_tables_of_its_folder_only(tmp_path: Path) -> None:
 
 def test_hugging_face_without_its_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(MachineError, match=r"pip install 'speechtrain\[huggingface\]'"):
+    with pytest.raises(MachineError, match=r"pip install -e '\.\[huggingface\]'"):
         prepare.run(["corpus=huggingface", "name=a/b", "out=out"])

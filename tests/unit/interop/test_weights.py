@@ -481,7 +481,7 @@ def test_without_transformers_hugging_face_is_one_clear_line(
         "from": lambda: export.run([str(folder), "--from", "huggingface", *out]),
         "to": lambda: export.run([str(file), "--from", "fairseq", "--to", "huggingface", *out]),
     }
-    with pytest.raises(MachineError, match=r"pip install 'speechtrain\[interop\]'") as caught:
+    with pytest.raises(MachineError, match=r"pip install -e '\.\[interop\]'") as caught:
         calls[direction]()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 4
