@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,6 +33,19 @@ def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
         return hydra.compose("config", [*search, *overrides])
+
+
+def override_value(text: str) -> Any:
+    """Return the value of one KEY=VALUE for a run that exists. Raises ConfigError."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        raise explain(error, [text]) from None
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: several values are a sweep of new runs; a list is {key_of(text)}=[…]")
+    if override.is_delete():
+        raise ConfigError(f"{text}: no key of a run can be removed; omit it, or set another run_dir")
+    return override.value()
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | None = None) -> ConfigError:

@@ -163,8 +163,14 @@ def mismatch(value: Any, annotation: Any) -> str:
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        problems = [mismatch(value, option) for option in typing.get_args(annotation)]
-        return "" if "" in problems else f"{repr(value)[:100]} is not {_describe(annotation)}"
+        options = typing.get_args(annotation)
+        problems = [mismatch(value, option) for option in options]
+        if "" in problems:
+            return ""
+        for option, problem in zip(options, problems, strict=True):
+            if problem != _unfit(value, option):  # the value is a list or mapping, and an item does not fit
+                return problem
+        return _unfit(value, annotation)
     fits = True
     if annotation in _SIMPLE:
         _, is_one = _SIMPLE[annotation]
@@ -185,7 +191,14 @@ def mismatch(value: Any, annotation: Any) -> str:
     elif inspect.isclass(annotation) and annotation is not Any:
         fits = isinstance(value, dict) and "_target_" in value
         fits = fits and issubclass(target_class(str(value["_target_"]), "value"), annotation)
-    return "" if fits else f"{repr(value)[:100]} is not {_describe(annotation)}"
+    return "" if fits else _unfit(value, annotation)
+
+
+def _unfit(value: Any, annotation: Any) -> str:
+    """The message that ``value`` as a whole does not match ``annotation``."""
+    kind = _describe(annotation)
+    quote = ", quote it" if "a string" in kind and isinstance(value, int | float) else ""
+    return f"{repr(value)[:100]} is not {kind}{quote}"
 
 
 _MOST_FLOAT = sys.float_info.max

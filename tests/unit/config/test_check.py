@@ -75,6 +75,14 @@ def test_mismatch(value: Any, annotation: Any, fits: bool) -> None:
 def test_a_mismatch_says_what_is_wanted() -> None:
     assert mismatch("abc", int | None) == "'abc' is not an integer or null"
     assert mismatch([1, "b"], list[int]) == "item 2: 'b' is not an integer"
+    assert mismatch(12, str | None) == "12 is not a string or null, quote it"
+
+
+def test_a_union_names_the_item_that_does_not_fit() -> None:
+    assert mismatch([True], list[str] | None) == "item 1: True is not a string, quote it"
+    assert mismatch({"a": "text"}, dict[str, CPU | None] | list[CPU]) == "a: 'text' is not a CPU or null"
+    assert mismatch([{"a": [1]}], list[dict[str, list[str]]] | str).startswith("item 1: a: item 1: 1 is not")
+    assert mismatch({"a": 1}, str | list[str]) == "{'a': 1} is not a string or a list"
 
 
 # --- classes --------------------------------------------------------------------------------------
