@@ -89,6 +89,7 @@ class Wav2Vec2Encoder(Encoder):
             length_multiple=length_multiple,
         )
         self.width, self.layer_drop = width, layer_drop
+        self.reads_padding = conv_norm == "group"
         self.normalise_audio, self.sample_rate = normalise_audio, sample_rate
         self.mask, self.channel_mask = mask, channel_mask
         self._update_seed = 0
