@@ -42,9 +42,9 @@ def override_value(text: str) -> Any:
     except HydraException as error:
         raise explain(error, [text]) from None
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: several values are a sweep of new runs; a list is {key_of(text)}=[…]")
+        raise ConfigError(f"{text}: a run takes one value, write a list as {key_of(text)}=[…]")
     if override.is_delete():
-        raise ConfigError(f"{text}: no key of a run can be removed; omit it, or set another run_dir")
+        raise ConfigError(f"{text}: no key of a run can be removed, omit it or set another run_dir")
     return override.value()
 
 

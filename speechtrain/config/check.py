@@ -163,14 +163,7 @@ def mismatch(value: Any, annotation: Any) -> str:
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(annotation)
-        problems = [mismatch(value, option) for option in options]
-        if "" in problems:
-            return ""
-        for option, problem in zip(options, problems, strict=True):
-            if problem != _unfit(value, option):  # the value is a list or mapping, and an item does not fit
-                return problem
-        return _unfit(value, annotation)
+        return _union_mismatch(value, annotation)
     fits = True
     if annotation in _SIMPLE:
         _, is_one = _SIMPLE[annotation]
@@ -192,6 +185,18 @@ def mismatch(value: Any, annotation: Any) -> str:
         fits = isinstance(value, dict) and "_target_" in value
         fits = fits and issubclass(target_class(str(value["_target_"]), "value"), annotation)
     return "" if fits else _unfit(value, annotation)
+
+
+def _union_mismatch(value: Any, annotation: Any) -> str:
+    """Why a value matches no part of a union: the message about an item, if there is one."""
+    message = _unfit(value, annotation)
+    for option in typing.get_args(annotation):
+        problem = mismatch(value, option)
+        if not problem:
+            return ""
+        if problem != _unfit(value, option):
+            message = problem
+    return message
 
 
 def _unfit(value: Any, annotation: Any) -> str:

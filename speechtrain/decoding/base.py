@@ -155,7 +155,7 @@ class Decoder(ABC):
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
         """Return the best hypothesis of each row of ``frames`` (B, T, ·) of ``lengths`` (B,).
 
-        Raises ConfigError for a model that it cannot search; the message begins with ``decoder=NAME``, the
+        Raises ConfigError for a model that it cannot search. The message begins with ``decoder=NAME``, the
         name of its choice, and a space.
         """
 

@@ -18,10 +18,13 @@ from speechtrain.config.targets import ALLOW_TARGETS
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PARTS = os.environ.get("SPEECHTRAIN_PARTS", "")
-PLUGINS = [Path(PARTS).resolve()] if PARTS else sorted((ROOT / "examples").glob("*/conf"))
+PLUGINS = sorted((ROOT / "examples").glob("*/conf"))
+FOLDERS = [CONF, *PLUGINS]
+if PARTS:
+    FOLDERS = PLUGINS = [Path(PARTS).resolve()]
 ALL = sorted(
     (path.parent.name, path.stem)
-    for conf in ([] if PARTS else [CONF]) + PLUGINS
+    for conf in FOLDERS
     for path in conf.glob("*/[!_]*.yaml")
     if path.parent.name != "corpus"  # of speechtrain-prepare: no group of a run
 )

@@ -471,22 +471,27 @@ def test_network_learns_and_evaluates(group: str, choice: str, required: dict[st
         assert 0 < encoder.frames(8_000) <= encoder.frames(12_000)
 
 
+def _row(batch: Batch, row: int) -> Batch:
+    """One row of a batch without its padding."""
+    values = {}
+    for name, value in vars(batch).items():
+        values[name] = value[row : row + 1] if isinstance(value, torch.Tensor | tuple) else value
+    values["audio"] = values["audio"][:, : int(batch.audio_lengths[row])]
+    return Batch(**values)
+
+
 @pytest.mark.parametrize("choice", [choice for choice in choices("encoder") if choice != "none"])
 def test_an_encoder_reads_no_padding_and_predicts_its_frames(choice: str, required: dict[str, str]) -> None:
     torch.manual_seed(0)
     config = _shrunk(_config(required, "encoder", choice))
     encoder = build(config, "encoder", augment=build(config, "augment")).eval()
-    raw = _batch(build(config, "tokenizer"))
+    batch = _batch(build(config, "tokenizer"))
     with torch.no_grad():
-        frames, lengths = encoder.encode(encoder.prepare(raw, seed=3))
-        for row, samples in enumerate(raw.audio_lengths.tolist()):
-            rows = {}
-            for name, value in vars(raw).items():
-                rows[name] = value[row : row + 1] if isinstance(value, torch.Tensor | tuple) else value
-            rows["audio"] = rows["audio"][:, :samples]
-            alone, length = encoder.encode(encoder.prepare(Batch(**rows), seed=3))
-            assert encoder.frames(samples) == lengths[row] == length[0], "frames() and forward disagree"
-            count = int(length[0])
+        frames, lengths = encoder.encode(encoder.prepare(batch, seed=3))
+        for row, samples in enumerate(batch.audio_lengths.tolist()):
+            alone, length = encoder.encode(encoder.prepare(_row(batch, row), seed=3))
+            count = encoder.frames(samples)
+            assert count == lengths[row] == length[0], "frames() and forward disagree"
             if not encoder.reads_padding:
                 torch.testing.assert_close(frames[row, :count], alone[0, :count], rtol=1e-3, atol=1e-3)
 

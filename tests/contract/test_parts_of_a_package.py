@@ -50,7 +50,7 @@ def test_an_encoder_of_another_package_that_reads_padding_or_doubles_frames_fail
     (tmp_path / "outside.py").write_text(_MODULE)
     for choice, packed, factor in (("right", "true", 1), ("padding", "false", 1), ("doubled", "true", 2)):
         (folder / f"{choice}.yaml").write_text(_CHOICE.format(packed=packed, factor=factor))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rpf", "-p", "no:cacheprovider", str(_SUITE)],
         cwd=tmp_path,
         env={**os.environ, "SPEECHTRAIN_PARTS": "conf"},
@@ -59,10 +59,10 @@ def test_an_encoder_of_another_package_that_reads_padding_or_doubles_frames_fail
         timeout=400,
         check=False,
     )
-    verdicts = re.findall(r"^(PASSED|FAILED) \S*::(\w+)\[(?:encoder-)?(\w+)\]", done.stdout, re.MULTILINE)
+    verdicts = re.findall(r"^(PASSED|FAILED) \S*::(\w+)\[(?:encoder-)?(\w+)\]", process.stdout, re.MULTILINE)
     failed = {(name, choice) for verdict, name, choice in verdicts if verdict == "FAILED"}
     name = "test_an_encoder_reads_no_padding_and_predicts_its_frames"
-    assert failed == {(name, "padding"), (name, "doubled")}, done.stdout
+    assert failed == {(name, "padding"), (name, "doubled")}, process.stdout
     assert {choice for verdict, test, choice in verdicts if test == name} == {"right", "padding", "doubled"}
-    assert "Tensor-likes are not close" in done.stdout
-    assert "frames() and forward disagree" in done.stdout
+    assert "Tensor-likes are not close" in process.stdout
+    assert "frames() and forward disagree" in process.stdout
