@@ -68,7 +68,8 @@ def test_a_failure_under_torchrun_says_which_restart_follows(
     errors = []
     for count in ("0", "1", "2"):
         rank(tmp_path, TORCHELASTIC_RESTART_COUNT=count)
-        errors.append(json.loads((tmp_path / "result.json").read_text())["error"])
+        result = json.loads((tmp_path / "result.json").read_text())
+        errors.append(result["error"])
     assert errors[0] == f"{errors[2]} (restart 1 of 2 follows)"
     assert errors[1] == f"{errors[2]} (restart 2 of 2 follows)"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

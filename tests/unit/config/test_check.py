@@ -462,5 +462,6 @@ def test_a_suggestion_is_another_name_that_is_alike_or_what_others_call_it() -> 
         "batch_size": "data.batch.count",
         "trainer.kep": "trainer.keep",
         "trainr.keep": "trainer.keep",
+        "trainr.width": "",
     }.items():
         assert nearest(name, known) == (f"; did you mean {near!r}?" if near else ""), name
