@@ -382,7 +382,8 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     first, one, second, two, *table = capsys.readouterr().out.splitlines()
     lines = [line.split()[-1] for line in (one, two)]
     assert (first, second) == ("job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004")
-    assert table[1].split() == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]
+    assert table[0].split() == ["job", "metric", "status", "overrides"]
+    assert table[2].split() == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]
     assert len(set(lines)) == 2
     base = tmp_path / ("sweep" if given else "runs")
     assert {Path(line).parents[1] for line in lines} == {base}
