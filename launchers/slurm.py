@@ -28,6 +28,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
 _OVER = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 )
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|infinite|unlimited", re.IGNORECASE)
 _PLAIN = re.compile(r"[^\s\x00-\x1f]+")
 # options of sbatch, and the parameters with their values
 _SETTINGS = {"job-name": "name", **{key: key for key in ("nodes", "time", "partition", "account")}}
@@ -66,6 +67,8 @@ class Slurm(Launcher):
         self.check_minimum(1, "nodes", "segments", "warn_seconds")
         if self.poll_seconds <= 0:
             raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise ValueError(f"time={self.time}: write it as minutes, HH:MM:SS or D-HH:MM:SS")
         for key in _SETTINGS.values():
             if (setting := getattr(self, key)) is not None and not _PLAIN.fullmatch(str(setting)):
                 raise ValueError(f"{key}={setting!r}: it must be a word without spaces or line breaks")

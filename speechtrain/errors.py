@@ -107,7 +107,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     parent, dot, leaf = name.rpartition(".")  # keys with one parent are compared by their ends
     others = {other.removeprefix(parent + dot): other for other in known if other != name}
     close = [o for o in others if o.rpartition(".")[2] == _ALIASES.get(leaf)]
-    close = close or difflib.get_close_matches(leaf, others) or difflib.get_close_matches(name, others)
+    close = close or difflib.get_close_matches(leaf, others)
+    if not close:
+        same_end = [o for o in others if difflib.get_close_matches(leaf, [o.rpartition(".")[2]])]
+        close = difflib.get_close_matches(name, same_end)
     return f"; did you mean {others[close[0]]!r}?" if close else ""
 
 

@@ -324,7 +324,7 @@ def train(
         attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
     task, tokenizer = build_task(config)
     apply_policy(task, device.policy(precision.dtype))  # before the data: the model's memory depends on it
-    begun = _choose_batch_memory(config, device, group, task=task)
+    begun = _restart() | _choose_batch_memory(config, device, group, task=task)
     data = build_data(config, tokenizer, task)
     with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
         data.check()
@@ -349,9 +349,9 @@ def train(
     if config.resume == "never" and checkpointer.folders():
         raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     tracker.log("device", chosen)
-    parameters = sum(p.numel() for p in task.parameters())
-    counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}
-    tracker.log("start", {**counts, "steps": planned, "shapes": data.shapes(), **data.report()})
+    facts = {"parameters": sum(p.numel() for p in task.parameters()), **begun}
+    counts = {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned}
+    tracker.log("start", {**facts, **counts, "shapes": data.shapes(), **data.report()})
     trainer = Trainer(
         config=settings,
         device=device,
@@ -536,11 +536,10 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         attempt.unwatch()  # first: if the watchdog reports a hang, its diagnosis wins over this error
         error = disk_explained(attempt.group.explained(raised))
         code = error.exit_code if isinstance(error, SpeechtrainError) else 1
-        message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
         attempt.status = "failed"
         # of several failures, the first is the cause
         failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
-        result = {**attempt.result(), "error": message.strip(), "exit_code": code, **failure}
+        result = {**attempt.result(), "error": _message(error), "exit_code": code, **failure}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             write_text(trace, traceback.format_exc(), durable=False)
     attempt.end(result)
@@ -551,6 +550,21 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         print(told, file=sys.stderr)
         return code or MachineError.exit_code
     return code
+
+
+def _message(error: Exception) -> str:
+    """The error of a failed rank, with the restart that follows."""
+    message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
+    for restart in _restart(failures=1).values():
+        message = f"{message.strip()} (restart {restart} follows)"
+    return message.strip()
+
+
+def _restart(failures: int = 0) -> dict[str, str]:
+    """The number of torchrun's start of all ranks after ``failures`` of this one, if it starts them again."""
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + failures
+    limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return {"restart": f"{number} of {limit}"} if 0 < number <= limit else {}
 
 
 def _exit(code: int) -> NoReturn:

@@ -131,6 +131,10 @@ def check_flags(flags: Sequence[str]) -> None:
         if name in ("--config-name", "-cn", "--config-path", "-cp"):
             raise ConfigError(f"{name}: write a recipe, DIR/recipe/NAME.yaml: --config-dir DIR recipe=NAME")
         if name not in _FLAGS:
+            from speechtrain.commands._hydra_app import key_for_option
+
+            if key := key_for_option(name):
+                raise ConfigError(f"unknown option {name}: write {key}={value or 'VALUE'}")
             raise ConfigError(
                 f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain-train --help lists them"
             )

@@ -7,15 +7,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._find_run import find_run, text_of
-from speechtrain.commands._hydra_app import explain
+from speechtrain.commands._hydra_app import override_value
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.commands._started_runs import require_started
 from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of
@@ -24,6 +22,7 @@ from speechtrain.errors import ConfigError, RunError, first_line
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
+_GROUPS = (*INTERFACES, *NODES, "recipe")
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
 _LENGTHS = ("trainer.max_steps", "trainer.max_epochs")
 _SHOWN = 3  # keys in a message
@@ -80,7 +79,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
         shares["world_size"] = command.together.world.size
     refused = _share_out(config, shares, run_dir)
     for key, value in changes.items():
-        if key in (*INTERFACES, *NODES, "recipe"):
+        if key in _GROUPS:
             if is_volatile(key):
                 choose(config, key, str(value), command.config_dir)
             else:
@@ -111,17 +110,9 @@ def _shown(items: Sequence[str]) -> str:
 
 
 def _parsed(overrides: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Key and value of each KEY=VALUE, in Hydra's grammar. Raises ConfigError."""
+    """Key and value of each KEY=VALUE. Raises ConfigError."""
     for text in overrides:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            raise explain(error, [text]) from None
-        if override.is_sweep_override():
-            raise ConfigError(f"{text}: several values are a sweep: add -m; a list is {key_of(text)}=[…]")
-        if override.is_delete():
-            raise ConfigError(f"{text}: no key of a run can be removed; omit it, or set another run_dir")
-        yield key_of(text), override.value()
+        yield key_of(text), override_value(text)
 
 
 def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

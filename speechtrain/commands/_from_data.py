@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.commands._cli import say
 from speechtrain.commands._continue_run import drop_recipe_hours
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.build import build, build_tokenizer
+from speechtrain.config.build import build, build_launcher, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.config.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
@@ -122,6 +122,8 @@ def _read(config: DictConfig) -> _Texts:
                 found.seconds.append(seconds)
                 found.texts.append(text)
     except DataError as error:
+        if not build_launcher(config).programs:  # the ranks run on this host, too
+            raise
         raise DataError(f"{error} ({what} reads data.train on this host, before the ranks start)") from None
     finally:
         data.close()

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +20,9 @@ from speechtrain.commands._init_from import offer_finetuned
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
 from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.errors import ConfigError, first_line, nearest, one_line
+
+_CONVERSION = r"Value (.*) of type '\w+' could not be converted to (Integer|Float)\b"
+_KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
@@ -36,6 +40,19 @@ def _compose(overrides: list[str], config_dir: str | None) -> DictConfig:
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
         return hydra.compose("config", [*search, *overrides])
+
+
+def override_value(text: str) -> Any:
+    """Return the value of one KEY=VALUE for a run that exists. Raises ConfigError."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException as error:
+        raise explain(error, [text]) from None
+    if override.is_sweep_override():
+        raise ConfigError(f"{text}: a run takes one value, write a list as {key_of(text)}=[…]")
+    if override.is_delete():
+        raise ConfigError(f"{text}: no key of a run can be removed, omit it or set another run_dir")
+    return override.value()
 
 
 def explain(error: Exception, overrides: Sequence[str], config_dir: str | None = None) -> ConfigError:
@@ -68,10 +85,17 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
     if isinstance(cause, OmegaConfBaseException):
         found = re.search(r"(?:merging|override) '?([\w.+@/~]+)=", message)
         key = cause.full_key or (found.group(1) if found else "")
-        return ConfigError(f"{key + ': ' if key else ''}{first_line(cause)}")
+        return ConfigError(f"{key + ': ' if key else ''}{_type_message(cause)}")
     line = one_line(message)[:300] or type(error).__name__  # for unreadable YAML, its position
     where = "" if isinstance(error, HydraException) else "the command line or a config file: "
     return ConfigError(where + line)
+
+
+def _type_message(error: OmegaConfBaseException) -> str:
+    """OmegaConf's message, in the words of ``config.check`` if it is about a number."""
+    line = first_line(error)
+    match = re.match(_CONVERSION, line)
+    return f"{match[1]} is not {_KINDS[match[2]]}" if match else line
 
 
 def _explain_syntax(error: OverrideParseException) -> ConfigError:
@@ -93,8 +117,8 @@ def _explain_key(key: str, message: str, known: set[str]) -> ConfigError:
     if key in known and key in groups:
         return ConfigError(f"{key} is a group; choose with {key}=NAME, and set its values as {key}.KEY=VALUE")
     if "No match in the defaults list" in message:
-        return ConfigError(f"{key}: there is no such group{nearest(key, groups)}")
-    return ConfigError(f"{key}: there is no such key{_near_key(key, known)}")
+        return ConfigError(f"{key}: there is no such group{nearest(key, {*groups, *choices(None)})}")
+    return ConfigError(f"{key}: there is no such key{_near_key(key, known | {*choices(None)})}")
 
 
 def _near_key(key: str, known: set[str]) -> str:
@@ -107,6 +131,13 @@ def _near_key(key: str, known: set[str]) -> str:
         return nearest(leaf, siblings) or f"; {parent} has {', '.join(sorted(siblings))}"
     homes = sorted(k for k in known if k.rpartition(".")[2] == leaf)
     return f"; did you mean {homes[0]!r}?" if homes else "; --cfg job lists every key"
+
+
+def key_for_option(option: str) -> str:
+    """Return the key that an option such as ``--max-steps`` names, or an empty text."""
+    name = option.lstrip("-").replace("-", "_")
+    keys = [key for key in sorted(_known_keys([], None)) if f".{key}".endswith(f".{name}")]
+    return min(keys, key=len, default="")
 
 
 @lru_cache(maxsize=64)

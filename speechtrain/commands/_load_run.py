@@ -6,7 +6,6 @@ Nothing is written and no lock is taken, so a run in progress may be opened at a
 from __future__ import annotations
 
 import inspect
-import os
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,15 @@ from torch import Tensor
 
 from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.commands._command_line import rewrite
+from speechtrain.commands._hydra_app import compose, override_value
 from speechtrain.commands._on_host import restart_for
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_tokenizer, size_of_network
 from speechtrain.config.check import mismatch
 from speechtrain.config.resume_fields import flat
 from speechtrain.config.schema import PLACES
-from speechtrain.config.targets import ALLOW_TARGETS, parameter_types, target_class
+from speechtrain.config.targets import parameter_types, target_class
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, RunError, first_line, nearest, one_line
 from speechtrain.run_directory import CONFIG, read_device
@@ -132,27 +133,18 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
 
 
 def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
-    """Set KEY=VALUE pairs in a config, ``allow_targets=`` in the environment. Raises ConfigError."""
+    """Set KEY=VALUE pairs in a config, as speechtrain-train reads them. Raises ConfigError."""
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{override!r} is not KEY=VALUE")
-        if key == "allow_targets":
-            os.environ[ALLOW_TARGETS] = text.strip("[]")
-        elif key in _CHOICES:
+        key, _, text = override.partition("=")
+        if key in _CHOICES and text:
             choose(config, key, text, config_dir)
-        else:
-            try:
-                value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
-            except ValueError as error:  # OmegaConf's own, of a value that is not YAML
-                raise ConfigError(f"{override!r} cannot be read: {first_line(error)}") from None
-            set_key(config, key, value)
+            continue
+        for rewritten in rewrite([override]):  # ``allow_targets=`` moves to the environment
+            set_key(config, key, override_value(rewritten))
 
 
 def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
     """Replace a group of a run's config by another choice, whose interpolations that config resolves."""
-    from speechtrain.commands._hydra_app import compose
-
     node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
     config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
 

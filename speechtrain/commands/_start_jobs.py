@@ -40,6 +40,7 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, one_line
 from speechtrain.files import read_json, write_json
 from speechtrain.run_directory import CONFIG, RunResult
+from speechtrain.run_directory import metric as metric_text
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
@@ -190,8 +191,19 @@ class _Outcome:
     overrides: str
     status: str
     metric: float | None = None
+    shown: str = "-"
     error: str = ""
     exit_code: int = 0
+
+
+def _metric_text(result: RunResult) -> str:
+    """Return the metric of a result with its name and unit, as ``wer 3.21 %``."""
+    if result.metric is None:
+        return "-"
+    for name, value in (result.metrics or {}).items():
+        if value == result.metric:
+            return metric_text(name, value)
+    return f"{result.metric:.4g}"
 
 
 class _Jobs:
@@ -226,14 +238,14 @@ class _Jobs:
         finally:
             with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
-        self._write(_Outcome(varied, result.status, result.metric), settings)
+        self._write(_Outcome(varied, result.status, result.metric, _metric_text(result)), settings)
         return result.metric
 
     def _fail(self, error: Exception, varied: str, settings: Any) -> float:
         """Note a job's error. Return if its sweep goes on, else stop Hydra."""
         is_fault = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
         exit_code = getattr(error, "exit_code", 1) if is_fault else 0
-        self._write(_Outcome(varied, type(error).__name__, None, str(error), exit_code), settings)
+        self._write(_Outcome(varied, type(error).__name__, error=str(error), exit_code=exit_code), settings)
         if is_fault and settings.mode == RunMode.MULTIRUN:
             line = one_line(f"job {settings.job.num + 1} ({varied}): {error}")
             print(f"speechtrain: error: {line}", file=sys.stderr)
@@ -260,9 +272,11 @@ class _Jobs:
     def conclude(self) -> None:
         """Print a table of several jobs. Raise the error of the command, or of the first job that failed."""
         if len(self.outcomes) > 1:
+            metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
+            say(f"job      {'metric':>20}  {'status':<12} overrides")
             for number, outcome in enumerate(self.outcomes, 1):
-                score = "-" if outcome.metric is None else f"{outcome.metric:.4g}"
-                say(f"job {number:>3}  {score:>8}  {outcome.status:<12} {outcome.overrides}")
+                best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
+                say(f"job {number:>3}  {outcome.shown:>20}  {outcome.status:<12} {outcome.overrides}{best}")
         if self.error is not None:
             raise self.error
         failures = [outcome for outcome in self.outcomes if outcome.exit_code]

@@ -158,6 +158,7 @@ def failure(what: str, error: Exception) -> Finding:
 def machine() -> Iterator[Finding]:
     """Findings on Python, cores, memory, disk and cache."""
     yield Finding(GREEN, "python", platform.python_version())
+    yield installation()
     import psutil
 
     from speechtrain.compute_policy import usable_cpus
@@ -196,6 +197,15 @@ def _room(what: str, wanted: Path, variable: str) -> Finding:
     state = GREEN if free >= 5 else AMBER if free >= 0.25 else RED
     found = f"{free:.1f} GiB free at {folder}"
     return Finding(state, what, found + ("" if state == GREEN else f"; set {variable} to a larger disk"))
+
+
+def installation() -> Finding:
+    """The finding on the folders of the program and of its choices, which belong to one installation."""
+    program, configs = (Path(import_module(name).__path__[0]) for name in ("speechtrain", "speechtrain.conf"))
+    line = f"{program}, choices in {configs}"
+    if configs.parent in (program, program.parent):
+        return Finding(GREEN, "speechtrain", line)
+    return Finding(AMBER, "speechtrain", f"{line}, remove one installation or PYTHONPATH")
 
 
 def packages() -> Iterator[Finding]:

@@ -6,11 +6,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console, json_text
-from speechtrain.errors import ConfigError, MachineError, printable
+from speechtrain.errors import SPELLING, ConfigError, MachineError, printable
 from speechtrain.files import atomic, finite, writing
 from speechtrain.run_directory import is_error_rate, metric, shown
+
+if TYPE_CHECKING:
+    from speechtrain.text.vocabulary import Tokenizer
+    from speechtrain.training.evaluation import Outcome
 
 _FIX = "name a file in a writable folder"  # for --out
 
@@ -77,8 +82,7 @@ def run(argv: list[str]) -> int:
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
     for name, outcome in outcomes.items():
-        if outcome.contradiction:
-            print(printable(f"speechtrain: warning: {name}: {outcome.contradiction}"), file=sys.stderr)
+        _warn(name, outcome, loaded.opened.tokenizer)
     if arguments.json:
         found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
         print(json_text(found))
@@ -91,6 +95,18 @@ def run(argv: list[str]) -> int:
         for line in lines_of(wrong[name]) if name in wrong else ():
             print(line)
     return 0
+
+
+def _warn(name: str, outcome: Outcome, tokenizer: Tokenizer) -> None:
+    """Warn of texts that contradict the loss, and of transcripts that the run cannot spell."""
+    if outcome.contradiction:
+        print(printable(f"speechtrain: warning: {name}: {outcome.contradiction}"), file=sys.stderr)
+    texts = [example.reference for example in outcome.examples]
+    unspelt = [text for text in texts if tokenizer.unknown(text)]
+    if unspelt:
+        count = f"{len(unspelt)} of {len(texts)} transcripts have characters without a label"
+        line = f"speechtrain: warning: {name}: {count}, such as {unspelt[0][:40]!r}"
+        print(printable(line, SPELLING), file=sys.stderr)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:

@@ -163,8 +163,7 @@ def mismatch(value: Any, annotation: Any) -> str:
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
-        problems = [mismatch(value, option) for option in typing.get_args(annotation)]
-        return "" if "" in problems else f"{repr(value)[:100]} is not {_describe(annotation)}"
+        return _union_mismatch(value, annotation)
     fits = True
     if annotation in _SIMPLE:
         _, is_one = _SIMPLE[annotation]
@@ -185,7 +184,26 @@ def mismatch(value: Any, annotation: Any) -> str:
     elif inspect.isclass(annotation) and annotation is not Any:
         fits = isinstance(value, dict) and "_target_" in value
         fits = fits and issubclass(target_class(str(value["_target_"]), "value"), annotation)
-    return "" if fits else f"{repr(value)[:100]} is not {_describe(annotation)}"
+    return "" if fits else _unfit(value, annotation)
+
+
+def _union_mismatch(value: Any, annotation: Any) -> str:
+    """Why a value matches no part of a union: the message about an item, if there is one."""
+    message = _unfit(value, annotation)
+    for option in typing.get_args(annotation):
+        problem = mismatch(value, option)
+        if not problem:
+            return ""
+        if problem != _unfit(value, option):
+            message = problem
+    return message
+
+
+def _unfit(value: Any, annotation: Any) -> str:
+    """The message that ``value`` as a whole does not match ``annotation``."""
+    kind = _describe(annotation)
+    quote = ", quote it" if "a string" in kind and isinstance(value, int | float) else ""
+    return f"{repr(value)[:100]} is not {kind}{quote}"
 
 
 _MOST_FLOAT = sys.float_info.max

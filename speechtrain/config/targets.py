@@ -14,6 +14,12 @@ ALLOW_TARGETS = "SPEECHTRAIN_ALLOW_TARGETS"
 """Environment variable: module prefixes, separated by commas, that ``_target_`` may name as well."""
 
 
+def _allowing(module: str) -> str:
+    return (
+        f"add allow_targets={module} to the command line, or to load(RUN, 'allow_targets={module}') in Python"
+    )
+
+
 def target_class(target: str, path: str) -> type:
     """The class that ``target`` names, if it is defined in an allowed module.
 
@@ -28,8 +34,7 @@ def target_class(target: str, path: str) -> type:
     if module.startswith("torch.optim.") and issubclass(found, import_class("torch.optim.Optimizer", path)):
         return found
     raise ConfigError(
-        f"{path}._target_: {target} is defined in {module}, which is not allowed; "
-        f"allow_targets={module} on the command line allows it"
+        f"{path}._target_: {target} is defined in {module}, which is not allowed; {_allowing(module)}"
     )
 
 
@@ -50,8 +55,7 @@ def import_class(target: str, path: str) -> type:
     if not any(target.startswith(prefix + ".") for prefix in allowed):
         # refused before anything is imported: importing a module runs it
         raise ConfigError(
-            f"{path}._target_: {target} is outside speechtrain and torch.optim; "
-            f"allow_targets={parts[0]} on the command line allows it"
+            f"{path}._target_: {target} is outside speechtrain and torch.optim; {_allowing(parts[0])}"
         )
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])

@@ -153,7 +153,11 @@ class Decoder(ABC):
 
     @abstractmethod
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        """Return the best hypothesis of each row of ``frames`` (B, T, ·) of ``lengths`` (B,)."""
+        """Return the best hypothesis of each row of ``frames`` (B, T, ·) of ``lengths`` (B,).
+
+        Raises ConfigError for a model that it cannot search. The message begins with ``decoder=NAME``, the
+        name of its choice, and a space.
+        """
 
 
 class NoDecoder(Decoder):

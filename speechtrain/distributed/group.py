@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.distributed.loopback import store_of_one_host
 from speechtrain.distributed.watchdog import RankStatus, collective
-from speechtrain.errors import MachineError, first_line, one_line
+from speechtrain.errors import MachineError, first_line
 from speechtrain.launcher import World
 
 HOST = DeviceFacts()
@@ -202,8 +202,9 @@ class TorchGroup(Group):
 
     def explained(self, error: Exception) -> Exception:
         if isinstance(error, RuntimeError) and re.search(self.facts.peer_lost, str(error), re.I):
-            lost = f"rank {self.world.rank} ({self.rank_status}) has lost a peer, or got no answer from it"
-            return PeerLost(f"{lost}: {one_line(str(error), 200)}")
+            # the text of gloo or nccl is in the trace
+            place = f"rank {self.world.rank} ({self.rank_status})"
+            return PeerLost(f"{place} has lost a peer, or got no answer from it")
         return error
 
     def close(self) -> None:

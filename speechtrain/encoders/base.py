@@ -21,6 +21,7 @@ class Encoder(nn.Module, ABC):
     sample_rate: int  # Hz of the audio that it expects; the data module converts recordings to it
     frozen: bool = False  # if True, ``encode`` records no graph and the weights do not change
     normalise_audio: bool = False  # the data layer gives recordings zero mean and unit variance
+    reads_padding: bool = False  # a row's frames depend on the padding of its batch, as published
 
     def encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Call ``forward`` for a recogniser, without gradients if ``frozen``."""
@@ -41,7 +42,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def frames(self, samples: int) -> int:
-        """The number of frames of ``samples`` samples of audio, computed on the host."""
+        """The number of frames of ``samples`` samples, on the host: the length that ``forward`` returns."""
 
     @abstractmethod
     def activation_bytes(self) -> float:

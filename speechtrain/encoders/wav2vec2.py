@@ -37,6 +37,8 @@ class Wav2Vec2Encoder(Encoder):
     Raises ConfigError for values out of range.
     """
 
+    _update_seed = 0
+
     def __init__(
         self,
         conv_layers: list[list[int]] | None = None,
@@ -69,10 +71,11 @@ class Wav2Vec2Encoder(Encoder):
             raise ConfigError(f"{wrong[0]}; it must be at least 0 and below 1")
         if conv_layers is None:
             conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
+        self.reads_padding = conv_norm == "group"
         self.extractor = ConvExtractor(conv_layers, conv_bias, conv_norm, gradient_scale=gradient_scale)
         channels = self.extractor.channels
         self.norm = LayerNorm(channels)
-        self.projection = nn.Linear(channels, width) if channels != width else nn.Identity()
+        self.projection = nn.Identity() if channels == width else nn.Linear(channels, width)
         self.input_dropout = nn.Dropout(input_dropout)
         self.mask_embedding = nn.Parameter(torch.rand(width))
         self.transformer = Transformer(
@@ -91,8 +94,7 @@ class Wav2Vec2Encoder(Encoder):
         self.width, self.layer_drop = width, layer_drop
         self.normalise_audio, self.sample_rate = normalise_audio, sample_rate
         self.mask, self.channel_mask = mask, channel_mask
-        self._update_seed = 0
-        self.augment = Augment() if augment is None else augment
+        self.augment = augment or Augment()
 
     def advance(self, step: int, seed: int) -> None:
         self._update_seed = seed

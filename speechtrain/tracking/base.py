@@ -26,6 +26,8 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(ABC):
     """Receives a run's events as plain mappings, on rank 0 only.
 
+    A constructor opens no file, since the run directory may not exist yet. ``log`` opens it.
+
     The list below has the events and their values. An unknown value may be absent or None, and a float
     may be non-finite. Times are in seconds unless the name has a unit; shares and error rates are fractions.
 

@@ -161,8 +161,12 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
-        pairs = [(row["reference"], row["hypothesis"]) for row in values["rows"][:examples]]
-        return [line for ref, hyp in pairs for line in (f"worst    ref  {ref}", f"         hyp  {hyp}")]
+        lines = []
+        for row in values["rows"]:
+            line = f"worst    ref  {row['reference']}\n         hyp  {row['hypothesis']}"
+            if row.get("errors") != 0 and line not in lines:  # runs of earlier releases have no errors
+                lines.append(line)
+        return "\n".join(lines[:examples]).splitlines()
     if event == "warning":
         return [f"warning  {values['message']}"]
     forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}

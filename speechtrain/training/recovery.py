@@ -52,9 +52,10 @@ class Recovery:
         with contextlib.suppress(OSError, RuntimeError), atomic(replay) as temporary:
             held = {"step": progress.step, "seed": self.seed, "batches": batches}
             torch.save(held, temporary, pickle_protocol=2)
+        clip = " or trainer.clip" if self.config.clip else ""
         raise Diverged(
             f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}; "
-            f"lower optimizer.lr or trainer.clip, or look at the batches in {replay}"
+            f"lower optimizer.lr{clip}, or look at the batches in {replay}"
         )
 
     def act_on(self, alarm: Alarm | None, step: int) -> None:

@@ -1,4 +1,7 @@
-"""The choices that every contract suite runs over: ours, and those of the packages in ``examples/``."""
+"""The choices that every contract suite runs over: ours, and those of the packages in ``examples/``.
+
+If the variable ``SPEECHTRAIN_PARTS`` names the folder of choices of another package, these alone.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,14 @@ from speechtrain.config.targets import ALLOW_TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
+PARTS = os.environ.get("SPEECHTRAIN_PARTS", "")
 PLUGINS = sorted((ROOT / "examples").glob("*/conf"))
+FOLDERS = [CONF, *PLUGINS]
+if PARTS:
+    FOLDERS = PLUGINS = [Path(PARTS).resolve()]
 ALL = sorted(
     (path.parent.name, path.stem)
-    for conf in (CONF, *PLUGINS)
+    for conf in FOLDERS
     for path in conf.glob("*/[!_]*.yaml")
     if path.parent.name != "corpus"  # of speechtrain-prepare: no group of a run
 )
@@ -41,10 +48,13 @@ def composed(group: str, choice: str, *overrides: str) -> DictConfig:
 def plugins_are_importable() -> Iterator[None]:
     """In this process and in those that it starts."""
     folders = [str(conf.parent) for conf in PLUGINS]
-    names = [path.parent.name for folder in folders for path in Path(folder).glob("*/__init__.py")]
+    names = [os.environ.get(ALLOW_TARGETS, "")]
+    for folder in map(Path, folders):
+        names += [path.parent.name for path in folder.glob("*/__init__.py")]
+        names += [path.stem for path in folder.glob("*.py")]
     with pytest.MonkeyPatch.context() as patch:
         for folder in folders:
             patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")])))
-        patch.setenv(ALLOW_TARGETS, ",".join(names))
+        patch.setenv(ALLOW_TARGETS, ",".join(filter(None, names)))
         yield

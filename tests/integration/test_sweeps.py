@@ -58,8 +58,9 @@ def test_sweep_under_joblib_ends_with_the_table(sweep: Callable[..., CompletedPr
     schedule = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     command = sweep(*schedule, "trainer.max_steps=1", "optimizer.lr=1e-3,-1")
     assert command.returncode == 2, command.stderr
-    table = [line.split()[:5] for line in command.stdout.splitlines()[-2:]]
+    heading, *table = [line.split() for line in command.stdout.splitlines()[-3:]]
+    assert heading == ["job", "metric", "status", "overrides"]
     assert table[0][:2] == ["job", "1"]
-    assert table[0][3:] == ["finished", "optimizer.lr=0.001"]
+    assert table[0][-4:] == ["%", "finished", "optimizer.lr=0.001", "(best)"]
     assert table[1] == ["job", "2", "-", "ConfigError", "optimizer.lr=-1"]
     assert "1 of 2 jobs failed; the first: optimizer.lr is -1" in command.stderr

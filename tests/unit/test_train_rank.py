@@ -32,6 +32,7 @@ from speechtrain.train_rank import (
     _begin_with,
     _choose_batch_memory,
     _plan,
+    _restart,
     build_task,
     free_batch_memory,
     trainer_config_for,
@@ -58,6 +59,21 @@ def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
     assert "config.yaml does not exist" in result["error"]
     assert result["steps"] == 0
     assert "Traceback" in (tmp_path / "error.log").read_text()
+
+
+def test_a_failure_under_torchrun_says_which_restart_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    errors = []
+    for count in ("0", "1", "2"):
+        rank(tmp_path, TORCHELASTIC_RESTART_COUNT=count)
+        result = json.loads((tmp_path / "result.json").read_text())
+        errors.append(result["error"])
+    assert errors[0] == f"{errors[2]} (restart 1 of 2 follows)"
+    assert errors[1] == f"{errors[2]} (restart 2 of 2 follows)"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert start_line(_restart()) == "start    restart 1 of 2"
 
 
 def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Disk) -> None:

@@ -51,6 +51,20 @@ def look(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str,
     return code, {line[7:20].strip(): (line[:5].strip(), line[21:]) for line in out.splitlines()}
 
 
+def test_the_choices_of_another_installation_are_amber(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import speechtrain.conf
+
+    finding = doctor.installation()
+    assert finding.state == "green"
+    assert finding.found.endswith("conf")
+    monkeypatch.setattr(speechtrain.conf, "__path__", [str(tmp_path / "conf")])
+    finding = doctor.installation()
+    assert finding.state == "amber"
+    assert f"choices in {tmp_path}/conf, remove" in finding.found
+
+
 def test_a_sound_recipe_is_green_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import soundfile
 import yaml
 
 from speechtrain.commands import evaluate, prepare
@@ -76,6 +77,17 @@ def test_rates_are_in_percent_with_their_counts(run_dir: Path, capsys: pytest.Ca
         f"    {key}  {of_set['worst'][0][name]}"
         for key, name in (("ref", "reference"), ("hyp", "hypothesis"))
     ]
+
+
+def test_transcripts_of_another_alphabet_are_counted(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"a": "one two", "b": "éжщ"}.items():
+        soundfile.write(tmp_path / f"{name}.wav", [0.01, -0.01] * 8000, 16000)
+        (tmp_path / f"{name}.txt").write_text(text)
+    assert evaluate.run([str(run_dir), ONE, "--set", f"dev={tmp_path}"]) == 0
+    warning = "dev: 1 of 2 transcripts have characters without a label, such as 'éжщ'\n"
+    assert capsys.readouterr().err == f"speechtrain: warning: {warning}"
 
 
 def test_figures_do_not_depend_on_the_batch(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +161,9 @@ def test_the_precision_may_change(run_dir: Path, capsys: pytest.CaptureFixture[s
         (["data=fsdd"], ConfigError, "a trained run keeps its data"),
         (["precision=fp8"], ConfigError, "precision is one of"),
         (["device.threads"], ConfigError, "not KEY=VALUE"),
+        (["device"], ConfigError, "not KEY=VALUE"),
+        (["decoder=beam", "decoder.hotwords=[yes,12]"], ConfigError, "item 2: 12 is not a string, quote it"),
+        (["decoder=beam", "decoder.hotwords=a,b"], ConfigError, r"write a list as decoder.hotwords=\[…\]"),
         (["device=_cpu"], ConfigError, "device=_cpu: a base YAML is not a choice; choose cpu, "),
         (["precision=fp16"], MachineError, "precision=bf16"),
         (["--set", "dev"], ConfigError, "NAME=FILE"),

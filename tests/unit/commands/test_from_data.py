@@ -290,10 +290,12 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_bad_data_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"nowhere does not exist.*recipe=scratch|tokenizer=auto reads data.train"
-    ):
-        followed("recipe=scratch", f"data.train={tmp_path}/nowhere")
+    absent = ["recipe=scratch", f"data.train={tmp_path}/nowhere"]
+    with pytest.raises(DataError, match="nowhere does not exist") as error:
+        followed(*absent)
+    assert "before the ranks start" not in str(error.value)
+    with pytest.raises(DataError, match=r"nowhere does not exist.*auto reads data.train on this host"):
+        followed(*absent, "launcher=slurm")
     with pytest.raises(DataError, match="no recording has a transcript"):
         followed("recipe=scratch", f"data.train={lines(tmp_path, ['', ' '])}")
     with pytest.raises(ConfigError, match="from_data=nothing: choose scratch"):

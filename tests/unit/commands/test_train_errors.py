@@ -63,6 +63,7 @@ WRONG = [
     # groups and choices
     (["model=rnntt"], CONFIG, ["model=rnntt", "did you mean 'rnnt'", "rnnt_small"]),
     (["recipe=dem"], CONFIG, ["recipe=dem", "'demo'"]),
+    (["recipes=demo"], CONFIG, ["recipes", "'recipe'"]),
     (["modl=rnnt"], CONFIG, ["modl", "'model'"]),
     (["+modell=rnnt"], CONFIG, ["modell", "'model'"]),
     (["+model=rnnt_small"], CONFIG, ["model", "without a +"]),
@@ -82,11 +83,20 @@ WRONG = [
     (["model=_rnnt", "--cfg=job"], CONFIG, ["model=_rnnt: a base YAML"]),
     (["hydra/launcher=nosuch"], CONFIG, ["hydra/launcher=nosuch", "basic"]),
     # values
-    (["trainer.max_steps=abc"], CONFIG, ["trainer.max_steps", "'abc'", "Integer"]),
+    (["trainer.max_steps=abc"], CONFIG, ["trainer.max_steps", "'abc'", "is not an integer"]),
     (["trainer.max_steps=1.5"], CONFIG, ["trainer.max_steps", "1.5"]),
     (["trainer.max_steps="], CONFIG, ["trainer.max_steps"]),
     (["trainer.max_epochs=null"], CONFIG, ["nothing ends this run"]),
     (["trainer.ema=1"], CONFIG, ["trainer.ema"]),
+    (["trainer.max_steps=many"], CONFIG, ["trainer.max_steps: 'many' is not an integer"]),
+    (["trainer.clip=many"], CONFIG, ["trainer.clip: 'many' is not a number"]),
+    (["--max_steps", "5"], CONFIG, ["unknown option --max_steps: write trainer.max_steps=VALUE"]),
+    (["--max-steps=5"], CONFIG, ["write trainer.max_steps=5"]),
+    (
+        ["launcher=slurm", "launcher.time=12h", "run_dir=r"],
+        CONFIG,
+        ["launcher.time=12h: write it"],
+    ),
     (["trainer.clip=-1"], CONFIG, ["trainer.clip"]),
     (["trainer.profile=5:2"], CONFIG, ["trainer.profile", "A:B"]),
     (["trainer.profile='²:²'"], CONFIG, ["trainer.profile", "A:B"]),
@@ -375,7 +385,8 @@ def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.Ca
     first, one, second, two, *table = capsys.readouterr().out.splitlines()
     lines = [line.split()[-1] for line in (one, two)]
     assert (first, second) == ("job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004")
-    assert table[1].split() == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]
+    assert table[0].split() == ["job", "metric", "status", "overrides"]
+    assert table[2].split() == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]
     assert len(set(lines)) == 2
     base = tmp_path / ("sweep" if given else "runs")
     assert {Path(line).parents[1] for line in lines} == {base}

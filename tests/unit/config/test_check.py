@@ -75,6 +75,14 @@ def test_mismatch(value: Any, annotation: Any, fits: bool) -> None:
 def test_a_mismatch_says_what_is_wanted() -> None:
     assert mismatch("abc", int | None) == "'abc' is not an integer or null"
     assert mismatch([1, "b"], list[int]) == "item 2: 'b' is not an integer"
+    assert mismatch(12, str | None) == "12 is not a string or null, quote it"
+
+
+def test_a_union_names_the_item_that_does_not_fit() -> None:
+    assert mismatch([True], list[str] | None) == "item 1: True is not a string, quote it"
+    parts = dict[str, CPU | None] | list[CPU]
+    assert mismatch({"a": "text"}, parts) == "a: 'text' is not a CPU or null"
+    assert mismatch({"a": 1}, str | list[str]) == "{'a': 1} is not a string or a list"
 
 
 # --- classes --------------------------------------------------------------------------------------
@@ -115,7 +123,7 @@ def test_a_refused_module_is_not_imported(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "stranger.py").write_text("open('ran', 'w').close()\n\n\nclass Model:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="allow_targets=stranger"):
+    with pytest.raises(ConfigError, match=r"or to load\(RUN, .allow_targets=stranger.\) in Python"):
         target_class("stranger.Model", "model")
     assert not (tmp_path / "ran").exists()
     monkeypatch.setenv(ALLOW_TARGETS, "stranger")
@@ -479,5 +487,6 @@ def test_a_suggestion_is_another_name_that_is_alike_or_what_others_call_it() -> 
         "batch_size": "data.batch.count",
         "trainer.kep": "trainer.keep",
         "trainr.keep": "trainer.keep",
+        "trainr.width": "",
     }.items():
         assert nearest(name, known) == (f"; did you mean {near!r}?" if near else ""), name

@@ -353,6 +353,15 @@ def test_flags_are_reduced_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(group._statistics[0], torch.full((3,), 0.5))
 
 
+def test_a_lost_peer_is_one_line_without_the_text_of_gloo() -> None:
+    group = object.__new__(TorchGroup)
+    group.world, group.facts = World(1, 2, 1, 2), DeviceFacts()
+    group.rank_status.at(7, "backward")
+    text = "[/third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer. GLHF!\nAt: group.py(276)"
+    error = group.explained(RuntimeError(text))
+    assert str(error) == "rank 1 (step 7, backward) has lost a peer, or got no answer from it"
+
+
 def test_the_group_is_bound_to_the_chip_that_the_device_names(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **named: given.update(named))

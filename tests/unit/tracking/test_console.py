@@ -69,6 +69,15 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == "warning  slow [bold]disk[/]\n"
 
 
+def test_worst_utterances_have_errors_and_appear_once(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for errors, hypothesis in ((1, "no"), (1, "no"), (0, "yes"), (1, "")):
+        rows.append({"id": "a", "reference": "yes", "hypothesis": hypothesis, "errors": errors})
+    Console(mode="plain", examples=3).log("examples", {"step": 1, "set": "dev", "rows": rows})
+    wrong = ["worst    ref  yes", "         hyp  no", "worst    ref  yes", "         hyp  "]
+    assert capsys.readouterr().out.splitlines() == wrong
+
+
 def test_the_log_of_a_run_has_the_lines_of_a_plain_console(tmp_path: Path) -> None:
     log = TextLog(tmp_path)
     for event, values in {"valid": VALID, "warning": {"message": "slow\x1b disk"}, "checkpoint": {}}.items():

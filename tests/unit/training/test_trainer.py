@@ -317,11 +317,23 @@ def test_an_infinite_loss_with_finite_gradients_is_a_bad_update(
 
 
 def test_many_in_a_row_stop_the_run_with_a_replay_bundle(tmp_path: Path) -> None:
-    with pytest.raises(Diverged, match="4 non-finite updates in a row up to step 6"):
+    advice = "4 non-finite updates in a row up to step 6; lower optimizer.lr or trainer.clip, or look"
+    with pytest.raises(Diverged, match=advice):
         Rig(tmp_path, max_steps=50, poison={2, 3, 4, 5}, max_bad_updates=4)
     bundle = torch.load(tmp_path / "replay.pt", weights_only=True)
     assert bundle["step"] == 6
     assert bundle["batches"][0]["ids"][0].startswith("5-")
+
+
+def test_a_clip_that_is_off_cannot_be_lowered(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"lower optimizer\.lr, or look"):
+        Rig(tmp_path, max_steps=50, poison={2}, max_bad_updates=1, clip=0.0)
+
+
+def test_the_defaults_of_an_update() -> None:
+    """Adam hides the scale of gradients, so no loss of a test depends on ``clip``."""
+    defaults = TrainerConfig()
+    assert (defaults.clip, defaults.ema, defaults.accumulate, defaults.max_bad_updates) == (1.0, 0.999, 1, 10)
 
 
 def test_target_stops_at_the_validation_that_reaches_it(tmp_path: Path) -> None:
