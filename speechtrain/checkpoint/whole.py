@@ -51,6 +51,7 @@ FORMAT = SHARDED  # the newest that is read; versions that read only WHOLE refus
 SHARDS = "shards"
 WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
 _FILES = {"state.pt", WEIGHTS}
+_HIGH_WER = 0.9
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -153,6 +154,19 @@ def _score(value: Any) -> float:
     return math.inf if (known := number(value)) is None else known
 
 
+def selection_key(folder: Path) -> tuple[float, float, float]:
+    """Return the key that orders checkpoints by their validation: the least one is the best.
+
+    The task's metric decides, then the loss. A WER above 90 % says little about a model, so among such
+    checkpoints the CER decides, then the loss.
+    """
+    metric, metrics = _score(_manifest(folder).get("metric")), validated(folder)
+    loss = _score(metrics.get("loss"))
+    if metric > _HIGH_WER and metric == metrics.get("wer"):
+        return _HIGH_WER, _score(metrics.get("cer")), loss
+    return metric, -math.inf, loss
+
+
 def _own_sha256(manifest: Mapping[str, Any]) -> str:
     """The digest of a manifest without its own digest."""
     held = {key: value for key, value in manifest.items() if key != "sha256"}
@@ -210,10 +224,11 @@ class Checkpointer:
         return folder
 
     def note(self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0) -> None:
-        """Add a later validation to the manifest of ``step``; ``score`` (lower is better) chooses the best.
+        """Add a later validation to the manifest of ``step``.
 
-        ``metrics`` are all of it; of equal checkpoints, the lower ``loss`` wins. Does nothing if the
-        checkpoint could not be written. Raises OSError.
+        ``score`` is the value of the task's metric, and lower is better. ``metrics`` are all of the
+        validation. ``selection_key`` reads both. Does nothing if the checkpoint could not be
+        written. Raises OSError.
         """
         folder, _ = self._folders(step)
         if manifest := _manifest(folder):
@@ -297,12 +312,11 @@ class Checkpointer:
     def best(self) -> tuple[Path | None, float]:
         """The best checkpoint's folder and metric, (None, inf) while there is none.
 
-        Of equals, the one with the lower loss, then the first.
+        ``selection_key`` orders them, and of equal ones the first is the best.
         The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
         """
-        metrics = [(_manifest(folder).get("metric"), validated(folder), folder) for folder in self.folders()]
-        found = [(_score(metric), _score(others.get("loss")), folder) for metric, others, folder in metrics]
-        least, _, best = min(found, default=(math.inf, math.inf, None))
+        best = min(self.folders(), key=selection_key, default=None)
+        least = math.inf if best is None else _score(_manifest(best).get("metric"))
         return (best, least) if least < math.inf else (None, math.inf)
 
     def _identity(self) -> tuple[int, int] | None:

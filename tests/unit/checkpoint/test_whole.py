@@ -217,6 +217,38 @@ def test_of_equal_metrics_the_lower_loss_is_the_best_and_then_the_first(tmp_path
     assert Checkpointer(tmp_path).best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
+def test_above_a_wer_of_90_percent_the_cer_and_then_the_loss_choose(tmp_path: Path) -> None:
+    """The first three rows are of a run whose lucky WER kept its worst checkpoint."""
+    rows = [
+        (418, 0.9674, 0.9660, 138.9),
+        (304, 0.9891, 0.9151, 140.2),
+        (617, 1.0, 0.9214, 135.5),
+        (700, 1.0, 0.9151, 137.0),
+        (800, 0.9, 0.99, 150.0),
+    ]
+    expected = {418: 418, 304: 304, 617: 304, 700: 700, 800: 800}
+    checkpointer = Checkpointer(tmp_path, keep=10)
+    for step, wer, cer, loss in rows:
+        checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
+        checkpointer.note(step, wer, {"wer": wer, "cer": cer, "loss": loss})
+        best, least = checkpointer.best()
+        assert best is not None
+        assert int(best.name[-3:]) == expected[step]
+        assert read_json(checkpointer.root / "best.json") == {"name": best.name, "metric": least}
+    assert least == 0.9
+    checkpointer.save(900, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
+    checkpointer.note(900, 0.89, {"wer": 0.89, "cer": 0.99, "loss": 200.0})
+    assert checkpointer.best() == (checkpointer.root / "step-00000900", 0.89)
+
+
+def test_a_loss_above_one_is_no_word_error_rate(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=10)
+    for step, loss, cer in ((1, 2.0, 0.5), (2, 3.0, 0.1)):
+        checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
+        checkpointer.note(step, loss, {"loss": loss, "cer": cer})
+    assert checkpointer.best() == (checkpointer.root / "step-00000001", 2.0)
+
+
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, (10,))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
