@@ -21,7 +21,7 @@ from speechtrain.commands._load_run import OpenedRun, choose, open_run, set_key
 from speechtrain.commands._transcripts import Segment, Transcript
 from speechtrain.config.build import build, build_data
 from speechtrain.config.check import part_class
-from speechtrain.counter_rng import key_of, seed_at
+from speechtrain.counter_rng import seed_at
 from speechtrain.data.audio import change_rate
 from speechtrain.data.batches import audio_row, collate
 from speechtrain.data.lhotse_cuts import Samples
@@ -117,7 +117,7 @@ class LoadedRun:
             if isinstance(recording, DataError):
                 raise recording
             for _, samples in recording.pieces(recording.seconds):
-                batch = self._batch([("0", samples)])
+                batch = self._batch([samples])
                 with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
                     frames, lengths = encoder.encode(batch)
                 found.append(frames[0, : int(lengths[0])].float().cpu().numpy())
@@ -215,8 +215,7 @@ class LoadedRun:
         """Add a segment for each row to its recording, and empty ``rows``."""
         if not rows:
             return
-        # the dither of a piece follows its place, so that a text depends on no file's name
-        batch = self._batch([(f"{start:g}", samples) for _, start, samples in rows])
+        batch = self._batch([samples for _, _, samples in rows])
         opened = self.opened
         with torch.no_grad(), opened.policy.autocast(opened.device.name):
             hypotheses = opened.task.transcribe(batch)
@@ -226,11 +225,11 @@ class LoadedRun:
             one.waiting -= 1
         rows.clear()
 
-    def _batch(self, named: Sequence[tuple[str, Samples]]) -> Batch:
-        """Named samples as a batch on the device."""
-        normalise = self.opened.task.normalise_audio
-        batch = collate([audio_row(*one, self.sample_rate, normalise) for one in named], self.sample_rate)
-        batch = self.opened.task.prepare(batch, seed_at(*(key_of(name) for name in batch.ids)))
+    def _batch(self, pieces: Sequence[Samples]) -> Batch:
+        """Pieces (S,) as a batch on the device."""
+        rate, normalise = self.sample_rate, self.opened.task.normalise_audio
+        batch = collate([audio_row("piece", piece, rate, normalise) for piece in pieces], rate)
+        batch = self.opened.task.prepare(batch, seed_at(*batch.keys.tolist()))
         return self.opened.device.move(batch)
 
     def _encoder(self) -> Encoder:

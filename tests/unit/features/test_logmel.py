@@ -340,7 +340,7 @@ def test_a_constant_bin_normalises_to_zero(form: str, splice_first: bool) -> Non
 def test_dither_in_evaluation_belongs_to_the_utterance() -> None:
     quiet = np.zeros(8000)
     model = LogMel(normalise=False)
-    a, b, c = map(dither_offset, "abc")
+    a, b, c = (dither_offset(speech(800, seed)) for seed in range(3))
     one, _ = run(model, quiet, quiet, keys=torch.tensor([a, b]))
     two, _ = run(
         model,
