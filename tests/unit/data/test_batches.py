@@ -199,8 +199,7 @@ def test_the_dither_of_evaluation_follows_from_the_samples_not_from_the_name(
     assert keys["m"] == keys["renamed"]
     assert keys["m"][2] == 0
     samples, _ = soundfile.read(recordings.folder / "m-audio/000.wav", dtype="float32")
-    whole = collate([audio_row("other", samples, RATE)], RATE)
-    assert whole.keys.tolist() == keys["m"][:1]
+    assert collate([audio_row("other", samples, RATE)], RATE).keys.tolist() == keys["m"][:1]
 
 
 def test_a_transcript_wider_than_its_shape_becomes_filler(cache: Path, recordings: Any) -> None:
