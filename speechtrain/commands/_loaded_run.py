@@ -65,6 +65,21 @@ class _Pending:
     error: DataError | None = None
 
 
+class TranscriptionError(DataError):
+    """Some recordings could not be read.
+
+    ``results`` has a Transcript for each recording in the order given, or its DataError.
+    """
+
+    def __init__(self, results: Sequence[Transcript | DataError]) -> None:
+        self.results = tuple(results)
+        errors = [result for result in results if isinstance(result, DataError)]
+        message = str(errors[0])
+        if len(results) > 1:
+            message += f" ({len(errors)} of {len(results)} recordings failed, .results has the others)"
+        super().__init__(message)
+
+
 class LoadedRun:
     """A run's model with the weights of one checkpoint, ready for use; it neither prints nor writes.
 
@@ -79,6 +94,13 @@ class LoadedRun:
         stored = validated(opened.checkpoint)
         self.delays = (number(stored.get(START)) or 0.0, number(stored.get(END)) or 0.0)
 
+    def __repr__(self) -> str:
+        opened = self.opened
+        return (
+            f"<LoadedRun {opened.config.run_dir} {self.checkpoint.name}: {type(opened.task).__name__}, "
+            f"{self.sample_rate} Hz, {opened.device.name}>"
+        )
+
     def transcribe(
         self,
         audio: Audio | Iterable[Audio],
@@ -92,19 +114,18 @@ class LoadedRun:
         ``decoder`` is a choice of the group of this name, and ``options`` are its keys, as in
         ``transcribe(["a.wav"], decoder="beam", width=8)``; by default the run's own decoder searches.
         Recordings are cut at pauses into pieces of at most ``piece_seconds``, of which ``batch`` are
-        decoded together; the texts do not depend on it. Raises DataError for the first recording that
-        cannot be read.
+        decoded together. The texts do not depend on it. Raises TranscriptionError, a DataError, if a
+        recording cannot be read. It comes after the others are transcribed, and has their transcripts.
         """
         task = self.opened.task
         before, task.decoder = task.decoder, self._decoder(decoder, options)
         try:
-            found = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
+            results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
         finally:
             task.decoder = before
-        for one in found:
-            if isinstance(one, DataError):
-                raise one
-        return cast("list[Transcript]", found)
+        if any(isinstance(result, DataError) for result in results):
+            raise TranscriptionError(results)
+        return cast("list[Transcript]", results)
 
     def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
         """Return the encoder's frames (T, W) of each recording, fp32; one frame is ``frame_seconds`` long.
@@ -172,7 +193,7 @@ class LoadedRun:
 
     def _of_samples(self, given: Any, name: str) -> Recording:
         samples, rate = given if isinstance(given, tuple) else (given, self.sample_rate)
-        samples = np.asarray(samples, dtype=np.float32)
+        samples = _in_full_scale(np.asarray(samples), name)
         if samples.ndim != 1 or not len(samples) or not np.isfinite(samples).all():
             raise DataError(f"{name}: samples of shape {samples.shape}; give finite ones of shape (S,)")
         samples = change_rate(samples, int(rate), self.sample_rate)
@@ -237,6 +258,23 @@ class LoadedRun:
         if encoder is None:
             raise ConfigError(f"{type(self.opened.task).__name__} has no encoder, and so no features")
         return cast("Encoder", encoder)
+
+
+def _in_full_scale(samples: np.ndarray, name: str) -> Samples:
+    """Return samples in fp32, of which integers are divided by the range of their type.
+
+    0 is the middle of an unsigned range. Raises DataError for integers of 64 bits, since sums and lists have
+    this type whatever their full scale is, and for other types.
+    """
+    kind, bits = samples.dtype.kind, 8 * samples.dtype.itemsize
+    if kind == "f":
+        return samples.astype(np.float32, copy=False)
+    if kind not in "iu" or bits == 64:
+        types = "floats in [-1, 1], or integers of 8, 16 or 32 bits"
+        raise DataError(f"{name}: samples of type {samples.dtype}: give {types}")
+    full_scale = 2.0 ** (bits - 1)
+    middle = full_scale if kind == "u" else 0.0
+    return ((samples - middle) / full_scale).astype(np.float32)
 
 
 def load(
