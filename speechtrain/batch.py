@@ -34,7 +34,7 @@ class Batch:
     labels: Tensor  # (B, U) int64, zero beyond each row's length
     label_lengths: Tensor  # (B,) int64
     weight: Tensor  # (B,) float32, 1 for an utterance, 0 for a padding row
-    keys: Tensor  # (B,) int64, each utterance's ``dither_offset``
+    keys: Tensor  # (B,) int64, the ``dither_offset`` of each row's samples, or 0 without samples
     ids: tuple[str, ...]  # "" for a padding row
     texts: tuple[str, ...]  # reference transcripts, normalised by the tokenizer
     epoch: int = 0

@@ -91,7 +91,10 @@ class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 
     metric: str = "loss"
-    """The name of the evaluation metric that selects the best checkpoint; lower is better."""
+    """The name of the evaluation metric that selects the best checkpoint; lower is better.
+
+    ``checkpoint.whole.selection_key`` has the rule, which looks at the CER if the WER is above 90 %.
+    """
 
     skips_parameters: bool = False
     """Whether some update's loss does not use a trained parameter; DDP must then search for it."""
@@ -145,7 +148,7 @@ class Task(nn.Module, ABC):
     def prepare(self, batch: Batch, seed: int) -> Batch:
         """Add this task's host-side draws and counts to the batch, before it moves to the device.
 
-        ``seed`` is the micro-batch's address in training; in evaluation it depends on the utterances.
+        ``seed`` is the micro-batch's address in training; in evaluation it follows from the samples.
         The results are in ``batch.extra``.
         """
         return batch

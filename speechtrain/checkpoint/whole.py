@@ -46,6 +46,7 @@ SHARDS = "shards"
 WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
 _FILES = {"state.pt", WEIGHTS}
 _MOST_VALUES = 2**22  # of a loaded state, each reference counted: skipped recordings are the most
+_HIGH_WER = 0.9
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -168,6 +169,22 @@ def _score(value: float | None) -> float:
     return math.inf if value is None else value
 
 
+def selection_key(folder: Path) -> tuple[float, float, float]:
+    """Return the key that orders checkpoints by their validation: the least one is the best.
+
+    The task's metric decides, then the loss. A WER above 90 % says little about a model, so among such
+    checkpoints the CER decides, then the loss.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return math.inf, math.inf, math.inf
+    metric, metrics = _score(manifest.metric), manifest.metrics or {}
+    loss = _score(metrics.get("loss"))
+    if metric > _HIGH_WER and metric == metrics.get("wer"):
+        return _HIGH_WER, _score(metrics.get("cer")), loss
+    return metric, -math.inf, loss
+
+
 def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
     """``saved`` with the model's present names of weights, also in their average."""
     if not isinstance(task := states.get("task"), torch.nn.Module):
@@ -209,10 +226,11 @@ class Checkpointer:
         return folder
 
     def note(self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0) -> None:
-        """Add a later validation to the manifest of ``step``; ``score`` (lower is better) chooses the best.
+        """Add a later validation to the manifest of ``step``.
 
-        ``metrics`` are all of it; of equal checkpoints, the lower ``loss`` wins. Does nothing if the
-        checkpoint could not be written. Raises OSError.
+        ``score`` is the value of the task's metric, and lower is better. ``metrics`` are all of the
+        validation. ``selection_key`` reads both. Does nothing if the checkpoint could not be
+        written. Raises OSError.
         """
         folder, _ = self._folders(step)
         if manifest := read_manifest(folder):
@@ -298,15 +316,12 @@ class Checkpointer:
     def best(self) -> tuple[Path | None, float]:
         """The best checkpoint's folder and metric, (None, inf) while there is none.
 
-        Of equals, the one with the lower loss, then the first.
+        ``selection_key`` orders them, and of equal ones the first is the best.
         The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
         """
-        scores = []
-        for folder in self.folders():
-            if manifest := read_manifest(folder):
-                loss = (manifest.metrics or {}).get("loss")
-                scores.append((_score(manifest.metric), _score(loss), folder))
-        least, _, best = min(scores, default=(math.inf, math.inf, None))
+        best = min(self.folders(), key=selection_key, default=None)
+        manifest = None if best is None else read_manifest(best)
+        least = _score(manifest.metric if manifest else None)
         return (best, least) if least < math.inf else (None, math.inf)
 
     def _identity(self) -> tuple[int, int] | None:

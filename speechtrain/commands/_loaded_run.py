@@ -21,7 +21,7 @@ from speechtrain.commands._load_run import OpenedRun, choose, open_run, set_key
 from speechtrain.commands._transcripts import Segment, Transcript
 from speechtrain.config.build import build, build_data
 from speechtrain.config.check import part_class
-from speechtrain.counter_rng import key_of, seed_at
+from speechtrain.counter_rng import seed_at
 from speechtrain.data.audio import change_rate
 from speechtrain.data.batches import audio_row, collate
 from speechtrain.data.lhotse_cuts import Samples
@@ -65,6 +65,21 @@ class _Pending:
     error: DataError | None = None
 
 
+class TranscriptionError(DataError):
+    """Some recordings could not be read.
+
+    ``results`` has a Transcript for each recording in the order given, or its DataError.
+    """
+
+    def __init__(self, results: Sequence[Transcript | DataError]) -> None:
+        self.results = tuple(results)
+        errors = [result for result in results if isinstance(result, DataError)]
+        message = str(errors[0])
+        if len(results) > 1:
+            message += f" ({len(errors)} of {len(results)} recordings failed, .results has the others)"
+        super().__init__(message)
+
+
 class LoadedRun:
     """A run's model with the weights of one checkpoint, ready for use; it neither prints nor writes.
 
@@ -79,6 +94,13 @@ class LoadedRun:
         stored = validated(opened.checkpoint)
         self.delays = (number(stored.get(START)) or 0.0, number(stored.get(END)) or 0.0)
 
+    def __repr__(self) -> str:
+        opened = self.opened
+        return (
+            f"<LoadedRun {opened.config.run_dir} {self.checkpoint.name}: {type(opened.task).__name__}, "
+            f"{self.sample_rate} Hz, {opened.device.name}>"
+        )
+
     def transcribe(
         self,
         audio: Audio | Iterable[Audio],
@@ -92,19 +114,18 @@ class LoadedRun:
         ``decoder`` is a choice of the group of this name, and ``options`` are its keys, as in
         ``transcribe(["a.wav"], decoder="beam", width=8)``; by default the run's own decoder searches.
         Recordings are cut at pauses into pieces of at most ``piece_seconds``, of which ``batch`` are
-        decoded together; the texts do not depend on it. Raises DataError for the first recording that
-        cannot be read.
+        decoded together. The texts do not depend on it. Raises TranscriptionError, a DataError, if a
+        recording cannot be read. It comes after the others are transcribed, and has their transcripts.
         """
         task = self.opened.task
         before, task.decoder = task.decoder, self._decoder(decoder, options)
         try:
-            found = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
+            results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
         finally:
             task.decoder = before
-        for one in found:
-            if isinstance(one, DataError):
-                raise one
-        return cast("list[Transcript]", found)
+        if any(isinstance(result, DataError) for result in results):
+            raise TranscriptionError(results)
+        return cast("list[Transcript]", results)
 
     def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
         """Return the encoder's frames (T, W) of each recording, fp32; one frame is ``frame_seconds`` long.
@@ -117,7 +138,7 @@ class LoadedRun:
             if isinstance(recording, DataError):
                 raise recording
             for _, samples in recording.pieces(recording.seconds):
-                batch = self._batch([("0", samples)])
+                batch = self._batch([samples])
                 with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
                     frames, lengths = encoder.encode(batch)
                 found.append(frames[0, : int(lengths[0])].float().cpu().numpy())
@@ -172,7 +193,7 @@ class LoadedRun:
 
     def _of_samples(self, given: Any, name: str) -> Recording:
         samples, rate = given if isinstance(given, tuple) else (given, self.sample_rate)
-        samples = np.asarray(samples, dtype=np.float32)
+        samples = _in_full_scale(np.asarray(samples), name)
         if samples.ndim != 1 or not len(samples) or not np.isfinite(samples).all():
             raise DataError(f"{name}: samples of shape {samples.shape}; give finite ones of shape (S,)")
         samples = change_rate(samples, int(rate), self.sample_rate)
@@ -215,8 +236,7 @@ class LoadedRun:
         """Add a segment for each row to its recording, and empty ``rows``."""
         if not rows:
             return
-        # the dither of a piece follows its place, so that a text depends on no file's name
-        batch = self._batch([(f"{start:g}", samples) for _, start, samples in rows])
+        batch = self._batch([samples for _, _, samples in rows])
         opened = self.opened
         with torch.no_grad(), opened.policy.autocast(opened.device.name):
             hypotheses = opened.task.transcribe(batch)
@@ -226,11 +246,11 @@ class LoadedRun:
             one.waiting -= 1
         rows.clear()
 
-    def _batch(self, named: Sequence[tuple[str, Samples]]) -> Batch:
-        """Named samples as a batch on the device."""
-        normalise = self.opened.task.normalise_audio
-        batch = collate([audio_row(*one, self.sample_rate, normalise) for one in named], self.sample_rate)
-        batch = self.opened.task.prepare(batch, seed_at(*(key_of(name) for name in batch.ids)))
+    def _batch(self, pieces: Sequence[Samples]) -> Batch:
+        """Pieces (S,) as a batch on the device."""
+        rate, normalise = self.sample_rate, self.opened.task.normalise_audio
+        batch = collate([audio_row("piece", piece, rate, normalise) for piece in pieces], rate)
+        batch = self.opened.task.prepare(batch, seed_at(*batch.keys.tolist()))
         return self.opened.device.move(batch)
 
     def _encoder(self) -> Encoder:
@@ -238,6 +258,23 @@ class LoadedRun:
         if encoder is None:
             raise ConfigError(f"{type(self.opened.task).__name__} has no encoder, and so no features")
         return cast("Encoder", encoder)
+
+
+def _in_full_scale(samples: np.ndarray, name: str) -> Samples:
+    """Return samples in fp32, of which integers are divided by the range of their type.
+
+    0 is the middle of an unsigned range. Raises DataError for integers of 64 bits, since sums and lists have
+    this type whatever their full scale is, and for other types.
+    """
+    kind, bits = samples.dtype.kind, 8 * samples.dtype.itemsize
+    if kind == "f":
+        return samples.astype(np.float32, copy=False)
+    if kind not in "iu" or bits == 64:
+        types = "floats in [-1, 1], or integers of 8, 16 or 32 bits"
+        raise DataError(f"{name}: samples of type {samples.dtype}: give {types}")
+    full_scale = 2.0 ** (bits - 1)
+    middle = full_scale if kind == "u" else 0.0
+    return ((samples - middle) / full_scale).astype(np.float32)
 
 
 def load(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +18,14 @@ from speechtrain.files import finite
 if TYPE_CHECKING:
     from speechtrain.decoding.base import Hypothesis, Word
 
-_CAPTION_CHARACTERS = 84  # two lines of 42, as broadcasters write them
+_LINE_CHARACTERS = 42  # as broadcasters write them
+_CAPTION_CHARACTERS = 2 * _LINE_CHARACTERS
 _CAPTION_SECONDS = 7.0
 _PAUSE_SECONDS = 1.0  # after which a new caption begins
+
+
+_Caption = tuple[float, float, str]
+"""Start and end in seconds, and text."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,9 @@ class Transcript:
     segments: tuple[Segment, ...]
     delays: tuple[float, float] = (0.0, 0.0)  # seconds by which words begin and end late, taken off
 
+    def __repr__(self) -> str:
+        return f"<Transcript {self.name}, {self.seconds:.1f} s: {self.text}>"
+
     @property
     def text(self) -> str:
         return " ".join(text for s in self.segments if (text := s.hypothesis.text.strip()))
@@ -50,47 +61,104 @@ class Transcript:
 
     @property
     def words(self) -> tuple[Word, ...]:
-        """The words with start and end in seconds of the recording, and their confidence."""
+        """The words with start and end in seconds of the recording, and their confidence.
+
+        A word ends at the latest when the next one begins. Words that begin together share their time.
+        """
+        groups = [list(group) for _, group in groupby(self._shifted(), key=attrgetter("start"))]
+        starts = [group[0].start for group in groups]
+        limits = [*starts, self.seconds][1:]
+        words: list[Word] = []
+        for group, limit in zip(groups, limits, strict=True):
+            start = group[0].start
+            times = _spread([word.text for word in group], start, max(start, min(group[-1].end, limit)))
+            for word, (word_start, word_end, _) in zip(group, times, strict=True):
+                words.append(replace(word, start=word_start, end=word_end))
+        return tuple(words)
+
+    def _shifted(self) -> Iterator[Word]:
+        """The words with the times of the recording, less the delays."""
         late_start, late_end = self.delays
-        found = []
         for segment in self.segments:
             for word in segment.hypothesis.words:
                 start = min(max(0.0, segment.start + word.start - late_start), self.seconds)
                 end = min(max(start, segment.start + word.end - late_end), self.seconds)
-                found.append(replace(word, start=start, end=end))
-        return tuple(found)
+                yield replace(word, start=start, end=end)
 
     def captions(self) -> Iterator[tuple[float, float, str]]:
-        """Start, end and text of captions: whole words, at most two lines and 7 s, none over a pause."""
+        """Start, end and text of captions: at most two lines and 7 s, no overlap, none over a pause.
+
+        A caption that would last longer ends after 7 s. A word of more than two lines is divided.
+        """
+        caption: list[_Caption] = []
+        for word in self._spoken():
+            if caption and not _fits(caption, word):
+                yield _joined(caption)
+                caption = []
+            caption.append(word)
+        if caption:
+            yield _joined(caption)
+
+    def _spoken(self) -> Iterator[_Caption]:
+        """Words with their times, of which none is longer than a caption."""
         words = self.words
-        if not words:
-            yield from ((s.start, s.end, s.hypothesis.text) for s in self.segments if s.hypothesis.text)
-        while words:
-            count = 1
-            for word in words[1:]:
-                length = len(" ".join(w.text for w in words[: count + 1]))
-                is_late = word.end - words[0].start > _CAPTION_SECONDS
-                if (
-                    length > _CAPTION_CHARACTERS
-                    or is_late
-                    or word.start - words[count - 1].end > _PAUSE_SECONDS
-                ):
-                    break
-                count += 1
-            yield words[0].start, words[count - 1].end, " ".join(word.text for word in words[:count])
-            words = words[count:]
+        for word in words:
+            yield from _spread(textwrap.wrap(word.text, _CAPTION_CHARACTERS), word.start, word.end)
+        if not words:  # The decoder gives no times, so that each character gets an equal part of its piece.
+            for segment in self.segments:
+                parts = textwrap.wrap(segment.hypothesis.text, _LINE_CHARACTERS)
+                yield from _spread(parts, segment.start, segment.end)
 
     def content(self) -> dict[str, Any]:
         """All of it as JSON's types."""
-        found: dict[str, Any] = {"audio": self.audio} | ({"id": self.name} if self.name != self.audio else {})
-        found |= {"text": self.text, "seconds": round(self.seconds, 3), "score": round(self.score, 4)}
-        found["words"] = [
+        content: dict[str, Any] = {"audio": self.audio}
+        if self.name != self.audio:
+            content["id"] = self.name
+        content |= {"text": self.text, "seconds": round(self.seconds, 3), "score": round(self.score, 4)}
+        content["words"] = [
             {"word": word.text, **{k: round(getattr(word, k), 3) for k in ("start", "end", "confidence")}}
             for word in self.words
         ]
-        if len(self.segments) == 1 and (others := self.segments[0].hypothesis.alternatives):
-            found["alternatives"] = [{"text": one.text, "score": round(one.score, 4)} for one in others]
-        return found
+        if len(self.segments) == 1 and self.segments[0].hypothesis.alternatives:
+            hypothesis = self.segments[0].hypothesis
+            content |= _scores(hypothesis)
+            content["alternatives"] = [{"text": h.text, **_scores(h)} for h in hypothesis.alternatives]
+        return content
+
+
+def _scores(hypothesis: Hypothesis) -> dict[str, float]:
+    """The score and, from a beam, the merit of a text, for JSON."""
+    scores = {"score": round(hypothesis.score, 4)}
+    if hypothesis.merit is not None:
+        scores["merit"] = round(hypothesis.merit, 4)
+    return scores
+
+
+def _spread(parts: list[str], start: float, end: float) -> Iterator[_Caption]:
+    """Divide the time from ``start`` to ``end`` among ``parts`` by their characters."""
+    seconds_per_character = (end - start) / max(1, sum(map(len, parts)))
+    for part in parts:
+        part_end = min(end, start + len(part) * seconds_per_character)
+        yield start, part_end, part
+        start = part_end
+
+
+def _fits(caption: list[_Caption], word: _Caption) -> bool:
+    """Whether a word can follow in the caption."""
+    start, end, text = word
+    if end - caption[0][0] > _CAPTION_SECONDS or start - caption[-1][1] > _PAUSE_SECONDS:
+        return False
+    return len(_lines(f"{_joined(caption)[2]} {text}")) <= 2
+
+
+def _joined(caption: list[_Caption]) -> _Caption:
+    start = round(caption[0][0], 3)  # Captions have milliseconds, and a sum of rounded times stays below 7 s.
+    end = min(round(caption[-1][1], 3), round(start + _CAPTION_SECONDS, 3))
+    return start, end, " ".join(text for *_, text in caption)
+
+
+def _lines(text: str) -> list[str]:
+    return textwrap.wrap(text, _LINE_CHARACTERS, break_on_hyphens=False)
 
 
 def _plain(text: str) -> str:
@@ -106,19 +174,20 @@ def _json(transcript: Transcript) -> str:
 
 
 def _srt(transcript: Transcript) -> str:
-    captions = enumerate(transcript.captions(), 1)
-    return "".join(
-        f"{n}\n{_clock(a, ',')} --> {_clock(b, ',')}\n{_plain(text)}\n\n" for n, (a, b, text) in captions
-    )
+    cues = []
+    for number, (start, end, text) in enumerate(transcript.captions(), 1):
+        lines = "\n".join(_lines(_plain(text)))
+        cues.append(f"{number}\n{_clock(start, ',')} --> {_clock(end, ',')}\n{lines}\n\n")
+    return "".join(cues)
 
 
 def _vtt(transcript: Transcript) -> str:
     escaped = {ord("&"): "&amp;", ord("<"): "&lt;", ord(">"): "&gt;"}
-    cues = (
-        f"{_clock(a)} --> {_clock(b)}\n{_plain(t).translate(escaped)}\n\n"
-        for a, b, t in transcript.captions()
-    )
-    return "WEBVTT\n\n" + "".join(cues)
+    cues = ["WEBVTT\n\n"]
+    for start, end, text in transcript.captions():
+        lines = "\n".join(_lines(_plain(text))).translate(escaped)
+        cues.append(f"{_clock(start)} --> {_clock(end)}\n{lines}\n\n")
+    return "".join(cues)
 
 
 def _ctm(transcript: Transcript) -> str:

@@ -82,9 +82,10 @@ def _recogniser(arguments: argparse.Namespace) -> str:
     if not parakeet.has_encoder(opened.task):
         return ""
     with writing(f"--out {arguments.out}", "name another path"):
-        difference = parakeet.write(opened.task, opened.task.state_dict(), arguments.out)
+        task, part = parakeet.exportable_part(opened.task)
+        difference = parakeet.write(task, task.state_dict(), arguments.out)
     return (
-        f"{arguments.out}: Parakeet, checked against Hugging Face's model on the same audio: largest "
+        f"{arguments.out}: Parakeet, {part}, checked against Hugging Face's model on the same audio: largest "
         f"difference {difference:.1e}"
     )
 

@@ -8,7 +8,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
 from speechtrain.commands._transcripts import FORMATS, ONE_RECORDING, Transcript, written
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, one_line, printable
 from speechtrain.files import atomic, writing
 
 if TYPE_CHECKING:
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from speechtrain.data.pieces import Recording
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
-_FIX = "name a folder that can be written"  # for --out
+_FIX = "name a folder that can be written by --out DIR"
 _MMAP_THRESHOLD = -3  # of glibc's mallopt: larger blocks are the system's own again when they are freed
-_SUFFIXES = {"text": ".txt"}  # where it is not the format's name
+Output = Callable[[Transcript, str], None]
+"""Writes a transcript in a format."""
+_SUFFIXES = {"text": ".txt"}  # The other formats are their own suffixes.
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         choices=FORMATS,
         default="text",
         help="text (default); json: an object per line, with each word's times and confidence; srt, vtt: "
-        "captions; ctm: a line per word",
+        "captions (of several recordings, in a file beside each); ctm: a line per word",
     )
     build.add_argument(
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
@@ -70,31 +72,36 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Transcribe and print, in the order given; returns the exit code. Raises a SpeechtrainError."""
+    """Transcribe and print, in the order given. Returns the exit code. Raises a SpeechtrainError."""
     arguments = parser().parse_intermixed_args(argv)
     overrides = [name for name in arguments.audio if _OVERRIDE.match(name) and not Path(name).exists()]
     names = [name for name in arguments.audio if name not in overrides]
     _check(arguments, names)
     from speechtrain.commands._loaded_run import load
 
-    with contextlib.suppress(AttributeError, OSError):  # freed blocks of every size: 16 % more after an hour
-        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)
+    _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
-    failed, used, printed = False, set[str](), 0
+    recordings: Iterable[Recording | DataError] = loaded.recordings(names)
+    output = _to_console if arguments.out is None else _to_folder(arguments.out, set())
+    if arguments.format in ONE_RECORDING and arguments.out is None:
+        recordings = list(recordings)
+        if len(recordings) > 1 or os.path.isdir(names[0]):
+            output = _to_files_beside(recordings, arguments.format)
+    exit_code = 0
     with _progress() as show:
-        found = map(show, loaded.recordings(names))
-        for one in loaded.transcripts(found, arguments.batch, arguments.piece_seconds):
-            if isinstance(one, DataError):
-                failed = True
-                print(f"speechtrain: error: {one_line(str(one))}", file=sys.stderr, flush=True)
-            elif arguments.out:
-                _write(one, arguments.out, arguments.format, used)
+        for result in loaded.transcripts(map(show, recordings), arguments.batch, arguments.piece_seconds):
+            if isinstance(result, DataError):
+                exit_code = result.exit_code
+                print(f"speechtrain: error: {one_line(str(result))}", file=sys.stderr, flush=True)
             else:
-                printed += 1
-                if printed > 1:
-                    _check_several(arguments.format)
-                print(written(one, arguments.format), end="", flush=True)
-    return DataError.exit_code if failed else 0
+                output(result, arguments.format)
+    return exit_code
+
+
+def _return_freed_memory() -> None:
+    """Give freed blocks back to the system, which saves 16 % of the memory after an hour."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)
 
 
 def _check(arguments: argparse.Namespace, names: list[str]) -> None:
@@ -110,26 +117,60 @@ def _check(arguments: argparse.Namespace, names: list[str]) -> None:
             arguments.out.mkdir(parents=True, exist_ok=True)
         if not os.access(arguments.out, os.W_OK):
             raise MachineError(f"--out {arguments.out} cannot be written; {_FIX}")
-    elif len(names) > 1:
-        _check_several(arguments.format)
 
 
-def _check_several(form: str) -> None:
-    """Raise ConfigError for a format that holds one recording only."""
-    if form in ONE_RECORDING:
-        raise ConfigError(f"--format {form} has a file for each recording; name their folder by --out DIR")
+def _to_console(transcript: Transcript, form: str) -> None:
+    print(written(transcript, form), end="", flush=True)
 
 
-def _write(transcript: Transcript, folder: Path, form: str, used: set[str]) -> None:
-    """Write a file named after the recording, without its folders; equal names are numbered."""
-    name = transcript.name
-    stem = os.path.splitext(os.path.basename(name) if name == transcript.audio else name)[0]
-    stem = re.sub(r"[^\w.-]+", "_", stem).lstrip(".")[:200] or "recording"
-    numbered = (f"{stem}-{number}" for number in count(2))
-    name = next(name for name in chain([stem], numbered) if name not in used)
-    used.add(name)
-    path = folder / (name + _SUFFIXES.get(form, f".{form}"))
-    with writing(f"--out {path}", _FIX), atomic(path) as temporary:
+def _to_folder(folder: Path, used: set[str]) -> Output:
+    """Return an output to files in ``folder``, named after the recordings. Equal names are numbered."""
+
+    def output(transcript: Transcript, form: str) -> None:
+        name = transcript.name
+        stem = os.path.splitext(os.path.basename(name) if name == transcript.audio else name)[0]
+        stem = re.sub(r"[^\w.-]+", "_", stem).lstrip(".")[:200] or "recording"
+        numbered = (f"{stem}-{number}" for number in count(2))
+        name = next(name for name in chain([stem], numbered) if name not in used)
+        used.add(name)
+        _write(transcript, folder / (name + _SUFFIXES.get(form, f".{form}")), form)
+
+    return output
+
+
+def _to_files_beside(recordings: Iterable[Recording | DataError], form: str) -> Output:
+    """Return an output to a file beside each recording.
+
+    Raises ConfigError for a file that exists or would have the captions of two recordings, and for a
+    recording of a manifest, which may begin within its file.
+    """
+    paths: dict[str, Path] = {}
+    for recording in recordings:
+        if isinstance(recording, DataError):
+            continue
+        path = Path(recording.audio).with_suffix(f".{form}")
+        problem = ""
+        if recording.name != recording.audio:
+            problem = f"{recording.name} is part of a manifest"
+        elif path in paths.values():
+            problem = f"two recordings would write {path}"
+        elif os.path.lexists(path):
+            problem = f"{path} exists"
+        if problem:
+            fix = "name a folder for the captions by --out DIR"
+            raise ConfigError(f"--format {form}: {printable(problem)}; {fix}")
+        paths[recording.audio] = path
+
+    def output(transcript: Transcript, form: str) -> None:
+        path = paths[transcript.audio]
+        _write(transcript, path, form)
+        print(printable(str(path)), flush=True)
+
+    return output
+
+
+def _write(transcript: Transcript, path: Path, form: str) -> None:
+    with writing(str(path), _FIX), atomic(path) as temporary:
         temporary.write_text(written(transcript, form), encoding="utf-8")
 
 

@@ -191,7 +191,7 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
         labels=labels,
         label_lengths=_int64([*label_lengths, *[0] * filler]),
         weight=torch.tensor([*(row.weight for row in rows), *[0.0] * filler], dtype=torch.float32),
-        keys=_int64([dither_offset(name) for name in (*(row.id for row in rows), *[""] * filler)]),
+        keys=_int64([*(dither_offset(row.samples) for row in rows), *[0] * filler]),
         ids=(*(row.id for row in rows), *[""] * filler),
         texts=(*(row.text for row in rows), *[""] * filler),
         seconds=sum(row.seconds for row in rows),
@@ -199,7 +199,7 @@ def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) 
 
 
 def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = False) -> _Row:
-    """Return samples (S,) as a row without a transcript, for ``collate``; ``name`` seeds its dither.
+    """Return samples (S,) as a row without a transcript, for ``collate``.
 
     ``normalise`` gives it zero mean and unit variance, as in the task's training.
     """

@@ -40,6 +40,7 @@ class Hypothesis:
     times: tuple[float, ...]  # seconds at which each label's frame begins
     ends: tuple[float, ...] = ()  # seconds at which each label's last frame ends
     confidences: tuple[float, ...] = ()  # of each label: its probability there, were the blank impossible
+    merit: float | None = None  # of a beam: the number that orders texts, the highest first
     alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, the best first
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -194,16 +195,23 @@ class BeamSearch(Decoder):
 
     def _best_first(self, made: list[Hypothesis]) -> Hypothesis:
         """The best of hypotheses, of which the first is greedy's, with the others as its alternatives."""
-        floor = made[0].score
-
-        def merit(one: Hypothesis) -> tuple[bool, float]:
-            labels = len(one.labels) + 1 if self.normalise_score else 1
-            return one.score >= floor, one.score / labels
-
-        best = max(made, key=merit)
-        others = sorted((one for one in made if one is not best), key=lambda one: -one.score)
-        others = sorted(others[: self.nbest - 1], key=merit, reverse=True)
+        scored = [replace(one, merit=self._merit(one, made[0].score)) for one in made]
+        best = max(scored, key=attrgetter("merit"))
+        others = sorted((one for one in scored if one is not best), key=lambda one: -one.score)
+        others = sorted(others[: self.nbest - 1], key=attrgetter("merit"), reverse=True)
         return replace(best, alternatives=tuple(others))
+
+    def _merit(self, hypothesis: Hypothesis, floor: float) -> float:
+        """Return what orders texts: with ``normalise_score`` the score per label, else the score.
+
+        A text below ``floor``, the score of greedy's text, is below all others. It keeps its score, which is
+        at most 0 here: scores of the others are at least ``floor``, and a division raises negative ones.
+        """
+        if not self.normalise_score:
+            return hypothesis.score
+        if hypothesis.score < floor:
+            return min(hypothesis.score, 0.0)
+        return hypothesis.score / (len(hypothesis.labels) + 1)
 
     def _exact(
         self,

@@ -14,7 +14,7 @@ deviation          population                           sample, plus 1e-5
 =================  ===================================  ====================================
 
 No result depends on a row's padding: the borders reflect at the row's own end, statistics cover its own
-frames, and the dither of evaluation is a function of the utterance. Output shapes depend on input shapes
+frames, and the dither of evaluation is a function of the samples. Output shapes depend on input shapes
 only, and the host reads nothing back.
 
 Legend: B rows, S samples, T frames, K frequency bins, M mel bins, F features of an output frame.

@@ -21,7 +21,7 @@ from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
 from speechtrain.features.logmel import LogMel
 from speechtrain.files import read_bytes, read_json
 from speechtrain.interop import huggingface
-from speechtrain.interop.wav2vec2 import MOST_LAYERS, Settings
+from speechtrain.interop.wav2vec2 import MOST_LAYERS, Settings, not_exportable
 from speechtrain.models.ctc import CTC
 from speechtrain.models.rnnt import RNNT
 from speechtrain.nn.joint import Joint
@@ -162,12 +162,14 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
     config, kind = _config_of(task)
     transformers = huggingface.transformers_library()
     settings = getattr(transformers, f"Parakeet{kind}Config")(**config)
-    state = {theirs(name): value.detach().float().clone() for name, value in weights.items()}
+    state = {}
+    for name, value in weights.items():
+        if not name.startswith("ctc."):
+            state[theirs(name)] = value.detach().float().clone()
     if kind == "CTC":
         state["ctc_head.weight"] = state["ctc_head.weight"][:, :, None]
-    elif not task.prediction.starts_with_blank:
-        table = state["decoder.embedding.weight"]  # a zero vector is the input before the first label
-        state["decoder.embedding.weight"] = torch.cat([table, torch.zeros_like(table[:1])])
+    else:
+        _fit_embedding(state, task)
     with torch.device("meta"):
         model = getattr(transformers, f"ParakeetFor{kind}")(settings)
     with huggingface.writing(folder) as temporary:
@@ -184,14 +186,25 @@ def write(task: Any, weights: Mapping[str, Tensor], folder: Path) -> float:
         return huggingface.proved(difference(task, again.float().eval(), kind), str(folder))
 
 
+def _fit_embedding(state: dict[str, Tensor], task: Any) -> None:
+    """Give the embedding a row for the blank and the width of the LSTM. Zeros keep the function."""
+    table = state["decoder.embedding.weight"]
+    inputs = state["decoder.lstm.weight_ih_l0"]
+    if not task.prediction.starts_with_blank:  # A zero vector is the input before the first label.
+        table = torch.cat([table, torch.zeros_like(table[:1])])
+    missing = (0, task.prediction.width - table.shape[1])
+    state["decoder.embedding.weight"] = nn.functional.pad(table, missing)
+    state["decoder.lstm.weight_ih_l0"] = nn.functional.pad(inputs, missing)
+
+
 def _config_of(task: Any) -> tuple[dict[str, Any], str]:
     encoder, tokenizer = task.encoder, task.tokenizer
     if not isinstance(encoder, FastConformer) or encoder.context is not None:
-        raise ConfigError("only encoder=fastconformer_* without context is a Parakeet encoder")
+        raise not_exportable("an encoder with encoder.context, or another one than FastConformer,")
     features, layer = encoder.features, encoder.layers[0]
     assert isinstance(layer, ConformerLayer)
     if features.form != "parakeet" or features.padding != "constant" or features.log_floor != 2.0**-24:
-        raise ConfigError("encoder.features are not Parakeet's: form, padding and log_floor differ")
+        raise not_exportable("encoder.features with another form, padding or log_floor than Parakeet's")
     arguments = {
         "width": encoder.width,
         "layers": len(encoder.layers),
@@ -213,20 +226,41 @@ def _config_of(task: Any) -> tuple[dict[str, Any], str]:
     config = {"encoder_config": inner, "vocab_size": tokenizer.size}
     if type(task) is CTC:
         return config | {"pad_token_id": tokenizer.blank}, "CTC"
-    prediction = getattr(task, "prediction", None)
-    if type(task) is not RNNT or not isinstance(prediction, LSTMPrediction) or task.ctc is not None:
-        raise ConfigError(
-            "only model=ctc, and transducers with prediction=lstm and ctc_weight=0, are Parakeets"
-        )
-    widths = {task.joint.hidden, prediction.width, prediction.embedding.embedding_dim}
-    if len(widths) > 1 or not isinstance(prediction.rnn.norm, nn.Identity) or task.joint.bias != "both":
-        raise ConfigError(
-            "a Parakeet's prediction network has the joint's width and no LayerNorm; this one has not"
-        )
+    if problem := _problem_of_transducer(task):
+        raise not_exportable(problem)
+    prediction = task.prediction
     config |= {"decoder_hidden_size": prediction.width, "blank_token_id": tokenizer.blank}
     config |= {"num_decoder_layers": prediction.rnn.lstm.num_layers, "pad_token_id": tokenizer.blank}
     durations = getattr(task.joint, "durations", None)
     return (config | {"durations": list(durations)}, "TDT") if durations else (config, "RNNT")
+
+
+def _problem_of_transducer(task: Any) -> str:
+    """Return what Parakeet's transducers lack of a model, or an empty text. It ignores the auxiliary CTC."""
+    prediction = getattr(task, "prediction", None)
+    if type(task) is not RNNT or not isinstance(prediction, LSTMPrediction):
+        return f"{type(task).__name__} without prediction=lstm"
+    if not isinstance(prediction.rnn.norm, nn.Identity):
+        return "model.prediction.layer_norm=true"
+    if prediction.width != task.joint.hidden or prediction.embedding.embedding_dim > prediction.width:
+        return "a prediction network that is narrower or wider than the joint"
+    return "" if task.joint.bias == "both" else "model.joint.bias=single"
+
+
+def exportable_part(task: Any) -> tuple[Any, str]:
+    """Return the model that the format holds of a recogniser, and one line on it for the user.
+
+    A transducer is written without its auxiliary CTC. If the format does not hold the transducer, the
+    encoder with the auxiliary CTC is a model of its own.
+    """
+    if getattr(task, "ctc", None) is None:
+        return task, "all of the model"
+    problem = _problem_of_transducer(task)
+    if not problem:
+        return task, "the transducer without its auxiliary CTC"
+    ctc = CTC(task.tokenizer, task.encoder)
+    ctc.output, ctc.decoder = task.ctc, task.decoder
+    return ctc.train(task.training), f"the encoder with its auxiliary CTC, since Parakeet has no {problem}"
 
 
 def _processor(task: Any, kind: str, transformers: Any) -> Any:

@@ -94,10 +94,7 @@ def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: boo
     """
     encoder = getattr(module, "encoder", None)
     if not isinstance(encoder, Wav2Vec2Encoder):
-        raise ConfigError(
-            f"{type(module).__name__}: only a model with encoder=wav2vec2 can be exported, and with "
-            "--to huggingface also one with encoder=fastconformer"
-        )
+        raise not_exportable(f"{type(module).__name__} with {type(encoder).__name__}")
     arguments = _encoder_arguments(encoder)
     own = {name: value.detach().cpu().float() for name, value in weights.items()}
     if encoder_only:
@@ -108,9 +105,16 @@ def describe(module: nn.Module, weights: Mapping[str, Tensor], encoder_only: boo
         labels = module.tokenizer.labels
         if module.tokenizer.decode(range(len(labels))) == "".join(labels):  # no subwords
             return Pretrained(arguments, {}, own, tuple(labels))
-    raise ConfigError(
-        f"{type(module).__name__} cannot be exported whole: only model=ctc with tokenizer=characters and "
-        "without '|' can; --to huggingface --encoder writes its encoder only"
+    raise not_exportable(f"{type(module).__name__} with {type(module.tokenizer).__name__}")
+
+
+def not_exportable(reason: str) -> ConfigError:
+    """Return the error of a model that no format holds, with all models that can be exported."""
+    return ConfigError(
+        f"{reason} cannot be exported whole. These can: model=wav2vec2, model=ctc with encoder=wav2vec2 and "
+        "tokenizer=characters without '|', and for --to huggingface encoder=fastconformer_* with model=ctc, "
+        "model.ctc_weight above 0 or prediction=lstm. --encoder exports the encoder of any model with "
+        "encoder=wav2vec2"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy
-from speechtrain.counter_rng import key_of, seed_at
+from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.metrics import MetricSums, word_errors
@@ -66,7 +66,7 @@ def evaluate(
             for batch in batches:
                 if stop_requested():
                     raise Interrupted(name)
-                batch = task.prepare(batch, seed_at(*(key_of(utterance) for utterance in batch.ids)))
+                batch = task.prepare(batch, seed_at(*batch.keys.tolist()))
                 with torch.no_grad(), policy.autocast(device.name):
                     result = task.evaluate(device.move(batch))
                 device.mark_step()

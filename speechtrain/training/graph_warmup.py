@@ -13,7 +13,6 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import on_host
-from speechtrain.counter_rng import dither_offset
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError
 from speechtrain.tracking.base import Tracker
@@ -32,7 +31,7 @@ def padding_batch(rows: int, samples: int, labels: int) -> Batch:
         labels=torch.zeros(rows, labels, dtype=torch.int64),
         label_lengths=torch.zeros(rows, dtype=torch.int64),
         weight=torch.zeros(rows),
-        keys=torch.full((rows,), dither_offset("")),
+        keys=torch.zeros(rows, dtype=torch.int64),
         ids=("",) * rows,
         texts=("",) * rows,
     )

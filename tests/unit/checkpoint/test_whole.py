@@ -220,6 +220,34 @@ def test_of_equal_metrics_the_lower_loss_is_the_best_and_then_the_first(tmp_path
     assert Checkpointer(tmp_path).best()[0] == tmp_path / "checkpoints" / "step-00000001"
 
 
+def test_above_a_wer_of_90_percent_the_cer_and_then_the_loss_choose(tmp_path: Path) -> None:
+    """The first three rows are of a run whose lucky WER kept its worst checkpoint."""
+    rows = [
+        (304, 0.9891, 0.9151, 140.2, 304),
+        (418, 0.9674, 0.9660, 138.9, 304),
+        (617, 1.0, 0.9214, 135.5, 304),
+        (700, 1.0, 0.9151, 137.0, 700),
+        (800, 0.9, 0.99, 150.0, 800),
+        (900, 0.89, 0.99, 200.0, 900),
+    ]
+    checkpointer = Checkpointer(tmp_path, keep=10)
+    for step, wer, cer, loss, best in rows:
+        checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
+        checkpointer.note(step, wer, {"wer": wer, "cer": cer, "loss": loss})
+        name = f"step-00000{best}"
+        assert checkpointer.best()[0] == checkpointer.root / name
+        assert read_json(checkpointer.root / "best.json")["name"] == name
+    assert checkpointer.best()[1] == 0.89
+
+
+def test_a_loss_above_one_is_no_word_error_rate(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, keep=10)
+    for step, loss, cer in ((1, 2.0, 0.5), (2, 3.0, 0.1)):
+        checkpointer.save(step, {"value": Value(torch.zeros(1))}, {"w": torch.zeros(1)})
+        checkpointer.note(step, loss, {"loss": loss, "cer": cer})
+    assert checkpointer.best() == (checkpointer.root / "step-00000001", 2.0)
+
+
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     checkpointer = saved(tmp_path, (10,))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -121,7 +121,7 @@ def test_an_rnnt_run_is_exported_as_an_encoder_only(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = untrained(tmp_path / "run", *SMALL, "model=rnnt_small", "encoder.mask=null")
     to = ["--to", "huggingface", "--out", str(tmp_path / "hf")]
-    with pytest.raises(ConfigError, match=r"RNNT cannot be exported whole.*--encoder"):
+    with pytest.raises(ConfigError, match=r"RNNT with Characters cannot be exported whole.*--encoder"):
         export.run([str(run), *to])
     assert not (tmp_path / "hf").exists()
     assert export.run([str(run), "--encoder", *to]) == 0
@@ -132,3 +132,13 @@ def test_the_message_for_another_encoder_names_all_that_can_be_exported(form: st
     run = untrained(tmp_path / "run", "model=ctc", "encoder=quartznet_tiny")
     with pytest.raises(ConfigError, match=r"encoder=wav2vec2 .*--to huggingface .*encoder=fastconformer"):
         export.run([str(run), "--to", form, "--out", str(tmp_path / "out.pt")])
+
+
+def test_a_run_of_the_recipe_scratch_is_exported_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    scratch = ("recipe=scratch", "data.train=x", "tokenizer=characters", "model.ctc_weight=1")
+    run = untrained(tmp_path / "run", *scratch, "encoder.layers=1")
+    assert export.run([str(run), "--to", "huggingface", "--out", str(tmp_path / "hf")]) == 0
+    assert ": Parakeet, the encoder with its auxiliary CTC, since " in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import soundfile
 import torch
 
 from speechtrain.commands import prepare
-from speechtrain.commands._loaded_run import LoadedRun, load
+from speechtrain.commands._loaded_run import LoadedRun, TranscriptionError, load
 from speechtrain.errors import ConfigError, DataError, RunError
 from tests.unit.commands.conftest import untrained
 
@@ -80,8 +81,6 @@ def test_a_pretrained_model_has_features_and_no_text(cache: Path, wav: Path, tmp
 
 
 def test_errors_name_what_is_wrong(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.wav: the file does not exist"):
-        loaded.transcribe([wav, tmp_path / "none.wav"])
     for samples in (np.zeros((2, 100)), np.zeros(0), np.array([np.nan])):
         with pytest.raises(DataError, match="recording 1: samples of shape"):
             loaded.transcribe([samples])
@@ -92,3 +91,37 @@ def test_errors_name_what_is_wrong(loaded: LoadedRun, wav: Path, tmp_path: Path)
 def test_the_limit_of_a_recordings_length_can_be_set(run_dir: Path, wav: Path) -> None:
     with pytest.raises(DataError, match=r"data\.max_decoded_seconds=1"):
         load(run_dir, ONE, "data.max_decoded_seconds=1").transcribe(wav)
+
+
+def test_integers_have_the_full_scale_of_their_type(loaded: LoadedRun, wav: Path) -> None:
+    samples, rate = soundfile.read(wav, dtype="int16")
+    (transcript,) = loaded.transcribe(wav)
+    wide = samples.astype(np.int32)
+    arrays = [samples, torch.from_numpy(samples), wide * 2**16, (wide + 2**15).astype(np.uint16)]
+    for same in loaded.transcribe([(array, rate) for array in arrays], batch=1):
+        assert (same.text, same.score) == (transcript.text, transcript.score)
+    bytes_of_wav = (samples // 256 + 128).astype(np.uint8)
+    unsigned, signed = loaded.transcribe([bytes_of_wav, (samples // 256).astype(np.int8)], batch=1)
+    assert (unsigned.text, unsigned.score) == (signed.text, signed.score)
+
+
+@pytest.mark.parametrize("kind", ["int64", "bool", "complex128"])
+def test_samples_whose_full_scale_is_unknown_are_refused(loaded: LoadedRun, kind: str) -> None:
+    with pytest.raises(DataError, match=f"recording 1: samples of type {kind}: give floats"):
+        loaded.transcribe([(np.ones(8000, kind), 16_000)])
+
+
+def test_a_bad_file_loses_no_text_of_a_list(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
+    with pytest.raises(TranscriptionError, match=r"none\.wav: the file does not exist \(1 of 3") as raised:
+        loaded.transcribe([wav, tmp_path / "none.wav", wav])
+    before, error, after = raised.value.results
+    assert before.text == after.text == loaded.transcribe(wav)[0].text
+    assert isinstance(error, DataError)
+    with pytest.raises(DataError, match=r"none\.wav: the file does not exist$"):
+        loaded.transcribe(tmp_path / "none.wav")
+
+
+def test_a_notebook_shows_one_line(loaded: LoadedRun, wav: Path) -> None:
+    assert re.fullmatch(r"<LoadedRun .*tiny step-00000002: RNNT, 16000 Hz, cpu>", repr(loaded))
+    (transcript,) = loaded.transcribe(wav)
+    assert repr(transcript) == f"<Transcript {wav}, {transcript.seconds:.1f} s: {transcript.text}>"

@@ -12,6 +12,7 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare, transcribe
+from speechtrain.commands._loaded_run import LoadedRun
 from speechtrain.commands._transcripts import Segment, Transcript, written
 from speechtrain.decoding.base import Hypothesis
 from speechtrain.errors import ConfigError, MachineError, RunError
@@ -77,8 +78,6 @@ def test_usage(run_dir: Path, folder: Path) -> None:
         transcribe.run([str(run_dir), "a.wav", "--batch", "0"])
     with pytest.raises(ConfigError, match=r"--piece-seconds 0\.5"):
         transcribe.run([str(run_dir), "a.wav", "--piece-seconds", "0.5"])
-    with pytest.raises(ConfigError, match=r"--format srt .* --out DIR"):
-        transcribe.run([str(run_dir), "a.wav", "b.wav", "--format", "srt"])
     (folder / "file").touch()
     with pytest.raises(MachineError, match=r"--out .*file cannot be written"):
         transcribe.run([str(run_dir), "a.wav", "--out", str(folder / "file")])
@@ -115,8 +114,8 @@ def test_a_long_recording_does_not_depend_on_the_batch(
 
 
 FORM = {
-    "srt": r"1\n00:00:\d\d,\d{3} --> 00:00:\d\d,\d{3}\n\S.*\n\n",
-    "vtt": r"WEBVTT\n\n00:00:\d\d\.\d{3} --> 00:00:\d\d\.\d{3}\n\S.*\n\n",
+    "srt": r"1\n00:00:\d\d,\d{3} --> 00:00:\d\d,\d{3}\n(\S.*\n){1,2}\n",
+    "vtt": r"WEBVTT\n\n00:00:\d\d\.\d{3} --> 00:00:\d\d\.\d{3}\n(\S.*\n){1,2}\n",
     "ctm": r"a 1 \d+\.\d{3} \d+\.\d{3} \S+ [01]\.\d{3}\n",
     "text": r".*a\.wav\t\S.*\n",
     "json": r"\{.*\}\n",
@@ -207,5 +206,55 @@ def test_another_decoder_gives_its_other_texts(
 ) -> None:
     more = ["decoder=beam", "decoder.nbest=3", ONE, "--json"]
     assert transcribe.run([str(run_dir), str(folder / "a.wav"), *more]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["alternatives"]) == 2
+    content = json.loads(capsys.readouterr().out)
+    merits = [text["merit"] for text in (content, *content["alternatives"])]
+    assert merits == sorted(merits, reverse=True)
+    assert len(merits) == 3
+
+
+def test_captions_of_a_folder_lie_beside_its_recordings(
+    run_dir: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.wav", "deep/b.wav"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / "a.wav", tmp_path / name)
+    (tmp_path / "bad.wav").touch()
+    command = [str(run_dir), str(tmp_path), ONE, "--format", "srt"]
+    assert transcribe.run(command) == 3
+    paths = [str(tmp_path / name) for name in ("a.srt", "deep/b.srt")]
+    assert sorted(capsys.readouterr().out.splitlines()) == paths
+    for path in paths:
+        assert re.match(FORM["srt"], Path(path).read_text())
+    assert not (tmp_path / "bad.srt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "audio", "message"),
+    [
+        ("a.srt", "by hand", [""], r"a\.srt exists"),
+        ("a.flac", "RIFF", ["a.wav", "a.flac"], r"two recordings would write .*a\.srt"),
+        (
+            "m.jsonl",
+            json.dumps({"audio_filepath": "a.wav", "text": ""}),
+            ["m.jsonl"],
+            "is part of a manifest",
+        ),
+    ],
+)
+def test_captions_that_cannot_lie_beside_are_refused_before_decoding(
+    run_dir: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: str,
+    audio: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(LoadedRun, "transcripts", None)
+    shutil.copy(folder / "a.wav", tmp_path / "a.wav")
+    (tmp_path / name).write_text(f"{content}\n{content}\n")
+    if content == "RIFF":
+        shutil.copy(folder / "stereo.flac", tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"--format srt: .*{message}; name a folder .* --out DIR"):
+        transcribe.run([str(run_dir), *(str(tmp_path / path) for path in audio), ONE, "--format", "srt"])

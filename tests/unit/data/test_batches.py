@@ -62,7 +62,7 @@ def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> N
     assert batch.label_lengths.tolist() == [3, 3]
     assert batch.ids == ("m:3:002", "m:1:000")
     assert batch.texts == ("cab", "cab")
-    assert batch.keys.tolist() == [dither_offset(name) for name in batch.ids]
+    assert batch.keys[1] == dither_offset(expected) != batch.keys[0]
     assert batch.weight.tolist() == [1.0, 1.0]
     assert (batch.epoch, batch.index, batch.skipped) == (3, 7, ())
     assert batch.seconds == pytest.approx(0.82)
@@ -183,6 +183,23 @@ def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recording
     alone = collate([], RATE, shape)
     assert (alone.audio.shape, alone.labels.shape, alone.utterances) == ((4, 8000), (4, 16), 0)
     assert not alone.weight.any()
+
+
+def test_the_dither_of_evaluation_follows_from_the_samples_not_from_the_name(
+    cache: Path, recordings: Any
+) -> None:
+    keys = {}
+    for name in ("m", "renamed"):
+        index = open_index(open_source(recordings.corpus(name, 2)))
+        batch = BatchLoader(index, Characters(), is_evaluation=True)(
+            micro_batch(0, 1, shape=Shape(3, 8000, 9))
+        )
+        assert batch.ids[0].startswith(f"{name}:")
+        keys[name] = batch.keys.tolist()
+    assert keys["m"] == keys["renamed"]
+    assert keys["m"][2] == 0
+    samples, _ = soundfile.read(recordings.folder / "m-audio/000.wav", dtype="float32")
+    assert collate([audio_row("other", samples, RATE)], RATE).keys.tolist() == keys["m"][:1]
 
 
 def test_a_transcript_wider_than_its_shape_becomes_filler(cache: Path, recordings: Any) -> None:

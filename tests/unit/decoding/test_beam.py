@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.decoding.base import CTCScorer, Decoder, TransducerScorer
+from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, TransducerScorer
 from speechtrain.decoding.beam import TransducerBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
@@ -198,6 +198,25 @@ def test_the_order_is_that_of_the_score_or_of_the_score_per_label() -> None:
         scores = [found.score for found in (one, *one.alternatives)]
         assert scores == sorted(scores, reverse=True)
         assert other.score / (len(other.labels) + 1) >= one.score / (len(one.labels) + 1) - 1e-6
+        for best in (one, other):
+            merits = [text.merit for text in (best, *best.alternatives)]
+            assert merits == sorted(merits, reverse=True)
+        assert other.merit == other.score / (len(other.labels) + 1)
+
+
+@pytest.mark.parametrize(
+    ("scores", "order"), [((-6.0, -7.0, -5.0), [3, 2, 20]), ((6.0, 5.5, 7.0), [2, 3, 20])]
+)
+def test_a_text_below_greedys_comes_after_all_others(scores: tuple[float, ...], order: list[int]) -> None:
+    """Also if it has the highest score per label, and if a language model's bonus makes scores positive."""
+    texts = []
+    for size, score in zip((2, 20, 3), scores, strict=True):
+        texts.append(Hypothesis(labels=(0,) * size, text="", score=score, times=()))
+    best = TransducerBeam(nbest=3)._best_first(texts)
+    texts = [best, *best.alternatives]
+    assert [len(text.labels) for text in texts] == order
+    merits = [text.merit for text in texts]
+    assert merits == sorted(set(merits), reverse=True)
 
 
 def test_a_model_without_meaning_does_not_end_an_evaluation() -> None:
