@@ -27,6 +27,7 @@ BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/acce
 batch_of = BENCHMARK["batch_of"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "operations"), [(torch.float32, 33_500), (torch.bfloat16, 48_000)])
 def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
     narrow = ["encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8"]
