@@ -74,6 +74,7 @@ def test_the_loss_on_cuda() -> None:
     assert costs.reads <= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saver", "gib"), [(False, 13), (True, 3)])
 def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float) -> None:
     """8 rows of 16.7 s with 80 labels in fp32: bytes beyond weights, on tensors without values."""
