@@ -315,6 +315,7 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), list(itertools.product(OPTIMIZERS, range(RANKS))))
 def test_every_optimizer_trains_alike(told: list[dict[str, Any]], name: str, rank: int) -> None:
     figures, _ = told[rank][f"{name}, plain"]
