@@ -31,6 +31,8 @@ from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
 from speechtrain.training.recompute import checkpoint_layers
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 STEPS = 20
 CLIP = 3.0  # among the norms of the first updates
@@ -315,7 +317,6 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), list(itertools.product(OPTIMIZERS, range(RANKS))))
 def test_every_optimizer_trains_alike(told: list[dict[str, Any]], name: str, rank: int) -> None:
     figures, _ = told[rank][f"{name}, plain"]
