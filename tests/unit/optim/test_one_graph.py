@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, warnings
 warnings.filterwarnings("ignore")
