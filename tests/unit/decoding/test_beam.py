@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, TransducerScorer
@@ -71,23 +73,24 @@ def every_sequence(
     return totals
 
 
-def log_probability(
-    scorer: TransducerScorer, frames: Tensor, length: Tensor, labels: tuple[int, ...]
-) -> float:
-    """Minus the loss of ``labels`` for the frames (T, H) of one utterance."""
-    given = torch.tensor([labels], dtype=torch.int64).view(1, -1)
-    loss = transducer_loss(
-        frames[None].double(),
-        scorer.joint.prediction(scorer.prediction(given)).double(),
+def log_probabilities(
+    scorer: TransducerScorer, frames: Tensor, length: Tensor, sequences: Collection[tuple[int, ...]]
+) -> dict[tuple[int, ...], float]:
+    """Minus the loss of each sequence of labels for the frames (T, H) of one utterance."""
+    rows = [torch.tensor(labels, dtype=torch.int64) for labels in sequences]
+    padded = pad_sequence(rows, batch_first=True)
+    losses = transducer_loss(
+        frames.double().expand(len(rows), -1, -1),
+        scorer.joint.prediction(scorer.prediction(padded)).double(),
         weight=scorer.joint.output.weight.double(),
         bias=scorer.joint.output.bias.double(),
-        labels=given,
-        encoder_lengths=length[None],
-        label_lengths=torch.tensor([len(labels)]),
+        labels=padded,
+        encoder_lengths=length.expand(len(rows)),
+        label_lengths=torch.tensor([len(labels) for labels in rows]),
         blank=BLANK,
         compute_dtype=torch.float64,
     )
-    return -float(loss)
+    return dict(zip(sequences, (-losses).tolist(), strict=True))
 
 
 @cache
@@ -97,6 +100,7 @@ def lattices(seed: int) -> tuple[TransducerScorer, Tensor, Tensor]:
     return scorer, torch.randn(50, 5, 8), torch.arange(50) % 4 + 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
     found = 0
@@ -110,7 +114,7 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
         for row, totals in enumerate(every):
             listed = (decoded[row], *decoded[row].alternatives)
             named = {one.labels for one in (*sequences[row], *listed, greedy[row])}
-            exact = {labels: log_probability(scorer, frames[row], lengths[row], labels) for labels in named}
+            exact = log_probabilities(scorer, frames[row], lengths[row], named)
             for labels in named & totals.keys():  # the loss and the enumeration agree
                 assert exact[labels] == pytest.approx(totals[labels], abs=1e-5)
             for searched, total in zip(sequences[row], sums[row].tolist(), strict=False):
@@ -127,8 +131,8 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
 def test_scores_are_minus_the_loss_and_times_lie_in_the_utterance() -> None:
     scorer, frames, lengths = lattices(1)
     for row, one in enumerate(TransducerBeam().decode(scorer, frames, lengths)):
-        exact = log_probability(scorer, frames[row], lengths[row], one.labels)
-        assert one.score == pytest.approx(exact, abs=1e-5)
+        exact = log_probabilities(scorer, frames[row], lengths[row], [one.labels])
+        assert one.score == pytest.approx(exact[one.labels], abs=1e-5)
         assert len(one.times) == len(one.ends) == len(one.confidences) == len(one.labels)
         assert list(one.times) == sorted(one.times)
         assert all(
@@ -163,6 +167,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_greedy_reads_from_the_device_once_in_four_steps() -> None:
     scorer, _, _ = lattices(1)
     frames, lengths = torch.randn(32, 200, 8), torch.full((32,), 200)

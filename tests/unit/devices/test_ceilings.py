@@ -27,6 +27,7 @@ BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/acce
 batch_of = BENCHMARK["batch_of"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "operations"), [(torch.float32, 33_500), (torch.bfloat16, 48_000)])
 def test_the_mlperf_model_on_gaudi(dtype: torch.dtype, operations: int) -> None:
     narrow = ["encoder.hidden=8", "model.prediction.hidden=8", "encoder.features.mels=8"]
@@ -73,6 +74,7 @@ def test_the_loss_on_cuda() -> None:
     assert costs.reads <= 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saver", "gib"), [(False, 13), (True, 3)])
 def test_contextnet_large_trains_at_the_references_batch(saver: bool, gib: float) -> None:
     """8 rows of 16.7 s with 80 labels in fp32: bytes beyond weights, on tensors without values."""

@@ -203,6 +203,7 @@ def prepared(module: nn.Module, shapes: int) -> CUDA:
     return device
 
 
+@pytest.mark.slow
 def test_compiled_layers_share_a_graph_for_each_shape_and_mode(graphs: Counter[str]) -> None:
     torch.manual_seed(0)
     values = {"position_kernel": 4, "position_groups": 2, "dropout": 0.0, "attention_dropout": 0.0}

@@ -31,6 +31,8 @@ from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
 from speechtrain.training.recompute import checkpoint_layers
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 STEPS = 20
 CLIP = 3.0  # among the norms of the first updates

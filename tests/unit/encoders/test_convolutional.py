@@ -148,6 +148,7 @@ def second(encoder: ConvolutionalEncoder, rows: list[Tensor]) -> list[Tensor]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_second_implementation_finds_the_same(choice: str, training: bool) -> None:

@@ -180,6 +180,7 @@ print(metrics.counter_value("UncachedCompile"))
 """
 
 
+@pytest.mark.slow
 def test_the_static_loop_trains_on_lazy_tensors_without_a_fallback() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LAZY], capture_output=True, text=True, timeout=120, check=False

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, warnings
 warnings.filterwarnings("ignore")
@@ -50,6 +52,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.slow
 def test_updates_are_one_graph_and_equal_those_of_the_cpu() -> None:
     # a process of its own: the backend registers its device for good
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)

@@ -56,6 +56,7 @@ def kept_bytes(model: nn.Module, *inputs: object) -> tuple[int, Tensor]:
 ENCODERS = [name for name in choices(None)["encoder"] if name != "none"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_every_encoder_trains_the_same_with_less_memory(encoder: str, dtype: torch.dtype) -> None:
