@@ -320,9 +320,12 @@ class Checkpointer:
         The checkpoints themselves say it. ``best.json`` is a note for other programs, which is not read.
         """
         best = min(self.folders(), key=selection_key, default=None)
-        manifest = None if best is None else read_manifest(best)
-        least = _score(manifest.metric if manifest else None)
-        return (best, least) if least < math.inf else (None, math.inf)
+        if best is None:
+            return None, math.inf
+        manifest = read_manifest(best)
+        if manifest is None or manifest.metric is None:
+            return None, math.inf
+        return best, manifest.metric
 
     def _identity(self) -> tuple[int, int] | None:
         """Device and number of the run directory; None while it is missing."""
