@@ -57,9 +57,12 @@ test-cluster: setup-dev
 test-attacks: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
 
-# The share of the two suites above that CI runs, five minutes at most: the tests marked ci_share, each listed.
+# The share of the two suites above that CI runs: the tests marked ci_share, each listed. A failure ends it. A slow
+# machine does not finish it within five minutes. It then says so, and that is no failure.
 test-hard-share: setup-dev
-	timeout --kill-after=10 300 $(BIN)/python -m pytest -v $(HARD_ARGS) --timeout=150 -m ci_share tests/faults tests/attacks
+	timeout --kill-after=10 300 $(BIN)/python -m pytest -x -v $(HARD_ARGS) --timeout=150 -m ci_share \
+		tests/faults tests/attacks; code=$$?; \
+		if [ $$code = 124 ]; then echo "the share was stopped after five minutes"; else exit $$code; fi
 
 check: setup-dev
 	$(BIN)/ruff check .
