@@ -30,13 +30,13 @@ RUNS = {
         *("encoder=lstm_small", "encoder.hidden=8", "encoder.features.mels=8", "encoder.post_layers=1"),
         *("model.prediction.embedding=4", "model.prediction.hidden=8", "model.joint.hidden=8"),
         *("decoder.max_symbols=300", "optimizer.lr=1e-2", "schedule.warmup_steps=5"),
-        *("data.workers=0", "data.train.utterances=32", "data.train.min_words=1", "data.train.max_words=2"),
+        *("data.workers=0", "data.train.utterances=48"),
         *("data.valid.unheard.utterances=4", "data.batch.count=4", "trainer.ema=0.9"),
-        *("trainer.max_steps=400", "trainer.max_epochs=null", "trainer.keep=1", "trainer.log_every=20"),
+        *("trainer.max_steps=900", "trainer.max_epochs=null", "trainer.keep=1", "trainer.log_every=45"),
         *("trainer.validate_every=1000", "trainer.save_every=1000"),
     ],
 }
-LAST_UPDATES = 60
+LAST_UPDATES = 135
 """A run is stopped when so many updates are left, or a few less."""
 
 
