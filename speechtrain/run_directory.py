@@ -171,7 +171,6 @@ def read_stored_config(path: Path) -> StoredConfig:
     try:
         text = yaml_text(path, follow=False)
         first, _, content = text.partition("\n")
-        # Releases 0.1 and 0.2 wrote no digest.
         if first.startswith(_DIGEST) and f"{first}\n{content}" != with_digest(content):
             raise ValueError("it does not match the sha256 in its first line, which who edits it must remove")
         for event in yaml.parse(text, YAML_LOADER):
@@ -234,7 +233,7 @@ def _read(path: Path, kind: type[Record]) -> Record | None:
     """
     try:
         content = json_of(read_text(path))
-        digest = content.pop("sha256", None)  # Releases 0.1 and 0.2 wrote none.
+        digest = content.pop("sha256", None)  # Only checkpoint.json has one.
         if digest not in (None, _digest(content)):
             raise ValueError("it does not match its own sha256")
         kinds = get_type_hints(kind)

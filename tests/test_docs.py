@@ -35,6 +35,7 @@ from speechtrain.errors import SpeechtrainError
 from speechtrain.interop.wav2vec2 import describe
 from speechtrain.interop.weights import write_imported
 
+from .support.digits import write_digits
 from .unit.commands.conftest import TINY, untrained
 from .unit.interop.conftest import make
 
@@ -135,7 +136,7 @@ def documented() -> list[Example]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working folder with a small file or folder for each name that the pages use."""
     folder = tmp_path_factory.mktemp("pages")
-    assert prepare.run(["digits", "--out", str(folder / "speech"), "--train", "12", "--valid", "4"]) == 0
+    write_digits(folder / "speech", train=12, valid=4)
     model = str(folder / "tokenizer.model")
     assert prepare.run(["tokenizer", "--corpus", "digits", "--out", model, "--size", "24"]) == 0
     untrained(folder / "RUN", *TINY)

@@ -14,6 +14,11 @@ import sys
 import time
 from pathlib import Path
 
+import soundfile
+
+from speechtrain.data.corpora.connected import SAMPLE_RATE
+from speechtrain.data.corpora.digits import Digits
+
 BIN = Path(sys.executable).parent
 RUN = Path("runs/demo")
 
@@ -32,6 +37,14 @@ def step(command: list[str], end: str = "\n") -> None:
         sys.exit(code if code > 0 else 1)
 
 
+def write_sample(path: Path) -> None:
+    """Write an utterance of a voice that training does not hear as WAV, and print its transcript."""
+    source = Digits("valid", 1)
+    utterance = source.plan()[0]
+    soundfile.write(path, utterance.audio(source.clips), SAMPLE_RATE, subtype="PCM_16")
+    print(f"\n{path}: voice {utterance.speaker} says: {utterance.text}", flush=True)
+
+
 def main() -> None:
     begun = time.perf_counter()
     arguments = sys.argv[1:]
@@ -47,7 +60,7 @@ def main() -> None:
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"demo: {run / 'result.json'} names no word error rate ({type(error).__name__}: {error})")
     sample = run / "sample.wav"
-    step(["speechtrain-prepare", "sample", str(sample)])
+    write_sample(sample)
     step(["speechtrain-transcribe", str(run), str(sample)])
     step(["speechtrain-report", str(run)])
     print(

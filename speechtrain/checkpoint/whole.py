@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speechtrain.checkpoint.fit import fit, load_optimizer
-from speechtrain.checkpoint.migrations import migrate_2_to_3, migrate_names
+from speechtrain.checkpoint.migrations import current_name, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
 from speechtrain.files import flush, follow_umask, names_in_archive, remove_temporaries, sha256, write_json
@@ -101,7 +101,7 @@ def _models_of(states: Mapping[str, Stateful]) -> Callable[[str, Tensor], Tensor
             parameters |= {f"{name}/state/{index}": p.detach() for index, p in enumerate(trained)}
 
     def find(path: str, value: Tensor) -> Tensor | None:
-        path = path if path in models else migrate_2_to_3(path)
+        path = path if path in models else current_name(path)
         model = models.get(path, parameters.get(path.rpartition("/")[0]))
         return model if model is not None and is_sharded(model) and model.shape == value.shape else None
 
@@ -129,7 +129,7 @@ def _placed(saved: Any, states: Mapping[str, Stateful], shards: Path) -> Any:
 
 
 def validated(folder: Path) -> dict[str, float | None]:
-    """The metrics of a checkpoint's validation; empty if it has none, or an earlier release wrote it."""
+    """The metrics of a checkpoint's validation; empty if it has none."""
     manifest = read_manifest(folder)
     return (manifest and manifest.metrics) or {}
 

@@ -31,7 +31,7 @@ def require_started(run_dir: Path) -> None:
     """Raise RunError if this user has not started the run that a command has found in ``run_dir``."""
     if _remembered_id(run_dir) is None:
         raise RunError(
-            f"{run_dir} was started by another user, on another machine or by an earlier release: "
+            f"{run_dir} was started by another user or on another machine: "
             f"run_dir={run_dir} continues it, and executes the command that it stores"
         )
 

@@ -45,7 +45,6 @@ from speechtrain.files import atomic, whole_path, writing
 from speechtrain.text.normalise import normaliser
 
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
-_SAMPLE_UTTERANCES = 300  # size of the embedded validation set in conf/data/digits.yaml
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,11 +76,7 @@ def parser() -> argparse.ArgumentParser:
     _add_jobs(manifest)
     manifest.set_defaults(act=write_manifest)
 
-    convert = commands.add_parser("convert", help="decode any source to WAV or FLAC, with a manifest")
-    _add_sources(convert)
-    convert.add_argument("--out", type=Path, required=True, metavar="DIR")
-    _add_format(convert)
-    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
+    _add_convert(commands)
 
     split = commands.add_parser("split", help="write any source as two manifests, one of them held out")
     _add_sources(split)
@@ -102,8 +97,17 @@ def parser() -> argparse.ArgumentParser:
 
     add_lm(commands, _add_sources, lambda given: map(text_of, cuts_of(named_source(given))))
     _add_tsv(commands)
-    _add_digits(commands)
     return build
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser("convert", help="decode any source to WAV or FLAC, with a manifest")
+    _add_sources(convert)
+    convert.add_argument("--out", type=Path, required=True, metavar="DIR")
+    convert.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
+    convert.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
+    _add_jobs(convert)
+    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
 
 
 def _add_tsv(commands: Any) -> None:
@@ -117,30 +121,9 @@ def _add_tsv(commands: Any) -> None:
     tsv.set_defaults(act=write_tsv)
 
 
-def _add_digits(commands: Any) -> None:
-    """Add the commands that write the embedded corpus."""
-    digits = commands.add_parser("digits", help="write the embedded corpus as files, with two manifests")
-    digits.add_argument("--out", type=Path, required=True, metavar="DIR")
-    digits.add_argument("--train", type=int, default=2000, metavar="N", help="training utterances (2000)")
-    digits.add_argument("--valid", type=int, default=300, metavar="N", help="validation utterances (300)")
-    _add_format(digits)
-    digits.set_defaults(act=write_digits)
-
-    sample = commands.add_parser("sample", help="write one utterance of the embedded validation set")
-    sample.add_argument("out", type=Path, metavar="OUT.wav")
-    sample.add_argument("--utterance", type=int, default=0, metavar="N", help="its number, 0 to 299 (0)")
-    sample.set_defaults(act=write_sample)
-
-
 def _add_sources(build: argparse.ArgumentParser) -> None:
     build.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
     build.add_argument("--corpus", choices=("digits", "fsdd"), help="a corpus instead (fsdd: DATASET_DIR)")
-
-
-def _add_format(build: argparse.ArgumentParser) -> None:
-    build.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
-    build.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
-    _add_jobs(build)
 
 
 def _add_jobs(build: argparse.ArgumentParser) -> None:
@@ -154,7 +137,7 @@ def run(argv: list[str]) -> int:
 
         return prepare_corpus(argv)
     arguments = parser().parse_args(argv)
-    for name in ("jobs", "train", "valid", "size"):
+    for name in ("jobs", "size"):
         if getattr(arguments, name, 1) < 1:
             raise ConfigError(f"--{name} {getattr(arguments, name)}: it must be at least 1")
     return cast("int", arguments.act(arguments))
@@ -371,13 +354,6 @@ class Converter:
         return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
 
 
-def write_digits(arguments: argparse.Namespace) -> int:
-    """Write the embedded corpus as files, ``train.jsonl`` and ``valid.jsonl``."""
-    for split, utterances in (("train", arguments.train), ("valid", arguments.valid)):
-        convert_to_files(Digits(split, utterances), arguments, f"{split}.jsonl")
-    return 0
-
-
 def convert_to_files(source: Source, arguments: argparse.Namespace, name: str) -> int:
     """Convert a source (read twice: first for its size) and write the manifest ``name``.
 
@@ -396,20 +372,6 @@ def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
     need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
     told = check_room(converter.folder, need, "up to ", "use another --out, or use --format flac")
     print(told, flush=True)
-
-
-def write_sample(arguments: argparse.Namespace) -> int:
-    """Write one utterance of the embedded validation set as WAV and print its transcript."""
-    source = Digits("valid", _SAMPLE_UTTERANCES)
-    if not 0 <= arguments.utterance < _SAMPLE_UTTERANCES:
-        raise ConfigError(f"--utterance {arguments.utterance}: it must be 0 to {_SAMPLE_UTTERANCES - 1}")
-    chosen = source.plan()[arguments.utterance]
-    buffer = io.BytesIO()
-    soundfile.write(buffer, chosen.audio(source.clips), 16_000, format="WAV", subtype="PCM_16")
-    with opened(arguments.out) as file:
-        file.write(buffer.getvalue())
-    print(f"{arguments.out}: voice {chosen.speaker} says: {chosen.text}")
-    return 0
 
 
 main = console(run)

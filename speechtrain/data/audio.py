@@ -26,7 +26,7 @@ _EPSILON = 1e-5  # added to the variance, as in the layer norm that wav2vec 2.0 
 
 
 DECODED_SECONDS = 3600.0
-"""Longest recording of ``data.max_decoded_seconds``, for the runs of earlier releases too."""
+"""Default of ``data.max_decoded_seconds``."""
 
 
 def read_cut(cut: Mapping[str, Any], sample_rate: int, most_seconds: float = math.inf) -> Samples:

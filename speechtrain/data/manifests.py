@@ -6,14 +6,12 @@ object costs 50 to 150 µs, a dictionary 6); ``cuts()`` converts them to objects
 
 from __future__ import annotations
 
-import codecs
 import copy
 import gzip
 import hashlib
 import json
 import math
 import os
-import re
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -22,13 +20,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-import yaml
-
 from speechtrain.data.lhotse_cuts import UnknownPart, known_cut
 from speechtrain.data.recordings import RATES, header
 from speechtrain.data.source import Source
-from speechtrain.errors import MALFORMED, DataError, one_line
-from speechtrain.files import YAML_LOADER, open_regular, read_bytes, small_yaml, whole_path
+from speechtrain.errors import MALFORMED, DataError
+from speechtrain.files import open_regular, read_bytes, whole_path
 
 if TYPE_CHECKING:
     from lhotse.cut import Cut
@@ -39,18 +35,16 @@ SEGMENT = "speechtrain_segment"
 """Custom field of a cut that is a part of a recording of unknown length."""
 
 LONGEST_LINE = 2**24  # bytes
+LARGEST_ARRAY = 2**28  # bytes, for about 250,000 recordings of MLPerf with three speeds each
 LONGEST_TRANSCRIPT = 2**19  # characters; people speak 15 a second, so ten hours
 _MOST_PACKED = 40  # bytes for each of a gzipped file that is above LONGEST_LINE; manifests have 5 to 20
-_LEAST_BYTES = 128  # that a line of a gzipped file counts, because its cut takes more than the line
+_LEAST_BYTES = 128  # that a line of a gzipped file or a bracket of an array counts: its object takes as much
 ASSUMED_RATE = 16_000  # of recordings whose manifest has no rate; the decoder uses the file's own
 _LARGEST_NUMBER = 1e6  # seconds, which are 11 days, and hertz
 TEXT_SUFFIXES = (".txt", ".text", ".lab", ".trn")  # of a transcript that a manifest names
 MOST_TEXT_BYTES = 2**20  # of one transcript: ten hours of speech have less
 _UNKNOWN_SECONDS = 1.0  # assumed length of a recording whose header cannot be read
 _CUT_TYPES = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
-_LONGEST_ITEM = 2**20  # bytes of one cut in YAML
-_BLOCK = 2**16  # characters of an array that are read at once
-_ELEMENT = re.compile(r"[^ \t\r\n,]")  # start of the next element or of the closing bracket
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +184,7 @@ class Manifest(Source):
 
 
 class JsonLines(Manifest):
-    """A manifest with one JSON object per line, or an array or YAML list of them, plain or gzipped."""
+    """A manifest with one JSON object per line, or an array of them, plain or gzipped."""
 
     @abstractmethod
     def cut_of(self, record: Record, line: int) -> Record:
@@ -495,7 +489,7 @@ def numbered_lines(path: Path, in_array: bool = False) -> Iterator[tuple[int, by
             for line, raw in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
                 left -= max(len(raw), _LEAST_BYTES)
                 if left < 0:
-                    raise _packed_too_well(path, line)
+                    raise DataError(f"{path}:{line}: more than {_MOST_PACKED} times its gzipped size")
                 if len(raw) >= longest:
                     raise DataError(f"{path}:{line}: too long to be read; this is no manifest")
                 yield line, raw
@@ -510,10 +504,6 @@ def _most_bytes(path: Path) -> float:
     return LONGEST_LINE + _MOST_PACKED * path.stat().st_size
 
 
-def _packed_too_well(path: Path, line: int) -> DataError:
-    return DataError(f"{path}:{line}: more than {_MOST_PACKED} times its gzipped size")
-
-
 def first_line(path: Path) -> tuple[int, bytes]:
     """Return number and bytes of the first line that is not blank, without byte order mark and indent.
 
@@ -526,22 +516,15 @@ def first_line(path: Path) -> tuple[int, bytes]:
 
 
 def records(path: Path) -> Iterator[tuple[int, int, Record]]:
-    """Yield (line number, byte offset, object) of JSON lines; of an array or YAML, the offsets are -1."""
-    start = first_line(path)[1]
-    if start.startswith((b"[", b"-")):
-        items = json_array(path) if start.startswith(b"[") else yaml_list(path)
-        return _listed(path, items)
-    return json_lines(path)
+    """Yield (line, byte offset, object) of JSON lines, or (number of the object, -1, object) of an array.
 
-
-def _listed(path: Path, items: Iterator[tuple[int, Record]]) -> Iterator[tuple[int, int, Record]]:
-    """Yield (line number, -1, object) of each item. Raises DataError for too many items in a gzipped file."""
-    left = _most_bytes(path)
-    for line, record in items:
-        left -= _LEAST_BYTES
-        if left < 0:
-            raise _packed_too_well(path, line)
-        yield line, -1, record
+    Raises DataError that names file and line, for YAML with the command that converts it.
+    """
+    line, start = first_line(path)
+    if start.startswith(b"-"):
+        output = f"{path.stem}.jsonl.gz"
+        raise DataError(f"{path}:{line}: YAML is not read. Convert it: lhotse copy {path.name} {output}")
+    return json_array(path) if start.startswith(b"[") else json_lines(path)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, int, Record]]:
@@ -566,90 +549,43 @@ def decoded(raw: bytes, path: Path, line: int) -> str:
 
 def parse(raw: bytes, path: Path, line: int) -> Record:
     """Parse one JSON object. Raises DataError that names file and line."""
+    return _record(_json_value(raw, path, line), path, line)
+
+
+def _json_value(raw: bytes, path: Path, line: int) -> Any:
+    """Parse JSON that begins in line ``line``. Raises DataError that names file and line."""
     try:
-        record = json.loads(decoded(raw, path, line))
+        return json.loads(decoded(raw, path, line))
     except json.JSONDecodeError as error:
+        line += error.lineno - 1
         raise DataError(f"{path}:{line}: bad JSON ({error.msg} at column {error.colno})") from None
     except MALFORMED:
         raise DataError(f"{path}:{line}: bad JSON (nested too deeply, or a number too long)") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
-    return record
 
 
-def json_array(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield (line number, object) of each element of a JSON array; one at a time is in memory.
+def _record(value: Any, path: Path, line: int) -> Record:
+    if not isinstance(value, dict):
+        raise DataError(f"{path}:{line}: is a JSON {type(value).__name__}, not an object")
+    return value
 
-    An element may have LONGEST_LINE characters. Raises DataError that names file and line.
+
+def json_array(path: Path) -> Iterator[tuple[int, int, Record]]:
+    """Yield (number from 1, -1, object) of each element of a JSON array, which is parsed as a whole.
+
+    Raises DataError that names the file and the line, or the number of an element that is not an object.
     """
-    lines, utf8 = numbered_lines(path, in_array=True), codecs.getincrementaldecoder("utf-8-sig")()
-
-    def longer(rest: str) -> str:
-        """``rest`` and as much of the file again, so that an element is tried few times."""
-        parts, missing = [rest], max(len(rest), _BLOCK)
-        while missing > 0 and (read := next(lines, None)) is not None:
-            try:
-                parts.append(utf8.decode(read[1]))
-            except UnicodeDecodeError:
-                raise DataError(f"{path}:{read[0]}: is not UTF-8") from None
-            missing -= len(parts[-1])
-        return "".join(parts)
-
-    decode = json.JSONDecoder().raw_decode
-    text, line = longer(""), 1
-    while text.isspace():
-        text, line = longer(""), line + text.count("\n")
-    line, at = line + text.count("\n", 0, text.find("[")), text.find("[") + 1
-    while True:
-        found = _ELEMENT.search(text, at)
-        start = found.start() if found else len(text)
-        line, at = line + text.count("\n", at, start), start
-        if found and text[at] == "]":
-            return
-        try:
-            record, end = decode(text, at)
-        except json.JSONDecodeError as error:
-            rest, told = text[at:], f"{path}:{line + text.count(chr(10), at, error.pos)}"
-            if len(rest) < LONGEST_LINE and len(text := longer(rest)) > len(rest):
-                at = 0
-                continue
-            problem = f"bad JSON ({error.msg})" if rest else "the array has no closing bracket"
-            raise DataError(f"{told}: {problem}") from None
-        except MALFORMED:
-            raise DataError(f"{path}:{line}: bad JSON (nested too deeply, or a number too long)") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{line}: is a JSON {type(record).__name__}, not an object")
-        yield line, record
-        line, at = line + text.count("\n", at, end), end
-
-
-def yaml_list(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield (line number, mapping) of each item of a YAML list in lhotse's layout: it starts with ``- ``.
-
-    An item is small, as ``small_yaml`` says, and has JSON's types. Raises DataError that names file and line.
-    """
-    item: list[bytes] = []
-    size, start = 0, 1
-    for line, raw in numbered_lines(path):
-        if raw.startswith(b"- ") and item:
-            yield from _item(b"".join(item), path, start)
-            item, size = [], 0
-        start = start if item else line
-        item.append(raw)
-        size += len(raw)
-        if size > _LONGEST_ITEM:
-            raise DataError(f"{path}:{start}: the item is too long to be read")
-    yield from _item(b"".join(item), path, start)
-
-
-def _item(raw: bytes, path: Path, line: int) -> Iterator[tuple[int, Record]]:
-    """Yield the item of a list, or nothing of the lines before the first."""
-    try:
-        found = yaml.load(small_yaml(decoded(raw, path, line)), YAML_LOADER)
-        if raw.startswith(b"- "):
-            yield line, parse(json.dumps(found[0]).encode(), path, line)
-    except (yaml.YAMLError, TypeError, *MALFORMED) as error:
-        raise DataError(f"{path}:{line}: bad YAML ({one_line(str(error), 200)})") from None
+    left = min(LARGEST_ARRAY, _most_bytes(path))
+    parts = []
+    for line, raw in numbered_lines(path, in_array=True):
+        left -= max(len(raw), _LEAST_BYTES * (raw.count(b"{") + raw.count(b"[")))
+        if left < 0:
+            raise DataError(
+                f"{path}:{line}: a JSON array has at most {LARGEST_ARRAY >> 20} MiB and no more than "
+                f"{_MOST_PACKED} times its gzipped size. Write it as JSON lines, one object a line"
+            )
+        parts.append(raw)
+    for number, value in enumerate(_json_value(b"".join(parts), path, 1), 1):
+        yield number, -1, _record(value, path, number)
 
 
 def measure(path: str) -> tuple[float, int]:

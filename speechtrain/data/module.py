@@ -467,16 +467,13 @@ class SpeechData(DataModule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the state's address. Raises DataError if the training cuts or transcripts differ.
-
-        A state of an earlier release has no digest of the transcripts, so they are not compared.
-        """
+        """Continue at the state's address. Raises DataError if the training cuts or transcripts differ."""
         if state["content"] != self.index.content:
             raise DataError(
                 f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(self.index)} "
                 "now); restore it, or use another run_dir"
             )
-        if state.get("texts", self.index.texts) != self.index.texts:
+        if state["texts"] != self.index.texts:
             changed = "the transcripts of data.train have changed since the checkpoint"
             raise DataError(f"{changed}; restore them, or use another run_dir")
         if self.hold_out and state.get("held_out") != self.sides:

@@ -47,7 +47,6 @@ class Tracker(ABC):
     ``examples``
         after a ``valid`` of a task that recognises speech: ``step``, ``set``, ``rows`` (mappings of
         ``id``, ``reference``, ``hypothesis``, ``errors`` in words), the worst of rank 0's share first.
-        Runs of earlier releases have the first rows of the set, without ``errors``.
     ``checkpoint``
         ``step``, ``path``.
     ``warning``

@@ -20,9 +20,6 @@ from speechtrain.precision import Precision
 from speechtrain.task import Loss, Task
 from speechtrain.training.optimizer_step import Trained
 
-_RENAMED = {"nominal": "backward_divisor"}
-"""Fields of ``Progress`` under the names that 0.1.0 saved them by."""
-
 
 @dataclass
 class Progress:
@@ -36,17 +33,16 @@ class Progress:
     scale_skips: int = 0  # updates skipped to lower fp16's loss scale
     validated: int = 0  # step of the latest complete validation
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
-    rate_factor: float = 1.0  # on the schedule's learning rate; runs of 0.1.0 may hold another one
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        found = {_RENAMED.get(name, name): value for name, value in state.items()}
-        metrics = found.pop("metrics", self.metrics)
-        fit(found, vars(self), "progress")
+        values = dict(state)
+        metrics = values.pop("metrics", self.metrics)
+        fit(values, vars(self), "progress")
         self.metrics = {str(name): value for name, value in metrics.items() if type(value) in (int, float)}
-        vars(self).update({name: value for name, value in found.items() if name in vars(self)})
+        vars(self).update({name: value for name, value in values.items() if name in vars(self)})
 
 
 @dataclass(kw_only=True)

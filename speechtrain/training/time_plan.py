@@ -117,11 +117,8 @@ def shared(plan: TimePlan | None, group: Group) -> TimePlan | None:
 
 
 def _plan_of(content: dict[str, Any]) -> TimePlan:
-    """Return the plan of the content of ``plan.json``. Raises TypeError or ValueError.
-
-    The revisions of 0.1.0 had three numbers. They are left out, so the plan is revised at once.
-    """
-    rows = [row for row in content["revisions"] if len(row) != 3]
+    """Return the plan of the content of ``plan.json``. Raises TypeError or ValueError."""
+    rows = content["revisions"]
     plan = TimePlan(**{**content, "revisions": [Revision(*row) for row in rows]})
     numbers = [value for name, value in content.items() if name != "revisions"]
     if not all(isinstance(number, int | float) for number in sum(rows, numbers)) or plan.updates < 1:

@@ -146,7 +146,7 @@ class Trainer:
             parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
             weight, healthy, stop, late = self._accumulate(parts, batches, step, interval=interval)
             self.group.rank_status.at(step, "update")
-            rate = parts.schedule.rate(step) * progress.rate_factor
+            rate = parts.schedule.rate(step)
             with self.saving.updating(parts):
                 norm = self._step(parts, weight, healthy, rate=rate)
                 progress.step = step

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from ..support.digits import write_sample
 from .forks import Ended, Forks, faults, raw_escapes
 
 
 @pytest.mark.ci_share
 def test_a_command_ends_as_it_would_in_a_shell(forks: Forks, good: Path, tmp_path: Path) -> None:
     wav = tmp_path / "s.wav"
-    assert faults(forks.run("prepare", "sample", wav), refuses=False) == []
+    write_sample(wav)
     ended = forks.run("transcribe", good, "s.wav", cwd=tmp_path)
     assert faults(ended, refuses=False) == []
     assert ended.out.startswith("s.wav\t")
@@ -21,7 +22,6 @@ def test_a_command_ends_as_it_would_in_a_shell(forks: Forks, good: Path, tmp_pat
 
 
 def test_a_command_above_its_limit_is_killed_and_told(forks: Forks, good: Path, tmp_path: Path) -> None:
-    assert faults(forks.run("prepare", "sample", tmp_path / "s.wav"), refuses=False) == []
     ended = forks.run("evaluate", good, seconds=0)
     assert ended.limit == "time"
     assert faults(ended)

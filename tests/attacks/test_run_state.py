@@ -275,7 +275,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "time before": put("progress", "wall_s", value=-1e300),
     "a divisor of nothing": put("progress", "backward_divisor", value=5e-324),
     "a divisor below nothing": put("progress", "backward_divisor", value=-1.0),
-    "a rate of nothing": put("progress", "rate_factor", value=float("inf")),
     "methods": put("progress", "state_dict", value=1),
     "the average's count": put("average", "updates", value=-10),
     "the average's long count": put("average", "updates", value=10**400),

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from speechtrain.commands import prepare
-
 from ..integration.conftest import TINY, finish
+from ..support.digits import write_digits
 from .conftest import SLOW_DATA, Run
 
 PLAN = ["trainer.max_steps=30", "trainer.save_every=100", "trainer.validate_every=10"]
@@ -22,7 +21,7 @@ PLAN = ["trainer.max_steps=30", "trainer.save_every=100", "trainer.validate_ever
 def corpus(tmp_path: Path) -> Path:
     """A folder with 48 and 4 recordings and two manifests, as a user has them."""
     folder = tmp_path / "corpus"
-    assert prepare.run(["digits", "--out", str(folder), "--train", "48", "--valid", "4"]) == 0
+    write_digits(folder, train=48, valid=4)
     return folder
 
 

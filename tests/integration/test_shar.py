@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands import prepare
-
+from ..support.digits import write_digits
 from .conftest import RECORDED, TINY, Command, wait_for
 from .forked import Forks
 
@@ -22,7 +21,7 @@ def shar(tmp_path: Path) -> Path:
     from lhotse import CutSet
 
     folder = tmp_path / "corpus"
-    assert prepare.run(["digits", "--out", str(folder), "--train", "48", "--valid", "6"]) == 0
+    write_digits(folder, train=48, valid=6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("train", "valid"):

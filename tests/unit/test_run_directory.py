@@ -128,7 +128,7 @@ def test_a_result_of_another_type_is_none(tmp_path: Path, key: str) -> None:
 def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> None:
     metrics = {"wer": 0.1, "dev/wer": 0.1}
     assert outcome(None, None, None) == ""
-    assert outcome(metrics, None, None) == "dev/wer 10.00 %"  # of an earlier release
+    assert outcome(metrics, None, None) == "dev/wer 10.00 %"
     assert outcome(metrics, metrics, None) == "dev/wer 10.00 %"
     latest = {"wer": 0.2, "dev/wer": None}
     assert outcome(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"

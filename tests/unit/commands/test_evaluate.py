@@ -11,12 +11,13 @@ import pytest
 import soundfile
 import yaml
 
-from speechtrain.commands import evaluate, prepare
+from speechtrain.commands import evaluate
 from speechtrain.commands._cli import guarded
 from speechtrain.commands._loaded_run import LoadedRun, load
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
 from speechtrain.run_directory import RunLock
 from speechtrain.training.evaluation import Outcome
+from tests.support.digits import write_digits
 
 ONE = "device.threads=1"
 
@@ -24,7 +25,7 @@ ONE = "device.threads=1"
 @pytest.fixture(scope="module")
 def dev(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("digits")
-    assert prepare.run(["digits", "--out", str(folder), "--train", "3", "--valid", "4"]) == 0
+    write_digits(folder, train=3, valid=4)
     return folder
 
 

@@ -11,9 +11,9 @@ import pytest
 import soundfile
 import torch
 
-from speechtrain.commands import prepare
 from speechtrain.commands._loaded_run import LoadedRun, TranscriptionError, load
 from speechtrain.errors import ConfigError, DataError, RunError
+from tests.support.digits import write_sample
 from tests.unit.commands.conftest import untrained
 
 ONE = "device.threads=1"
@@ -27,7 +27,7 @@ def loaded(run_dir: Path) -> LoadedRun:
 @pytest.fixture(scope="module")
 def wav(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("audio") / "a.wav"
-    prepare.run(["sample", str(path)])
+    write_sample(path)
     return path
 
 

@@ -16,7 +16,9 @@ import soundfile
 
 from speechtrain.commands import prepare
 from speechtrain.commands._cli import guarded
+from speechtrain.data.corpora.digits import Digits
 from speechtrain.errors import ConfigError, DataError, MachineError
+from tests.support.digits import write_digits
 
 Command = Callable[..., int]
 
@@ -438,22 +440,11 @@ def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) ->
     assert not Path("out").exists()
 
 
-def test_the_embedded_corpus_as_files_holds_what_training_hears() -> None:
-    from speechtrain.data.corpora.digits import Digits
-
-    assert prepare.run(["digits", "--out", "d", "--train", "3", "--valid", "2"]) == 0
+def test_convert_writes_the_samples_that_training_hears() -> None:
+    write_digits(Path("d"), train=3, valid=2)
     cuts = lines(Path("d/valid.jsonl"))
     source = Digits("valid", 2)
     assert [c["supervisions"][0]["text"] for c in cuts] == [u.text for u in source.plan()]
     samples, _ = soundfile.read(cuts[1]["recording"]["sources"][0]["source"], dtype="int16")
     assert np.array_equal(samples, source.plan()[1].audio(source.clips))
     assert len(lines(Path("d/train.jsonl"))) == 3
-
-
-def test_a_sample_is_written_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare.run(["sample", "runs/new/s.wav"]) == 0
-    told = capsys.readouterr().out
-    assert soundfile.info("runs/new/s.wav").samplerate == 16_000
-    assert told.startswith("runs/new/s.wav: voice valid-")
-    with pytest.raises(ConfigError, match="0 to 299"):
-        prepare.run(["sample", "s.wav", "--utterance", "300"])

@@ -305,7 +305,7 @@ def test_a_run_of_another_config(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run = tmp_path / "run"
     run.mkdir()
     assert _run("--cfg", "job", "--resolve", f"run_dir={run}") == 0
-    (run / "config.yaml").write_text(capsys.readouterr().out)
+    (run / "config.yaml").write_text("format: 3\n" + capsys.readouterr().out)
     code, error = _error(capsys, f"run_dir={run}", "optimizer.lr=0.5", "seed=7", DRY)
     assert code == RUN
     assert "optimizer.lr: 0.002 in the run, 0.5 now" in error

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechtrain.commands import prepare, transcribe
+from speechtrain.commands import transcribe
 from speechtrain.commands._loaded_run import LoadedRun
 from speechtrain.commands._transcripts import Segment, Transcript, written
 from speechtrain.decoding.base import Hypothesis
 from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.text.vocabulary import Characters
+from tests.support.digits import write_sample
 
 ONE = "device.threads=1"
 
@@ -25,7 +26,7 @@ ONE = "device.threads=1"
 def folder(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same utterance at two rates, in one and two channels, and an empty file."""
     made = tmp_path_factory.mktemp("audio")
-    prepare.run(["sample", str(made / "a.wav")])
+    write_sample(made / "a.wav")
     samples, rate = soundfile.read(made / "a.wav")
     soundfile.write(made / "stereo.flac", np.stack([samples, samples], axis=1), rate)
     soundfile.write(made / "b=c.wav", samples[::2], rate // 2)

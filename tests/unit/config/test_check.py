@@ -374,7 +374,15 @@ def test_a_file_that_cannot_be_read_is_named(config: DictConfig, tmp_path: Path)
     with pytest.raises(ConfigError, match="does not exist"):
         load(tmp_path / "none.yaml")
     half = dump(config)[: len(dump(config)) // 2].rpartition("\n")[0]
-    for text in ("a: [", "nonsense: 1\n", "trainer:\n  max_steps: abc\n", "- 1\n", "", "\0", half):
+    for text in (
+        "a: [",
+        "format: 3\nnonsense: 1\n",
+        "format: 3\ntrainer:\n  max_steps: abc\n",
+        "- 1\n",
+        "",
+        "\0",
+        half,
+    ):
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\); delete it, and the command "):
             load(tmp_path / "config.yaml")
