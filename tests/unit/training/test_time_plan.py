@@ -345,23 +345,12 @@ def test_a_plan_is_kept_and_shared(tmp_path: Path) -> None:
     assert shared(None, SingleProcess()) is None
 
 
-def test_a_plan_of_an_earlier_release_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = {"hours": 0.5, "updates": 400, "validate_every": 100, "revisions": [[100, 310.0, 500]]}
-    stored |= {"seconds_per_update": UPDATE_S, "seconds_per_validation": VALIDATION_S}
-    (tmp_path / "plan.json").write_text(json.dumps(stored))
-    plan = read(tmp_path)
-    assert plan is not None
-    assert (plan.seconds_per_update, plan.revisions) == (UPDATE_S, [])
-    run = Run(tmp_path, monkeypatch)
-    assert 0.97 * SECONDS <= run.wall_s <= SECONDS
-
-
 VALUES = {"updates": 9, "validate_every": 3, "seconds_per_update": 1.0, "seconds_per_validation": 1.0}
 DAMAGED = [
     "{}", "[", "[]", '{"hours": "x"}', json.dumps({"hours": 1, **VALUES}),
     json.dumps({"hours": "x", **VALUES, "revisions": []}),
     json.dumps({"hours": 1, **VALUES, "updates": 0, "revisions": []}),
-    json.dumps({"hours": 1, **VALUES, "revisions": [[1, 2.0, 3], [4]]}),
+    json.dumps({"hours": 1, **VALUES, "revisions": [[1, 2.0, 3]]}),
     json.dumps({"hours": 1, **VALUES, "revisions": [[1, 2.0, 3, 4, 5, None]]}),
 ]  # fmt: skip
 
