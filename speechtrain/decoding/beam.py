@@ -23,6 +23,7 @@ from speechtrain.text.ngram import read_ngram
 
 NEVER = -torch.inf
 _SPARE = 2  # hypotheses more than ``width`` that a transducer's search follows (NeMo's expansion_beta)
+_MOST_SYMBOLS = 100
 _MOST_WIDTH = 1000
 _AT_ONCE = 2**24  # numbers of repeated frames in memory while texts are scored
 
@@ -259,8 +260,10 @@ class TransducerBeam(BeamSearch):
         hotword_bonus: float = 5.0,
     ) -> None:
         super().__init__(width, nbest, normalise_score, lm, lm_weight, word_bonus, hotwords, hotword_bonus)
-        if max_symbols_per_step < 1:
-            raise ValueError(f"max_symbols_per_step is {max_symbols_per_step}; it must be at least 1")
+        if not 1 <= max_symbols_per_step <= _MOST_SYMBOLS:  # Each symbol of a frame costs memory.
+            raise ValueError(
+                f"max_symbols_per_step is {max_symbols_per_step}; it must be 1 to {_MOST_SYMBOLS}"
+            )
         if gamma <= 0:
             raise ValueError(f"gamma is {gamma}; it must be above 0")
         self.max_symbols_per_step, self.gamma = max_symbols_per_step, gamma

@@ -242,7 +242,10 @@ def test_a_model_with_durations_is_sent_to_greedy() -> None:
         TransducerBeam().decode(scorer, frames, lengths)
 
 
-@pytest.mark.parametrize("key", ["width", "nbest", "max_symbols_per_step", "gamma"])
-def test_a_setting_out_of_range_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key} is 0"):
-        TransducerBeam(**{key: 0})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("width", 0), ("nbest", 0), ("max_symbols_per_step", 0), ("gamma", 0), ("max_symbols_per_step", 10**9)],
+)
+def test_a_setting_out_of_range_is_refused(key: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"^{key} is {value}"):
+        TransducerBeam(**{key: value})
