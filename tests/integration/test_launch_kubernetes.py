@@ -16,7 +16,7 @@ from speechtrain.launcher import Job
 from . import cluster as kubernetes
 from .cluster import Cluster
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import SIZES, STEPS, assert_same, processes_of, skip_twice, skip_without
+from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("kubectl")
 
@@ -29,9 +29,9 @@ def cluster(
         yield found
 
 
-def two_pods(kind: str, folder: Path, environment: dict[str, str]) -> Command:
+def two_pods(folder: Path, environment: dict[str, str]) -> Command:
     """Two ranks in two pods, in a folder whose name Kubernetes would expand."""
-    launcher = ["launcher=kubernetes", "launcher.image=none", f"launcher.kind={kind}", "launcher.nodes=2"]
+    launcher = ["launcher=kubernetes", "launcher.image=none", "launcher.nodes=2"]
     settings = [f"launcher.python={sys.executable}", f"launcher.volumes={{shared: {folder}}}"]
     world = ["launcher.poll_seconds=0.3", "world_size=2", "trainer.simulate_world=2"]
     run = Command(folder / "a $(RANK) $$ run", environment, [*SIZES, *launcher, *settings, *world])
@@ -41,13 +41,12 @@ def two_pods(kind: str, folder: Path, environment: dict[str, str]) -> Command:
 
 @pytest.fixture(scope="module")
 def run(cluster: tuple[Cluster, dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Command:
-    return two_pods("job", tmp_path_factory.mktemp("job"), cluster[1])
+    return two_pods(tmp_path_factory.mktemp("job"), cluster[1])
 
 
-@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
-def test_kubectl_takes_the_manifest(kind: str, cluster: tuple[Cluster, dict[str, str]]) -> None:
+def test_kubectl_takes_the_manifest(cluster: tuple[Cluster, dict[str, str]]) -> None:
     """As it would without a cluster; only the kinds it knows are asked of the server."""
-    manifest = Kubernetes("image", kind=kind, nodes=2, name="dry").manifest(
+    manifest = Kubernetes("image", nodes=2, name="dry").manifest(
         Job(Path("/shared/run/config.yaml"), Path("/shared/run"), 2, {"A": "$(id) é\n"})
     )
     line = ["kubectl", "create", "--dry-run=client", "--validate=false", "--filename=-"]
@@ -55,8 +54,10 @@ def test_kubectl_takes_the_manifest(kind: str, cluster: tuple[Cluster, dict[str,
         line, input=manifest, env=cluster[1], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    created = {"job": ["service/dry", "job.batch/dry"]}.get(kind, ["pytorchjob.kubeflow.org/dry"])
-    assert done.stdout.splitlines() == [f"{name} created (dry run)" for name in created]
+    assert done.stdout.splitlines() == [
+        "service/dry created (dry run)",
+        "job.batch/dry created (dry run)",
+    ]
 
 
 def test_two_pods_train_what_one_process_does(
@@ -92,29 +93,6 @@ def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
     assert run.checkpoints()[-1].name == f"step-{run.result()['steps']:08d}"
     assert processes_of(run) == []
     assert [kind for kind, _ in cluster[0].objects] == []
-
-
-def test_kubeflows_pods_continue_too(
-    cluster: tuple[Cluster, dict[str, str]], tmp_path: Path, alone: Command
-) -> None:
-    skip_twice("pytorchjob", first="job")
-    run = two_pods("pytorchjob", tmp_path, cluster[1])
-    process = run.start(f"trainer.max_steps={STEPS}")
-    wait_for(lambda: run.events("train"), process)
-    cluster[0].evict(1)
-    ended = finish(process)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
-    codes = [pod.content["status"]["code"] for pod in cluster[0].pods]
-    assert codes == [128 + 75, 128 + 75, 0, 0]
-    assert_same_but_for_the_break(run, alone)
-
-
-def assert_same_but_for_the_break(run: Command, alone: Command) -> None:
-    """Every update once, with the losses of one process."""
-    losses = alone.losses()
-    assert run.losses().keys() == losses.keys()
-    for step, loss in run.losses().items():
-        assert loss == pytest.approx(losses[step], rel=1e-5)
 
 
 DEAF = "#!/bin/sh\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
@@ -156,7 +134,7 @@ def test_a_second_signal_ends_what_does_not_leave(
 
 
 def test_a_run_that_cannot_begin_says_why(cluster: tuple[Cluster, dict[str, str]], tmp_path: Path) -> None:
-    run = two_pods("job", tmp_path, cluster[1])
+    run = two_pods(tmp_path, cluster[1])
     done = run.run("launcher.volumes=null")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
