@@ -1,4 +1,4 @@
-"""Launcher for a Kubernetes Indexed Job: renders, submits and follows it."""
+"""Launcher for a Kubernetes Indexed Job: renders and submits it, and waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ _CONTAINER = "pytorch"
 _MEMORY = "shared-memory"
 _WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
 _KUBECTL_SECONDS = 120.0
-_LAST_WORDS_SECONDS = 5.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
@@ -51,8 +49,7 @@ class Kubernetes(Launcher):
 
     ``resources`` (``nvidia.com/gpu: 8``) adds to the ``cpus`` and ``memory`` of each pod, ``pod`` adds
     fields to the pods' spec, and ``options`` adds options to kubectl. ``wait`` waits until the run is
-    over, and ``follow`` prints the first pod's log meanwhile; the first signal then makes the ranks save
-    and ends the pods, the second ends them at once.
+    over. The first signal then makes the ranks save and ends the pods, and the second ends them at once.
     """
 
     files = (*Launcher.files, MANIFEST)
@@ -76,7 +73,6 @@ class Kubernetes(Launcher):
     grace_seconds: int = 300
     shutdown_seconds: int = 60
     wait: bool = True
-    follow: bool = True
     poll_seconds: float = 5.0
     options: list[str] | None = None
 
@@ -111,13 +107,13 @@ class Kubernetes(Launcher):
         self._clear(name)
         self._kubectl.must("apply", "--filename=-", text=manifest)
         write_text(job.run_dir / MANIFEST, manifest)
-        print(f"submitted job.batch/{name}; its manifest is {job.run_dir / MANIFEST}", flush=True)
+        first_pod = f"--selector={_INSTANCE}={name},{_INDEX}=0"
+        log = shlex.join([*self._kubectl.command, "logs", "--follow", "--tail=-1", first_pod])
+        print(f"submitted job.batch/{name}; to follow its log: {log}", flush=True)
         if not self.wait:
             delete = shlex.join([*self._kubectl.command, "delete", *_objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
-        log = _Log(self._kubectl, is_shown=self.follow)
-        followed = _Followed(self._kubectl, name, poll_seconds=self.poll_seconds, log=log)
-        return Result(followed.wait())
+        return Result(_Submitted(self._kubectl, name, self.poll_seconds).wait())
 
     def render(self, job: Job) -> str:
         manifest, end = self.manifest(job), "END_OF_MANIFEST"
@@ -277,15 +273,13 @@ class _Kubectl:
 
 
 @dataclass(eq=False)
-class _Followed:
-    """Follow an object until it is over or deleted. The first signal saves, the second ends it at once."""
+class _Submitted:
+    """A Job in the cluster. The first signal saves and deletes it, the second ends it at once."""
 
     kubectl: _Kubectl
     name: str
     poll_seconds: float
-    log: _Log
     received: int = 0
-    waits_for: str = ""
 
     def wait(self) -> int:
         """Return 0 after success or deletion, else 1. Raises KeyboardInterrupt after two signals."""
@@ -296,13 +290,10 @@ class _Followed:
                     asked = received
                 if (code := self._ended()) is not None:
                     break
-                self._show()
                 until = time.monotonic() + self.poll_seconds
                 time.sleep(pause)  # also while a signal waits for a cluster that does not answer
                 while time.monotonic() < until and self.received == asked:
                     time.sleep(pause)
-        self._show()
-        self.log.finish()
         if not self.received:
             self.kubectl.said("delete", f"service/{self.name}", "--ignore-not-found", "--wait=false")
         if self.received > 1:
@@ -332,77 +323,8 @@ class _Followed:
         said = [self.kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
         return None not in said
 
-    def _show(self) -> None:
-        listed = self.kubectl.said("get", "pods", f"--selector={_INSTANCE}={self.name}", "--output=json")
-        pods = [pod for pod in json.loads(listed)["items"] if _is_first(pod)] if listed else []
-        if not pods:
-            return
-        newest = max(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
-        if newest.get("status", {}).get("phase", "Pending") != "Pending":
-            self.log.of(newest["metadata"]["name"])
-            return
-        reason = _waiting(newest)
-        if reason != self.waits_for:
-            self.waits_for = reason
-            if reason:
-                print(errors.one_line(f"{newest['metadata']['name']} waits: {reason}"), flush=True)
-
     def _receive(self) -> None:
         self.received += 1
-
-
-@dataclass(eq=False)
-class _Log:
-    """Print the log of the first pod and its successors; each line once, even if connections end."""
-
-    kubectl: _Kubectl
-    is_shown: bool
-    pod: str = ""
-    latest: str = ""
-    client: subprocess.Popen[str] | None = None
-    reader: threading.Thread | None = None
-
-    def of(self, pod: str) -> None:
-        """Start to print the log of ``pod``, unless a log is being printed."""
-        if not self.is_shown or (self.reader is not None and self.reader.is_alive()):
-            return
-        self._end()
-        if pod != self.pod:
-            self.pod, self.latest = pod, ""
-        since = [f"--since-time={self.latest}"] if self.latest else []
-        self.client = subprocess.Popen(
-            [*self.kubectl.command, "logs", pod, "--follow", "--timestamps", *since],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="backslashreplace",
-            start_new_session=True,
-        )
-        self.reader = threading.Thread(target=self._copy, args=(self.client,), daemon=True)
-        self.reader.start()
-
-    def finish(self) -> None:
-        """Print the rest of the log, as far as it arrives in time."""
-        if self.reader is not None:
-            self.reader.join(_LAST_WORDS_SECONDS)
-        self._end()
-
-    def _copy(self, client: subprocess.Popen[str]) -> None:
-        assert client.stdout is not None
-        already = self.latest
-        with client.stdout:
-            for line in client.stdout:
-                stamp, _, words = line.partition(" ")
-                if stamp > already:
-                    self.latest = stamp
-                    sys.stdout.write(words)
-                    sys.stdout.flush()
-
-    def _end(self) -> None:
-        if self.client is not None:
-            self.client.kill()  # does nothing if the client has ended
-            self.client.wait()
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations
@@ -450,20 +372,3 @@ def _end(content: dict[str, Any]) -> tuple[bool, str] | None:
             words = (condition.get(key, "") for key in ("reason", "message"))
             return condition["type"] == "Complete", ": ".join(word for word in words if word)
     return None
-
-
-def _is_first(pod: dict[str, Any]) -> bool:
-    return (pod["metadata"].get("annotations") or {}).get(_INDEX) == "0"
-
-
-def _waiting(pod: dict[str, Any]) -> str:
-    """Why a pod does not start, such as no node with room or no image; empty if there is no reason."""
-    status = pod.get("status", {})
-    for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting.get("message"):
-            return f"{waiting.get('reason')}: {waiting['message']}"
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return f"{condition.get('reason')}: {condition.get('message', '')}"
-    return ""

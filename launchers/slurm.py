@@ -1,4 +1,4 @@
-"""Launcher for a Slurm batch job: renders it, submits it and follows it."""
+"""Launcher for a Slurm batch job: renders and submits it, and waits for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -41,8 +40,8 @@ class Slurm(Launcher):
     ``warn_seconds`` before its ``time`` ends (and when it is preempted) the ranks are asked to save.
     With ``requeue`` the job then goes back into the queue and continues the same run. Where a site does
     not allow that, ``segments`` submits an array of so many jobs, of which one runs at a time.
-    ``wait`` waits until the run is over, and ``follow`` prints its log meanwhile; the first signal then
-    makes the ranks save and exit, the second cancels the job. ``options`` are further options of sbatch.
+    ``wait`` waits until the run is over. The first signal then makes the ranks save and exit, and the
+    second cancels the job. ``options`` are further options of sbatch.
     """
 
     files = (SCRIPT, LOG)
@@ -58,7 +57,6 @@ class Slurm(Launcher):
     requeue: bool = True
     segments: int = 1
     wait: bool = True
-    follow: bool = True
     poll_seconds: float = 5.0
     options: list[str] | None = None
 
@@ -87,11 +85,12 @@ class Slurm(Launcher):
             words = " ".join(done.stderr.split())
             raise MachineError(f"launcher=slurm: sbatch rejected the job that dry_run=true prints: {words}")
         number = done.stdout.strip().partition(";")[0]
-        print(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}", flush=True)
+        log = shlex.join(["tail", "-F", str(job.run_dir / LOG)])
+        print(f"submitted Slurm job {number}; to follow its log: {log}", flush=True)
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        _Followed(number, job.run_dir / LOG, self.poll_seconds, is_shown=self.follow).wait()
+        _Submitted(number, self.poll_seconds).wait()
         return Result(0)
 
     def render(self, job: Job) -> str:
@@ -131,17 +130,12 @@ class Slurm(Launcher):
 
 
 @dataclass(eq=False)
-class _Followed:
-    """Follow a job until it has left the queue. The first signal saves, the second cancels."""
+class _Submitted:
+    """A job in the queue. The first signal saves and ends it, the second cancels it."""
 
     number: str
-    log: Path
     poll_seconds: float
-    is_shown: bool
     received: int = 0
-
-    def __post_init__(self) -> None:
-        self.shown = self.log.stat().st_size if self.log.exists() else 0  # the output of earlier jobs
 
     def wait(self) -> None:
         """Return when the job has ended. Raises KeyboardInterrupt after a second signal."""
@@ -151,11 +145,9 @@ class _Followed:
                 if self.received > asked:
                     asked = self.received
                     self._stop()
-                self._show()
                 until = time.monotonic() + self.poll_seconds
                 while time.monotonic() < until and self.received == asked:
                     time.sleep(min(0.1, self.poll_seconds))
-        self._show()
         if self.received > 1:
             raise KeyboardInterrupt
 
@@ -173,15 +165,6 @@ class _Followed:
             return
         _said("scontrol", "update", f"JobId={self.number}", "Requeue=0")
         _said("scancel", "--signal=TERM", self.number)
-
-    def _show(self) -> None:
-        if not self.is_shown:
-            return
-        with suppress(OSError), self.log.open(errors="backslashreplace") as file:
-            file.seek(self.shown)
-            sys.stdout.write(file.read())
-            sys.stdout.flush()
-            self.shown = file.tell()
 
     def _receive(self) -> None:
         self.received += 1

@@ -60,7 +60,7 @@ class Pod:
     number: int
     """Of its node in the run."""
     is_evicted: bool = False
-    lines: list[tuple[str, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class Pod:
         assert self.process.stdout is not None
         with self.process.stdout:
             for line in self.process.stdout:
-                self.lines.append((now(), line))
+                self.lines.append(line)
 
 
 class Cluster:
@@ -159,7 +159,7 @@ class Cluster:
         metadata = {
             "name": f"{owner}-{number}-{len(self.pods)}",
             "namespace": "default",
-            "labels": {**template["metadata"]["labels"], "owner": owner},
+            "labels": {**template["metadata"]["labels"], "owner": owner, INDEX: str(number)},
             "annotations": {INDEX: str(number)},
             "creationTimestamp": now(),
         }
@@ -287,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = self._discovered(urlsplit(self.path).path)
             return self._missing() if content is None else self._answer(content)
         if part == "log":
-            return self._log(name, query)
+            return self._log(name)
         if name:
             found = self.cluster.listed(resource, "", name)
             return self._answer(found[0]) if found else self._missing()
@@ -299,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
             {"kind": f"{kind}List", "apiVersion": version, "metadata": metadata, "items": found}
         )
 
-    def _log(self, name: str, query: dict[str, str]) -> None:
+    def _log(self, name: str) -> None:
         (pod,) = [pod for pod in self.cluster.pods if pod.name == name]
         self.send_response(200)
         self.send_header("Content-Type", "text/plain")
@@ -307,11 +307,10 @@ class _Handler(BaseHTTPRequestHandler):
         said = 0
         while True:
             is_last = pod.process.poll() is not None
-            for stamp, line in pod.lines[said:]:
+            for line in pod.lines[said:]:
                 said += 1
-                if stamp[:19] >= query.get("sinceTime", "")[:19]:
-                    self.wfile.write(f"{stamp} {line}".encode())
-                    self.wfile.flush()
+                self.wfile.write(line.encode())
+                self.wfile.flush()
             if is_last:
                 return
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,14 +96,14 @@ def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
     assert [kind for kind, _ in cluster[0].objects] == []
 
 
-DEAF = "#!/bin/sh\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
+DEAF = "#!/bin/sh\ntrap '' TERM\necho begun $JOB_COMPLETION_INDEX\nwhile :; do sleep 0.1; done\n"
 LAUNCH = """
 import pathlib, sys
 from speechtrain.launcher import Job
 from speechtrain.launchers.kubernetes import Kubernetes
 python, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-launcher = Kubernetes("image", python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)
-launcher.launch(Job(folder / "config.yaml", folder))
+launcher = Kubernetes("image", nodes=2, python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)
+launcher.launch(Job(folder / "config.yaml", folder, world_size=2))
 """
 
 
@@ -118,8 +119,13 @@ def test_a_second_signal_ends_what_does_not_leave(
     process = subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("submitted job.batch/")
-        assert process.stdout.readline() == "begun\n"
+        line_of_log = process.stdout.readline()
+        assert line_of_log.startswith("submitted job.batch/")
+        command = line_of_log.partition("to follow its log: ")[2]
+        wait_for(lambda: sum(bool(pod.lines) for pod in world.pods) == 2, process)
+        log = subprocess.Popen(shlex.split(command), env=environment, stdout=pipe, text=True)
+        assert log.stdout is not None
+        assert log.stdout.readline() == "begun 0\n"
         process.send_signal(signal.SIGINT)
         wait_for(lambda: any("deletionTimestamp" in o["metadata"] for o in world.objects.values()))
         again = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -129,7 +135,8 @@ def test_a_second_signal_ends_what_does_not_leave(
     finally:
         process.kill()
     assert "KeyboardInterrupt" in ended.stderr
-    assert ended.stdout == ""  # each line once
+    assert ended.stdout == ""
+    assert log.communicate(timeout=DEADLINE) == ("", None)  # only of the first pod, and it ends with it
     assert not [name for kind, name in world.objects if kind == "jobs"]
 
 
