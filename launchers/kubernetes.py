@@ -7,9 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,10 +18,18 @@ import yaml
 from speechtrain import errors
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
 from speechtrain.files import write_text
-from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
+from speechtrain.launcher import (
+    AGENT,
+    Job,
+    Launcher,
+    Result,
+    escape_for_torchrun,
+    forwarded_environment,
+    here_document,
+)
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
-from speechtrain.supervision.supervise import stop_signals
+from speechtrain.supervision.supervise import wait_for_job
 
 MANIFEST = "kubernetes.yaml"
 """File in the run directory: the submitted manifest."""
@@ -113,14 +121,12 @@ class Kubernetes(Launcher):
         if not self.wait:
             delete = shlex.join([*self._kubectl.command, "delete", *_objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
-        return Result(_Submitted(self._kubectl, name, self.poll_seconds).wait())
+        code = wait_for_job(partial(self._exit_code, name), partial(self._stop, name), self.poll_seconds)
+        self._kubectl.said("delete", f"service/{name}", "--ignore-not-found", "--wait=false")
+        return Result(code)
 
     def render(self, job: Job) -> str:
-        manifest, end = self.manifest(job), "END_OF_MANIFEST"
-        while end in manifest:
-            end += "_"
-        line = shlex.join([*self._kubectl.command, "apply", "--filename=-"])
-        return f"{line} <<'{end}'\n{manifest}{end}\n"
+        return here_document([*self._kubectl.command, "apply", "--filename=-"], self.manifest(job))
 
     def manifest(self, job: Job) -> str:
         """The documents to submit, as YAML."""
@@ -235,6 +241,33 @@ class Kubernetes(Launcher):
             raise RunError(f"job.batch/{name} is still in the cluster; wait for it, or `{delete}`")
         self._kubectl.must("delete", *_objects(name), "--ignore-not-found", "--cascade=foreground")
 
+    def _exit_code(self, name: str) -> int | None:
+        """Return 0 for a Job that has succeeded or is deleted, and 1 for one that has failed.
+
+        Returns None while the Job is at work or the cluster does not answer.
+        """
+        listed = self._kubectl.said(*_get(name))
+        if listed is None:
+            return None
+        if not listed.strip():
+            return 0
+        end = _end(json.loads(listed))
+        if end is None:
+            return None
+        has_succeeded, reason = end
+        if has_succeeded:
+            return 0
+        print(errors.one_line(f"speechtrain: job.batch/{name}: {reason}"), file=sys.stderr, flush=True)
+        return 1
+
+    def _stop(self, name: str, signals: int) -> bool:
+        """Delete a Job after its pods (SIGTERM, grace period). Returns True if the cluster accepts."""
+        calls = [[*_objects(name), "--cascade=foreground"]]
+        if signals > 1:
+            calls.append(["pods", f"--selector={_INSTANCE}={name}", "--now"])
+        answers = [self._kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
+        return None not in answers
+
 
 @dataclass(frozen=True)
 class _Kubectl:
@@ -270,61 +303,6 @@ class _Kubectl:
             return self.must(*arguments)
         except MachineError:
             return None
-
-
-@dataclass(eq=False)
-class _Submitted:
-    """A Job in the cluster. The first signal saves and deletes it, the second ends it at once."""
-
-    kubectl: _Kubectl
-    name: str
-    poll_seconds: float
-    received: int = 0
-
-    def wait(self) -> int:
-        """Return 0 after success or deletion, else 1. Raises KeyboardInterrupt after two signals."""
-        with stop_signals(self._receive):
-            asked, pause = 0, min(0.1, self.poll_seconds)
-            while True:
-                if (received := self.received) > asked and self._stop():
-                    asked = received
-                if (code := self._ended()) is not None:
-                    break
-                until = time.monotonic() + self.poll_seconds
-                time.sleep(pause)  # also while a signal waits for a cluster that does not answer
-                while time.monotonic() < until and self.received == asked:
-                    time.sleep(pause)
-        if not self.received:
-            self.kubectl.said("delete", f"service/{self.name}", "--ignore-not-found", "--wait=false")
-        if self.received > 1:
-            raise KeyboardInterrupt
-        return code
-
-    def _ended(self) -> int | None:
-        """The exit code of an object that is over or deleted; None while it works or nothing answers."""
-        found = self.kubectl.said(*_get(self.name))
-        if found is None:
-            return None
-        if not found.strip():
-            return 0
-        end = _end(json.loads(found))
-        if end is None or end[0]:
-            return None if end is None else 0
-        if not self.received:
-            told = f"speechtrain: job.batch/{self.name}: {end[1]}"
-            print(errors.one_line(told), file=sys.stderr, flush=True)
-        return 1
-
-    def _stop(self) -> bool:
-        """Delete the object after its pods (SIGTERM, grace period). Returns whether the cluster accepts."""
-        calls = [[*_objects(self.name), "--cascade=foreground"]]
-        if self.received > 1:
-            calls.append(["pods", f"--selector={_INSTANCE}={self.name}", "--now"])
-        said = [self.kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
-        return None not in said
-
-    def _receive(self) -> None:
-        self.received += 1
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations

@@ -7,17 +7,17 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Template
 
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import open_append, write_text, writing
-from speechtrain.launcher import Job, Launcher, Result, is_secret
+from speechtrain.launcher import Job, Launcher, Result, here_document, is_secret
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import rendezvous_port
-from speechtrain.supervision.supervise import stop_signals
+from speechtrain.supervision.supervise import wait_for_job
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
@@ -90,14 +90,10 @@ class Slurm(Launcher):
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        _Submitted(number, self.poll_seconds).wait()
-        return Result(0)
+        return Result(wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds))
 
     def render(self, job: Job) -> str:
-        script, end = self.script(job), "END_OF_JOB"
-        while end in script:
-            end += "_"
-        return f"{shlex.join(self._submission(job))} <<'{end}'\n{script}{end}\n"
+        return here_document(self._submission(job), self.script(job))
 
     def script(self, job: Job) -> str:
         directives = {
@@ -129,45 +125,28 @@ class Slurm(Launcher):
         return ["sbatch", "--parsable", f"--output={log}", *(self.options or [])]
 
 
-@dataclass(eq=False)
-class _Submitted:
-    """A job in the queue. The first signal saves and ends it, the second cancels it."""
+def _states(number: str) -> list[str]:
+    """Return the states of a job's unfinished parts, or ``UNKNOWN`` while the controller does not answer."""
+    listed = _said("squeue", "--noheader", "--jobs", number, "--format=%T", "--states=all")
+    if listed is None:
+        known = _said("squeue", "--noheader", "--format=%T")
+        return [] if known is not None else ["UNKNOWN"]
+    return [state for state in listed.split() if state not in _OVER]
 
-    number: str
-    poll_seconds: float
-    received: int = 0
 
-    def wait(self) -> None:
-        """Return when the job has ended. Raises KeyboardInterrupt after a second signal."""
-        with stop_signals(self._receive):
-            asked = 0
-            while self._states():
-                if self.received > asked:
-                    asked = self.received
-                    self._stop()
-                until = time.monotonic() + self.poll_seconds
-                while time.monotonic() < until and self.received == asked:
-                    time.sleep(min(0.1, self.poll_seconds))
-        if self.received > 1:
-            raise KeyboardInterrupt
+def _exit_code(number: str) -> int | None:
+    """Return 0 once a job has left the queue. The outcome of the run is in its ``result.json``."""
+    return None if _states(number) else 0
 
-    def _states(self) -> list[str]:
-        """The states of the job's unfinished parts; ``UNKNOWN`` while the controller does not answer."""
-        listed = _said("squeue", "--noheader", "--jobs", self.number, "--format=%T", "--states=all")
-        if listed is None:
-            known = _said("squeue", "--noheader", "--format=%T")
-            return [] if known is not None else ["UNKNOWN"]
-        return [state for state in listed.split() if state not in _OVER]
 
-    def _stop(self) -> None:
-        if self.received > 1 or "RUNNING" not in self._states():
-            _said("scancel", self.number)
-            return
-        _said("scontrol", "update", f"JobId={self.number}", "Requeue=0")
-        _said("scancel", "--signal=TERM", self.number)
-
-    def _receive(self) -> None:
-        self.received += 1
+def _stop(number: str, signals: int) -> bool:
+    """Make a running job save and end, or cancel a job that waits or has got a second signal."""
+    if signals > 1 or "RUNNING" not in _states(number):
+        _said("scancel", number)
+    else:
+        _said("scontrol", "update", f"JobId={number}", "Requeue=0")
+        _said("scancel", "--signal=TERM", number)
+    return True
 
 
 def _said(*command: str) -> str | None:

@@ -99,7 +99,7 @@ def test_values_arrive_as_they_are_and_secrets_do_not(monkeypatch: pytest.Monkey
         job(run_dir, AWKWARD=AWKWARD, MY_SECRET="hush", **numbers)
     )
     assert "hush" not in text
-    line, manifest, end = text.split("\n", 1)[0], text.split("\n", 1)[1], "END_OF_MANIFEST\n"
+    line, manifest, end = text.split("\n", 1)[0], text.split("\n", 1)[1], "END_OF_TEXT\n"
     assert shlex.split(line) == ["kubectl", "apply", "--filename=-", f"<<{end.strip()}"]
     (*_, document) = documents(manifest.removesuffix(end))
     plenty = {"HOME": "expanded", "id": "expanded", "POD_IP": "10.0.0.7", "JOB_COMPLETION_INDEX": "1"}
