@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from speechtrain import errors
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
 from speechtrain.files import write_text
@@ -31,7 +29,7 @@ from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
 from speechtrain.supervision.supervise import wait_for_job
 
-MANIFEST = "kubernetes.yaml"
+MANIFEST = "kubernetes.json"
 """File in the run directory: the submitted manifest."""
 
 _INSTANCE = "app.kubernetes.io/instance"
@@ -42,7 +40,6 @@ _WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
 _KUBECTL_SECONDS = 120.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
 _KLOG = re.compile(r"[IWEF]\d{4} ")
 
 
@@ -129,9 +126,8 @@ class Kubernetes(Launcher):
         return here_document([*self._kubectl.command, "apply", "--filename=-"], self.manifest(job))
 
     def manifest(self, job: Job) -> str:
-        """The documents to submit, as YAML."""
-        form = {"sort_keys": False, "width": sys.maxsize, "explicit_start": True}
-        return str(yaml.dump_all(self.documents(job), Dumper=_Dumper, **form))
+        """Return the objects to submit, as JSON. Readers of YAML disagree about texts such as ``1e3``."""
+        return "".join(f"{json.dumps(document, indent=2)}\n" for document in self.documents(job))
 
     def documents(self, job: Job) -> list[dict[str, Any]]:
         """An Indexed Job, and the Service that gives its pods names; the ranks meet in pod 0.
@@ -303,21 +299,6 @@ class _Kubectl:
             return self.must(*arguments)
         except MachineError:
             return None
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations
-    """Quote every string that a YAML reader may take for another type, as Go's does with ``1e3``."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if _PLAIN.fullmatch(text) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_Dumper.add_representer(str, _quoted)
 
 
 def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

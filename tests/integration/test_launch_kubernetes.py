@@ -69,7 +69,7 @@ def test_two_pods_train_what_one_process_does(
     assert "submitted job.batch/speechtrain-" in done.stdout
     assert done.stdout.count("finished at step") == 1
     assert_same(run, alone)
-    assert (run.run_dir / "kubernetes.yaml").exists()
+    assert (run.run_dir / "kubernetes.json").exists()
     assert [kind for kind, _ in cluster[0].objects] == ["jobs"]  # the Service has gone
 
 
