@@ -15,7 +15,7 @@ from speechtrain.launchers.kubernetes import Kubernetes
 from speechtrain.launcher import Job
 
 from . import cluster as kubernetes
-from .cluster import Cluster
+from .cluster import Cluster, Pod
 from .conftest import DEADLINE, Command, finish, wait_for
 from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
@@ -107,6 +107,25 @@ launcher.launch(Job(folder / "config.yaml", folder, world_size=2))
 """
 
 
+def pods_that_print(world: Cluster) -> list[Pod]:
+    return [pod for pod in world.pods if pod.lines]
+
+
+def start_log(
+    process: subprocess.Popen[str], world: Cluster, environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    """Start the command that the launcher names for following the log, and read its first line."""
+    assert process.stdout is not None
+    submitted = process.stdout.readline()
+    assert submitted.startswith("submitted job.batch/")
+    wait_for(lambda: len(pods_that_print(world)) == 2, process)
+    command = shlex.split(submitted.partition("to follow its log: ")[2])
+    log = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert log.stdout is not None
+    assert log.stdout.readline() == "begun 0\n"
+    return log
+
+
 def test_a_second_signal_ends_what_does_not_leave(
     cluster: tuple[Cluster, dict[str, str]], tmp_path: Path
 ) -> None:
@@ -118,14 +137,7 @@ def test_a_second_signal_ends_what_does_not_leave(
     line = [sys.executable, "-c", LAUNCH, str(deaf), str(tmp_path)]
     process = subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True)
     try:
-        assert process.stdout is not None
-        line_of_log = process.stdout.readline()
-        assert line_of_log.startswith("submitted job.batch/")
-        command = line_of_log.partition("to follow its log: ")[2]
-        wait_for(lambda: sum(bool(pod.lines) for pod in world.pods) == 2, process)
-        log = subprocess.Popen(shlex.split(command), env=environment, stdout=pipe, text=True)
-        assert log.stdout is not None
-        assert log.stdout.readline() == "begun 0\n"
+        log = start_log(process, world, environment)
         process.send_signal(signal.SIGINT)
         wait_for(lambda: any("deletionTimestamp" in o["metadata"] for o in world.objects.values()))
         again = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -136,7 +148,7 @@ def test_a_second_signal_ends_what_does_not_leave(
         process.kill()
     assert "KeyboardInterrupt" in ended.stderr
     assert ended.stdout == ""
-    assert log.communicate(timeout=DEADLINE) == ("", None)  # only of the first pod, and it ends with it
+    assert log.communicate(timeout=DEADLINE)[0] == ""  # only of the first pod, and it ends with it
     assert not [name for kind, name in world.objects if kind == "jobs"]
 
 
