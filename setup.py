@@ -66,8 +66,7 @@ setup(
             "jiwer",  # the oracle of error rates
             "hydra-joblib-launcher",
             "hydra-submitit-launcher",
-            "kubernetes",  # its models, and Kubeflow's, check the manifests
-            "kubeflow-training",
+            "kubernetes",  # its models check the manifests
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

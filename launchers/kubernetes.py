@@ -1,4 +1,4 @@
-"""Launcher for a Kubernetes Indexed Job or a Kubeflow PyTorchJob: renders, submits and follows it."""
+"""Launcher for a Kubernetes Indexed Job: renders and submits it, and waits for it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
-
-import yaml
 
 from speechtrain import errors
 from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
 from speechtrain.files import write_text
-from speechtrain.launcher import AGENT, Job, Launcher, Result, escape_for_torchrun, forwarded_environment
+from speechtrain.launcher import (
+    AGENT,
+    Job,
+    Launcher,
+    Result,
+    escape_for_torchrun,
+    forwarded_environment,
+    here_document,
+)
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
-from speechtrain.supervision.supervise import stop_signals
+from speechtrain.supervision.supervise import wait_for_job
 
-MANIFEST = "kubernetes.yaml"
+MANIFEST = "kubernetes.json"
 """File in the run directory: the submitted manifest."""
 
 _INSTANCE = "app.kubernetes.io/instance"
-_COMPONENT = "app.kubernetes.io/component"
 _INDEX = "batch.kubernetes.io/job-completion-index"
-# the names by which Kubeflow's operator finds the container and the port of a PyTorchJob
-_CONTAINER, _PORT = "pytorch", "pytorchjob-port"
-_RETRY_FROM = 128  # restartPolicy ExitCode: the operator restarts pods whose exit codes are at least this
+_CONTAINER = "pytorch"
 _MEMORY = "shared-memory"
 _WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
 _KUBECTL_SECONDS = 120.0
-_LAST_WORDS_SECONDS = 5.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_PLAIN = re.compile(r"-[A-Za-z]|-{0,2}[A-Za-z/][A-Za-z0-9._/=-]+")
 _KLOG = re.compile(r"[IWEF]\d{4} ")
 
 
@@ -48,22 +47,19 @@ _KLOG = re.compile(r"[IWEF]\d{4} ")
 class Kubernetes(Launcher):
     """Run ``world_size`` ranks in ``nodes`` pods of ``image``; torchrun starts the ranks of each pod.
 
-    ``kind`` is ``job`` (an Indexed Job and the Service that names its pods) or ``pytorchjob``, for
-    clusters with Kubeflow's training operator. ``volumes`` maps claims to their mount paths. One claim,
-    mounted at the same path on this machine, must hold the run directory. An evicted pod has
-    ``grace_seconds`` to save; all pods then start again and continue the run. After other failures a
-    Job restarts up to ``restarts`` times; a PyTorchJob restarts if a rank was killed.
+    The pods belong to an Indexed Job, and a Service gives them names. ``volumes`` maps claims to their
+    mount paths. One claim, mounted at the same path on this machine, must hold the run directory. An
+    evicted pod has ``grace_seconds`` to save. All pods then start again and continue the run. After other
+    failures the Job restarts up to ``restarts`` times.
 
     ``resources`` (``nvidia.com/gpu: 8``) adds to the ``cpus`` and ``memory`` of each pod, ``pod`` adds
     fields to the pods' spec, and ``options`` adds options to kubectl. ``wait`` waits until the run is
-    over, and ``follow`` prints the first pod's log meanwhile; the first signal then makes the ranks save
-    and ends the pods, the second ends them at once.
+    over. The first signal then makes the ranks save and ends the pods, and the second ends them at once.
     """
 
     files = (*Launcher.files, MANIFEST)
     programs = ("kubectl",)
     image: str
-    kind: str = "job"
     nodes: int = 1
     namespace: str | None = None
     name: str | None = None
@@ -82,7 +78,6 @@ class Kubernetes(Launcher):
     grace_seconds: int = 300
     shutdown_seconds: int = 60
     wait: bool = True
-    follow: bool = True
     poll_seconds: float = 5.0
     options: list[str] | None = None
 
@@ -91,8 +86,6 @@ class Kubernetes(Launcher):
         self.check_minimum(0, "restarts")
         if self.poll_seconds <= 0:
             raise ValueError(f"poll_seconds={self.poll_seconds}: it must be above 0")
-        if self.kind not in _KINDS:
-            raise ValueError(f"kind={self.kind}: it must be {' or '.join(_KINDS)}")
         if self.namespace is not None and not _NAMESPACE.fullmatch(self.namespace):
             raise ValueError(f"namespace={self.namespace!r}: small letters, digits and -, at most 63")
         if self.name is not None and not _NAME.fullmatch(self.name):
@@ -101,7 +94,6 @@ class Kubernetes(Launcher):
         for claim, path in self._mounts.items():
             if not PurePosixPath(path).is_absolute():
                 raise ValueError(f"volumes.{claim}={path}: it must be an absolute path")
-        self._kind = _KINDS[self.kind]
         in_namespace = [] if self.namespace is None else [f"--namespace={self.namespace}"]
         self._kubectl = _Kubectl(["kubectl", *(self.options or []), *in_namespace])
 
@@ -116,32 +108,28 @@ class Kubernetes(Launcher):
         )
 
     def launch(self, job: Job) -> Result:
-        name, kind, manifest = self._name(job), self._kind, self.manifest(job)
+        name, manifest = self._name(job), self.manifest(job)
         self._clear(name)
         self._kubectl.must("apply", "--filename=-", text=manifest)
         write_text(job.run_dir / MANIFEST, manifest)
-        told = f"submitted {kind.resource}/{name}; its manifest is {job.run_dir / MANIFEST}"
-        print(told, flush=True)
+        first_pod = f"--selector={_INSTANCE}={name},{_INDEX}=0"
+        log = shlex.join([*self._kubectl.command, "logs", "--follow", "--tail=-1", first_pod])
+        print(f"submitted job.batch/{name}; to follow its log: {log}", flush=True)
         if not self.wait:
-            delete = shlex.join([*self._kubectl.command, "delete", *kind.objects(name)])
+            delete = shlex.join([*self._kubectl.command, "delete", *_objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
-        log = _Log(self._kubectl, is_shown=self.follow)
-        followed = _Followed(self._kubectl, kind, name, poll_seconds=self.poll_seconds, log=log)
-        return Result(followed.wait())
+        code = wait_for_job(partial(self._exit_code, name), partial(self._stop, name), self.poll_seconds)
+        self._kubectl.said("delete", f"service/{name}", "--ignore-not-found", "--wait=false")
+        return Result(code)
 
     def render(self, job: Job) -> str:
-        manifest, end = self.manifest(job), "END_OF_MANIFEST"
-        while end in manifest:
-            end += "_"
-        line = shlex.join([*self._kubectl.command, "apply", "--filename=-"])
-        return f"{line} <<'{end}'\n{manifest}{end}\n"
+        return here_document([*self._kubectl.command, "apply", "--filename=-"], self.manifest(job))
 
     def manifest(self, job: Job) -> str:
-        """The documents to submit, as YAML."""
-        form = {"sort_keys": False, "width": sys.maxsize, "explicit_start": True}
-        return str(yaml.dump_all(self._kind.documents(self, job), Dumper=_Dumper, **form))
+        """Return the objects to submit, as JSON. Readers of YAML disagree about texts such as ``1e3``."""
+        return "".join(f"{json.dumps(document, indent=2)}\n" for document in self.documents(job))
 
-    def job(self, job: Job) -> list[dict[str, Any]]:
+    def documents(self, job: Job) -> list[dict[str, Any]]:
         """An Indexed Job, and the Service that gives its pods names; the ranks meet in pod 0.
 
         A run needs all its pods: they fail together and start again together. Pods that exit because
@@ -149,10 +137,7 @@ class Kubernetes(Launcher):
         """
         name, labels = self._name(job), {_INSTANCE: self._name(job)}
         port = rendezvous_port(job.run_dir)
-        container = self._container(job, "$(JOB_COMPLETION_INDEX)", f"{name}-0.{name}", port=port)
-        index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
-        container["env"].insert(0, {"name": "JOB_COMPLETION_INDEX", "valueFrom": index})
-        pod = {"restartPolicy": "Never", "subdomain": name, **self._pod([container])}
+        pod = {"restartPolicy": "Never", "subdomain": name, **self._pod(job, port)}
         final = sorted({ConfigError.exit_code, DataError.exit_code, Diverged.exit_code})
         rules = [
             {"action": "FailJob", "onExitCodes": _exited(final)},
@@ -171,36 +156,14 @@ class Kubernetes(Launcher):
         }
         return [_document("v1", "Service", name, spec=service), _document("batch/v1", "Job", name, spec=spec)]
 
-    def pytorchjob(self, job: Job) -> list[dict[str, Any]]:
-        """A PyTorchJob with one Master and Workers, without an elastic policy.
-
-        The config fixes the world size, so an elastic policy is of no use, and a fixed Master keeps rank 0
-        (its log, the run's lock) in a pod with a known name. The operator gives the pods their numbers and
-        the Master's address. It restarts pods that exit with 128 or more, the codes of pods that were ended
-        from outside; the exit code for `saved` is raised into that range.
-        """
-        replicas: dict[str, Any] = {}
-        for part, count in (("Master", 1), ("Worker", self.nodes - 1)):
-            if not count:
-                continue
-            container = self._container(
-                job, "$(RANK)", "$(MASTER_ADDR)", port="$(MASTER_PORT)", retry_from=_RETRY_FROM
-            )
-            container["ports"] = [{"name": _PORT, "containerPort": rendezvous_port(job.run_dir)}]
-            labels = {_INSTANCE: self._name(job), _COMPONENT: part.lower()}
-            template = {"metadata": {"labels": labels}, "spec": self._pod([container])}
-            replicas[part] = {"replicas": count, "restartPolicy": "ExitCode", "template": template}
-        spec = {"runPolicy": {"cleanPodPolicy": "Running"}, "pytorchReplicaSpecs": replicas}
-        return [_document("kubeflow.org/v1", "PyTorchJob", self._name(job), spec=spec)]
-
-    def _container(self, job: Job, node: str, host: str, port: object, retry_from: int = 0) -> dict[str, Any]:
-        """The only container of a pod. ``node``, ``host``, ``port`` may be variables for Kubernetes."""
+    def _container(self, job: Job, port: int) -> dict[str, Any]:
+        """Return the only container of a pod."""
         environment = {
             **forwarded_environment(job, self.forward),
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.shutdown_seconds),
         }
-        pod_ip = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        fields = {"JOB_COMPLETION_INDEX": f"metadata.annotations['{_INDEX}']", "POD_IP": "status.podIP"}
         amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
         quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
         given = {
@@ -215,28 +178,31 @@ class Kubernetes(Launcher):
         return {
             "name": _CONTAINER,
             "image": self.image,
-            "command": self._command(job, node, host, port=port, retry_from=retry_from),
+            "command": self._command(job, port),
             **{key: value for key, value in given.items() if value},
-            "env": [pod_ip, *({"name": n, "value": _literal(v)} for n, v in environment.items())],
+            "env": [
+                *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": path}}} for n, path in fields.items()),
+                *({"name": n, "value": _literal(v)} for n, v in environment.items()),
+            ],
             "volumeMounts": mounts,
         }
 
-    def _command(self, job: Job, node: str, address: str, port: object, retry_from: int) -> list[str]:
-        """The container's command, without a shell, so that its first process handles SIGTERM."""
+    def _command(self, job: Job, port: int) -> list[str]:
+        """Return the container's command, without a shell, so that its first process handles SIGTERM."""
+        name, node = self._name(job), "$(JOB_COMPLETION_INDEX)"
         run_dir, ranks = _literal(str(job.run_dir)), job.ranks_per_node(self.nodes)
-        retry = [f"--retry-from={retry_from}"] if retry_from else []
         python, *on_host = map(_literal, job.on_host([], ranks, self.python))
         own = ["--address=$(POD_IP)"] if self.nodes > 1 else []
-        meeting = [f"--node-rank={node}", f"--master-addr={address}", f"--master-port={port}"]
+        meeting = [f"--node-rank={node}", f"--master-addr={name}-0.{name}", f"--master-port={port}"]
         meeting += [f"--rdzv-conf=timeout={_WAIT_SECONDS}"]
         return [
             *(python, "-P", "-m", MODULE, "run", *own, f"--node={node}"),
-            *(f"--outcome={run_dir}", *retry, _literal(str(job.run_dir / AGENT)), "--", python, *on_host),
+            *(f"--outcome={run_dir}", _literal(str(job.run_dir / AGENT)), "--", python, *on_host),
             *agent_command(python, ranks, self.nodes, *meeting),
             *(python, *(_literal(word) for word in escape_for_torchrun(job.command[1:]))),
         ]
 
-    def _pod(self, containers: list[dict[str, Any]]) -> dict[str, Any]:
+    def _pod(self, job: Job, port: int) -> dict[str, Any]:
         volumes: list[dict[str, Any]] = [
             {"name": f"volume-{n}", "persistentVolumeClaim": {"claimName": claim}}
             for n, claim in enumerate(self._mounts)
@@ -249,7 +215,7 @@ class Kubernetes(Launcher):
         return {
             "terminationGracePeriodSeconds": self.grace_seconds,
             **{key: value for key, value in given.items() if value},
-            "containers": containers,
+            "containers": [self._container(job, port)],
             "volumes": volumes,
             **(self.pod or {}),
         }
@@ -263,45 +229,40 @@ class Kubernetes(Launcher):
 
     def _clear(self, name: str) -> None:
         """Remove the objects of an earlier command. Raises RunError if they are still at work."""
-        kind = self._kind
-        found = self._kubectl.must(*kind.get(name))
+        found = self._kubectl.must(*_get(name))
         if not found.strip():
             return
-        if kind.end(json.loads(found)) is None:
-            delete = shlex.join([*self._kubectl.command, "delete", *kind.objects(name)])
-            raise RunError(f"{kind.resource}/{name} is still in the cluster; wait for it, or `{delete}`")
-        self._kubectl.must("delete", *kind.objects(name), "--ignore-not-found", "--cascade=foreground")
+        if _end(json.loads(found)) is None:
+            delete = shlex.join([*self._kubectl.command, "delete", *_objects(name)])
+            raise RunError(f"job.batch/{name} is still in the cluster; wait for it, or `{delete}`")
+        self._kubectl.must("delete", *_objects(name), "--ignore-not-found", "--cascade=foreground")
 
+    def _exit_code(self, name: str) -> int | None:
+        """Return 0 for a Job that has succeeded or is deleted, and 1 for one that has failed.
 
-@dataclass(frozen=True)
-class _Kind:
-    """How the objects of one kind are made, named and judged in the cluster."""
+        Returns None while the Job is at work or the cluster does not answer.
+        """
+        listed = self._kubectl.said(*_get(name))
+        if listed is None:
+            return None
+        if not listed.strip():
+            return 0
+        end = _end(json.loads(listed))
+        if end is None:
+            return None
+        has_succeeded, reason = end
+        if has_succeeded:
+            return 0
+        print(errors.one_line(f"speechtrain: job.batch/{name}: {reason}"), file=sys.stderr, flush=True)
+        return 1
 
-    resource: str
-    documents: Callable[[Kubernetes, Job], list[dict[str, Any]]]
-    succeeded: str
-    """The condition of an object that has succeeded."""
-    has_service: bool
-
-    def objects(self, name: str) -> list[str]:
-        return [f"{self.resource}/{name}", *([f"service/{name}"] if self.has_service else [])]
-
-    def get(self, name: str) -> list[str]:
-        return ["get", f"{self.resource}/{name}", "--output=json", "--ignore-not-found"]
-
-    def end(self, content: dict[str, Any]) -> tuple[bool, str] | None:
-        """Whether the object has succeeded, with its reason and message; None while it is at work."""
-        for condition in content.get("status", {}).get("conditions") or []:
-            if condition.get("status") == "True" and condition.get("type") in (self.succeeded, "Failed"):
-                words = (condition.get(key, "") for key in ("reason", "message"))
-                return condition["type"] == self.succeeded, ": ".join(word for word in words if word)
-        return None
-
-
-_KINDS = {
-    "job": _Kind("job.batch", Kubernetes.job, "Complete", has_service=True),
-    "pytorchjob": _Kind("pytorchjob.kubeflow.org", Kubernetes.pytorchjob, "Succeeded", has_service=False),
-}
+    def _stop(self, name: str, signals: int) -> bool:
+        """Delete a Job after its pods (SIGTERM, grace period). Returns True if the cluster accepts."""
+        calls = [[*_objects(name), "--cascade=foreground"]]
+        if signals > 1:
+            calls.append(["pods", f"--selector={_INSTANCE}={name}", "--now"])
+        answers = [self._kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
+        return None not in answers
 
 
 @dataclass(frozen=True)
@@ -340,151 +301,6 @@ class _Kubectl:
             return None
 
 
-@dataclass(eq=False)
-class _Followed:
-    """Follow an object until it is over or deleted. The first signal saves, the second ends it at once."""
-
-    kubectl: _Kubectl
-    kind: _Kind
-    name: str
-    poll_seconds: float
-    log: _Log
-    received: int = 0
-    waits_for: str = ""
-
-    def wait(self) -> int:
-        """Return 0 after success or deletion, else 1. Raises KeyboardInterrupt after two signals."""
-        with stop_signals(self._receive):
-            asked, pause = 0, min(0.1, self.poll_seconds)
-            while True:
-                if (received := self.received) > asked and self._stop():
-                    asked = received
-                if (code := self._ended()) is not None:
-                    break
-                self._show()
-                until = time.monotonic() + self.poll_seconds
-                time.sleep(pause)  # also while a signal waits for a cluster that does not answer
-                while time.monotonic() < until and self.received == asked:
-                    time.sleep(pause)
-        self._show()
-        self.log.finish()
-        if self.kind.has_service and not self.received:
-            self.kubectl.said("delete", f"service/{self.name}", "--ignore-not-found", "--wait=false")
-        if self.received > 1:
-            raise KeyboardInterrupt
-        return code
-
-    def _ended(self) -> int | None:
-        """The exit code of an object that is over or deleted; None while it works or nothing answers."""
-        found = self.kubectl.said(*self.kind.get(self.name))
-        if found is None:
-            return None
-        if not found.strip():
-            return 0
-        end = self.kind.end(json.loads(found))
-        if end is None or end[0]:
-            return None if end is None else 0
-        if not self.received:
-            told = f"speechtrain: {self.kind.resource}/{self.name}: {end[1]}"
-            print(errors.one_line(told), file=sys.stderr, flush=True)
-        return 1
-
-    def _stop(self) -> bool:
-        """Delete the object after its pods (SIGTERM, grace period). Returns whether the cluster accepts."""
-        calls = [[*self.kind.objects(self.name), "--cascade=foreground"]]
-        if self.received > 1:
-            calls.append(["pods", f"--selector={_INSTANCE}={self.name}", "--now"])
-        said = [self.kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
-        return None not in said
-
-    def _show(self) -> None:
-        listed = self.kubectl.said("get", "pods", f"--selector={_INSTANCE}={self.name}", "--output=json")
-        pods = [pod for pod in json.loads(listed)["items"] if _is_first(pod)] if listed else []
-        if not pods:
-            return
-        newest = max(pods, key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
-        if newest.get("status", {}).get("phase", "Pending") != "Pending":
-            self.log.of(newest["metadata"]["name"])
-            return
-        reason = _waiting(newest)
-        if reason != self.waits_for:
-            self.waits_for = reason
-            if reason:
-                print(errors.one_line(f"{newest['metadata']['name']} waits: {reason}"), flush=True)
-
-    def _receive(self) -> None:
-        self.received += 1
-
-
-@dataclass(eq=False)
-class _Log:
-    """Print the log of the first pod and its successors; each line once, even if connections end."""
-
-    kubectl: _Kubectl
-    is_shown: bool
-    pod: str = ""
-    latest: str = ""
-    client: subprocess.Popen[str] | None = None
-    reader: threading.Thread | None = None
-
-    def of(self, pod: str) -> None:
-        """Start to print the log of ``pod``, unless a log is being printed."""
-        if not self.is_shown or (self.reader is not None and self.reader.is_alive()):
-            return
-        self._end()
-        if pod != self.pod:
-            self.pod, self.latest = pod, ""
-        since = [f"--since-time={self.latest}"] if self.latest else []
-        self.client = subprocess.Popen(
-            [*self.kubectl.command, "logs", pod, "--follow", "--timestamps", *since],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="backslashreplace",
-            start_new_session=True,
-        )
-        self.reader = threading.Thread(target=self._copy, args=(self.client,), daemon=True)
-        self.reader.start()
-
-    def finish(self) -> None:
-        """Print the rest of the log, as far as it arrives in time."""
-        if self.reader is not None:
-            self.reader.join(_LAST_WORDS_SECONDS)
-        self._end()
-
-    def _copy(self, client: subprocess.Popen[str]) -> None:
-        assert client.stdout is not None
-        already = self.latest
-        with client.stdout:
-            for line in client.stdout:
-                stamp, _, words = line.partition(" ")
-                if stamp > already:
-                    self.latest = stamp
-                    sys.stdout.write(words)
-                    sys.stdout.flush()
-
-    def _end(self) -> None:
-        if self.client is not None:
-            self.client.kill()  # does nothing if the client has ended
-            self.client.wait()
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no annotations
-    """Quote every string that a YAML reader may take for another type, as Go's does with ``1e3``."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if _PLAIN.fullmatch(text) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
-
-
-_Dumper.add_representer(str, _quoted)
-
-
 def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     labels = {"app.kubernetes.io/name": "speechtrain", _INSTANCE: name}
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
@@ -499,20 +315,19 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _is_first(pod: dict[str, Any]) -> bool:
-    metadata = pod["metadata"]
-    index = (metadata.get("annotations") or {}).get(_INDEX)
-    return index == "0" or (metadata.get("labels") or {}).get(_COMPONENT) == "master"
+def _objects(name: str) -> list[str]:
+    """Return the names of a run's Job and Service, as kubectl's arguments."""
+    return [f"job.batch/{name}", f"service/{name}"]
 
 
-def _waiting(pod: dict[str, Any]) -> str:
-    """Why a pod does not start, such as no node with room or no image; empty if there is no reason."""
-    status = pod.get("status", {})
-    for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting.get("message"):
-            return f"{waiting.get('reason')}: {waiting['message']}"
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return f"{condition.get('reason')}: {condition.get('message', '')}"
-    return ""
+def _get(name: str) -> list[str]:
+    return ["get", f"job.batch/{name}", "--output=json", "--ignore-not-found"]
+
+
+def _end(content: dict[str, Any]) -> tuple[bool, str] | None:
+    """Return whether a Job has succeeded, with the reason and message, or None while it is at work."""
+    for condition in content.get("status", {}).get("conditions") or []:
+        if condition.get("status") == "True" and condition.get("type") in ("Complete", "Failed"):
+            words = (condition.get(key, "") for key in ("reason", "message"))
+            return condition["type"] == "Complete", ": ".join(word for word in words if word)
+    return None

@@ -1,4 +1,4 @@
-"""Launcher for a Slurm batch job: renders it, submits it and follows it."""
+"""Launcher for a Slurm batch job: renders and submits it, and waits for it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from string import Template
 
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import open_append, write_text, writing
-from speechtrain.launcher import Job, Launcher, Result, is_secret
+from speechtrain.launcher import Job, Launcher, Result, here_document, is_secret
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import rendezvous_port
-from speechtrain.supervision.supervise import stop_signals
+from speechtrain.supervision.supervise import wait_for_job
 
 SCRIPT = "slurm.sh"
 LOG = "slurm.log"
@@ -42,8 +41,8 @@ class Slurm(Launcher):
     ``warn_seconds`` before its ``time`` ends (and when it is preempted) the ranks are asked to save.
     With ``requeue`` the job then goes back into the queue and continues the same run. Where a site does
     not allow that, ``segments`` submits an array of so many jobs, of which one runs at a time.
-    ``wait`` waits until the run is over, and ``follow`` prints its log meanwhile; the first signal then
-    makes the ranks save and exit, the second cancels the job. ``options`` are further options of sbatch.
+    ``wait`` waits until the run is over. The first signal then makes the ranks save and exit, and the
+    second cancels the job. ``options`` are further options of sbatch.
     """
 
     files = (SCRIPT, LOG)
@@ -59,7 +58,6 @@ class Slurm(Launcher):
     requeue: bool = True
     segments: int = 1
     wait: bool = True
-    follow: bool = True
     poll_seconds: float = 5.0
     options: list[str] | None = None
 
@@ -90,18 +88,15 @@ class Slurm(Launcher):
             words = " ".join(done.stderr.split())
             raise MachineError(f"launcher=slurm: sbatch rejected the job that dry_run=true prints: {words}")
         number = done.stdout.strip().partition(";")[0]
-        print(f"submitted Slurm job {number}; its log is {job.run_dir / LOG}", flush=True)
+        log = shlex.join(["tail", "-F", str(job.run_dir / LOG)])
+        print(f"submitted Slurm job {number}; to follow its log: {log}", flush=True)
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        _Followed(number, job.run_dir / LOG, self.poll_seconds, is_shown=self.follow).wait()
-        return Result(0)
+        return Result(wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds))
 
     def render(self, job: Job) -> str:
-        script, end = self.script(job), "END_OF_JOB"
-        while end in script:
-            end += "_"
-        return f"{shlex.join(self._submission(job))} <<'{end}'\n{script}{end}\n"
+        return here_document(self._submission(job), self.script(job))
 
     def script(self, job: Job) -> str:
         directives = {
@@ -133,61 +128,28 @@ class Slurm(Launcher):
         return ["sbatch", "--parsable", f"--output={log}", *(self.options or [])]
 
 
-@dataclass(eq=False)
-class _Followed:
-    """Follow a job until it has left the queue. The first signal saves, the second cancels."""
+def _states(number: str) -> list[str]:
+    """Return the states of a job's unfinished parts, or ``UNKNOWN`` while the controller does not answer."""
+    listed = _said("squeue", "--noheader", "--jobs", number, "--format=%T", "--states=all")
+    if listed is None:
+        known = _said("squeue", "--noheader", "--format=%T")
+        return [] if known is not None else ["UNKNOWN"]
+    return [state for state in listed.split() if state not in _OVER]
 
-    number: str
-    log: Path
-    poll_seconds: float
-    is_shown: bool
-    received: int = 0
 
-    def __post_init__(self) -> None:
-        self.shown = self.log.stat().st_size if self.log.exists() else 0  # the output of earlier jobs
+def _exit_code(number: str) -> int | None:
+    """Return 0 once a job has left the queue. The outcome of the run is in its ``result.json``."""
+    return None if _states(number) else 0
 
-    def wait(self) -> None:
-        """Return when the job has ended. Raises KeyboardInterrupt after a second signal."""
-        with stop_signals(self._receive):
-            asked = 0
-            while self._states():
-                if self.received > asked:
-                    asked = self.received
-                    self._stop()
-                self._show()
-                until = time.monotonic() + self.poll_seconds
-                while time.monotonic() < until and self.received == asked:
-                    time.sleep(min(0.1, self.poll_seconds))
-        self._show()
-        if self.received > 1:
-            raise KeyboardInterrupt
 
-    def _states(self) -> list[str]:
-        """The states of the job's unfinished parts; ``UNKNOWN`` while the controller does not answer."""
-        listed = _said("squeue", "--noheader", "--jobs", self.number, "--format=%T", "--states=all")
-        if listed is None:
-            known = _said("squeue", "--noheader", "--format=%T")
-            return [] if known is not None else ["UNKNOWN"]
-        return [state for state in listed.split() if state not in _OVER]
-
-    def _stop(self) -> None:
-        if self.received > 1 or "RUNNING" not in self._states():
-            _said("scancel", self.number)
-            return
-        _said("scontrol", "update", f"JobId={self.number}", "Requeue=0")
-        _said("scancel", "--signal=TERM", self.number)
-
-    def _show(self) -> None:
-        if not self.is_shown:
-            return
-        with suppress(OSError), self.log.open(errors="backslashreplace") as file:
-            file.seek(self.shown)
-            sys.stdout.write(file.read())
-            sys.stdout.flush()
-            self.shown = file.tell()
-
-    def _receive(self) -> None:
-        self.received += 1
+def _stop(number: str, signals: int) -> bool:
+    """Make a running job save and end, or cancel a job that waits or has got a second signal."""
+    if signals > 1 or "RUNNING" not in _states(number):
+        _said("scancel", number)
+    else:
+        _said("scontrol", "update", f"JobId={number}", "Requeue=0")
+        _said("scancel", "--signal=TERM", number)
+    return True
 
 
 def _said(*command: str) -> str | None:

@@ -170,6 +170,14 @@ def shell_line(command: list[str], environment: Mapping[str, str]) -> str:
     return " ".join([*assignments, shlex.join(command)])
 
 
+def here_document(command: list[str], text: str) -> str:
+    """Return shell code that runs ``command`` with ``text`` as its standard input."""
+    end = "END_OF_TEXT"
+    while end in text:
+        end += "_"
+    return f"{shlex.join(command)} <<'{end}'\n{text}{end}\n"
+
+
 def escape_for_torchrun(words: Iterable[str]) -> list[str]:
     """Arguments escaped for torchrun, which expands macros and turns ``$$`` into ``$``."""
     return [word.replace("$", "$$") for word in words]

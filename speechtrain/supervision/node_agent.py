@@ -131,20 +131,16 @@ def outcome(run_dir: Path) -> int:
     return EXIT_PREEMPTED if result.status == "preempted" else 0
 
 
-def leave(run_dir: Path, retry_from: int) -> int:
-    """The run's exit code on one of several nodes, after the node's agent has ended.
+def leave(run_dir: Path) -> int:
+    """Return the run's exit code on one of several nodes, after the node's agent has ended.
 
-    Rank 0, or the rank that failed, may write its result on another node, and late. Codes after which a
-    new start continues (saved after a signal; a rank was killed, or its node lost) are raised by
-    ``retry_from``.
+    Rank 0, or the rank that failed, may write its result on another node, and late.
     """
     for _ in range(_LOOKS):
         if read_result(run_dir) or read_failure(run_dir):
             break
         time.sleep(_LOOK_TWICE_SECONDS)
-    code, failure = outcome(run_dir), read_failure(run_dir)
-    is_again = code == EXIT_PREEMPTED or (code != 0 and not (failure and failure.is_cause))
-    return code + retry_from if is_again else code
+    return outcome(run_dir)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -158,7 +154,6 @@ def main(argv: list[str] | None = None) -> int:
     running.add_argument("--attached", type=float, metavar="SECONDS")
     running.add_argument("--address", default="")
     running.add_argument("--outcome", type=Path, metavar="RUN_DIR", help="exit with the run's exit code")
-    running.add_argument("--retry-from", type=int, default=0, metavar="CODE", help="added to codes to retry")
     running.add_argument("--node", type=int, default=0, help="number of this node, added to its log's name")
     running.add_argument("log", type=Path)
     running.add_argument("command", nargs=argparse.REMAINDER)
@@ -175,8 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     log = given.log.with_stem(f"{given.log.stem}-{given.node}") if given.node else given.log
     code = run(given.command[given.command[:1] == ["--"] :], log, given.address, attached=given.attached)
     if given.outcome is None or code == EXIT_PREEMPTED:  # the latter: stopped before it had ranks
-        return code + int(given.retry_from)
-    return leave(given.outcome, given.retry_from)
+        return code
+    return leave(given.outcome)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,38 @@ def stop_signals(receive: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def wait_for_job(
+    exit_code: Callable[[], int | None], stop: Callable[[int], bool], poll_seconds: float
+) -> int:
+    """Wait until a job on other machines has ended, and return its exit code.
+
+    ``exit_code`` returns None until then. After a SIGINT or SIGTERM, ``stop`` is called with the number of
+    signals so far, at each poll until it returns True. Raises KeyboardInterrupt after two signals.
+    """
+    received = 0
+
+    def receive() -> None:
+        nonlocal received
+        received += 1
+
+    handled, pause = 0, min(0.1, poll_seconds)
+    with stop_signals(receive):
+        while True:
+            signals = received
+            if signals > handled and stop(signals):
+                handled = signals
+            code = exit_code()
+            if code is not None:
+                break
+            deadline = time.monotonic() + poll_seconds
+            time.sleep(pause)  # also while a signal waits for a cluster that does not answer
+            while time.monotonic() < deadline and received == handled:
+                time.sleep(pause)
+    if received > 1:
+        raise KeyboardInterrupt
+    return code
+
+
 def supervise(
     command: list[str],
     environment: Mapping[str, str],

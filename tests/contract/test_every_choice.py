@@ -267,8 +267,8 @@ def test_launcher_renders_what_a_shell_runs(
 
 
 def _with_program(text: str, program: str) -> str:
-    """``-m speechtrain.train_rank`` replaced, be it part of a line or two items of a YAML list."""
-    replaced, count = re.subn(r"-m\s+(- )?speechtrain\.train_rank", program, text)
+    """``-m speechtrain.train_rank`` replaced, be it part of a line or two items of a JSON list."""
+    replaced, count = re.subn(r'("?)-m\1,?\s+\1speechtrain\.train_rank\1', rf"\1{program}\1", text)
     assert count == 1, "the worker line stands there in another way: extend this test"
     return replaced
 

@@ -1,7 +1,7 @@
 """As much of a cluster as kubectl needs: an API server whose pods are processes of this machine.
 
 It stores what is applied, runs the containers' commands with Kubernetes' own expansion of ``$(NAME)``,
-starts pods again by the rules of Indexed Jobs and of PyTorchJobs, and ends them with SIGTERM first.
+starts pods again by the rules of Indexed Jobs, and ends them with SIGTERM first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ KINDS = {
     "services": ("v1", "Service"),
     "pods": ("v1", "Pod"),
     "jobs": ("batch/v1", "Job"),
-    "pytorchjobs": ("kubeflow.org/v1", "PyTorchJob"),
 }
 _PLACES = {("apis/" if "/" in version else "api/") + version: version for version, _ in KINDS.values()}
 KUBECONFIG = """
@@ -58,11 +57,10 @@ class Pod:
 
     content: dict[str, Any]
     process: subprocess.Popen[str]
-    part: str
     number: int
     """Of its node in the run."""
     is_evicted: bool = False
-    lines: list[tuple[str, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -72,7 +70,7 @@ class Pod:
         assert self.process.stdout is not None
         with self.process.stdout:
             for line in self.process.stdout:
-                self.lines.append((now(), line))
+                self.lines.append(line)
 
 
 class Cluster:
@@ -91,18 +89,18 @@ class Cluster:
         while not self.is_over.wait(0.05):
             with self.lock:
                 for (resource, name), content in list(self.objects.items()):
-                    if resource in ("jobs", "pytorchjobs"):
-                        self._reconcile(resource, name, content)
+                    if resource == "jobs":
+                        self._reconcile(name, content)
 
-    def _reconcile(self, resource: str, name: str, content: dict[str, Any]) -> None:
+    def _reconcile(self, name: str, content: dict[str, Any]) -> None:
         ours = [pod for pod in self.pods if pod.content["metadata"]["labels"]["owner"] == name]
         for pod in ours:
             if pod.process.poll() is not None and pod.content["status"]["phase"] == "Running":
-                self._ended(resource, content, pod)
+                self._ended(content, pod)
         running = [pod for pod in ours if pod.process.poll() is None]
         if "deletionTimestamp" in content["metadata"]:
             if not running:
-                del self.objects[resource, name]
+                del self.objects["jobs", name]
                 self.pods = [pod for pod in self.pods if pod not in ours]
             return
         if self._conditions(content):
@@ -110,24 +108,18 @@ class Cluster:
                 pod.process.terminate()
             return
         kept = {pod.number: pod for pod in ours if pod.content["status"]["phase"] != "Failed"}
-        for number, (part, template) in enumerate(self._parts(resource, content)):
+        for number in range(content["spec"]["completions"]):
             if number not in kept:
-                self._start(resource, name, part, number, template)
+                self._start(name, number, content["spec"]["template"])
         succeeded = [pod.number for pod in kept.values() if pod.content["status"]["phase"] == "Succeeded"]
-        if resource == "jobs" and len(succeeded) == content["spec"]["completions"]:
+        if len(succeeded) == content["spec"]["completions"]:
             self._condition(content, "Complete", "CompletionsReached")
-        if resource == "pytorchjobs" and 0 in succeeded:
-            self._condition(content, "Succeeded", "PyTorchJobSucceeded")
 
-    def _ended(self, resource: str, content: dict[str, Any], pod: Pod) -> None:
+    def _ended(self, content: dict[str, Any], pod: Pod) -> None:
         code = pod.process.returncode if pod.process.returncode >= 0 else 128 - pod.process.returncode
         pod.content["status"]["phase"] = "Failed" if code else "Succeeded"
         pod.content["status"]["code"] = code
         if not code or pod.is_evicted:
-            return
-        if resource == "pytorchjobs":
-            if code < 128:
-                self._condition(content, "Failed", "PyTorchJobFailed")
             return
         for rule in content["spec"]["podFailurePolicy"]["rules"]:
             if code in rule.get("onExitCodes", {}).get("values", []):
@@ -147,22 +139,9 @@ class Cluster:
             {"type": kind, "status": "True", "reason": reason, "message": "so it is"}
         )
 
-    def _parts(self, resource: str, content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        spec = content["spec"]
-        if resource == "jobs":
-            return [("", spec["template"])] * int(spec["completions"])
-        return [
-            (part.lower(), replicas["template"])
-            for part, replicas in spec["pytorchReplicaSpecs"].items()
-            for _ in range(replicas["replicas"])
-        ]
-
-    def _start(self, resource: str, owner: str, part: str, number: int, template: dict[str, Any]) -> None:
+    def _start(self, owner: str, number: int, template: dict[str, Any]) -> None:
         (container,) = template["spec"]["containers"]
         variables: dict[str, str] = {}
-        if resource == "pytorchjobs":  # what the operator tells its pods
-            port = str(container["ports"][0]["containerPort"])
-            variables = {"RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         fields = {"status.podIP": "127.0.0.1", f"metadata.annotations['{INDEX}']": str(number)}
         for entry in container["env"]:
             source = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
@@ -178,15 +157,15 @@ class Cluster:
             start_new_session=True,
         )
         metadata = {
-            "name": f"{owner}-{part or number}-{len(self.pods)}",
+            "name": f"{owner}-{number}-{len(self.pods)}",
             "namespace": "default",
-            "labels": {**template["metadata"]["labels"], "owner": owner},
-            "annotations": {INDEX: str(number)} if resource == "jobs" else {},
+            "labels": {**template["metadata"]["labels"], "owner": owner, INDEX: str(number)},
+            "annotations": {INDEX: str(number)},
             "creationTimestamp": now(),
         }
         content = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
         content["status"] = {"phase": "Running"}
-        pod = Pod(content, process, part, number)
+        pod = Pod(content, process, number)
         self.pods.append(pod)
         threading.Thread(target=pod.read, daemon=True).start()
 
@@ -254,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({**status, "message": f"{self.path} not found", "code": 404}, 404)
 
     def _discovered(self, path: str) -> Any:
-        groups = {"batch": "batch/v1", "kubeflow.org": "kubeflow.org/v1"}
+        groups = {"batch": "batch/v1"}
         if path == "/version":
             return {"major": "1", "minor": "32", "gitVersion": "v1.32.0"}
         if path == "/api":
@@ -308,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = self._discovered(urlsplit(self.path).path)
             return self._missing() if content is None else self._answer(content)
         if part == "log":
-            return self._log(name, query)
+            return self._log(name)
         if name:
             found = self.cluster.listed(resource, "", name)
             return self._answer(found[0]) if found else self._missing()
@@ -320,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
             {"kind": f"{kind}List", "apiVersion": version, "metadata": metadata, "items": found}
         )
 
-    def _log(self, name: str, query: dict[str, str]) -> None:
+    def _log(self, name: str) -> None:
         (pod,) = [pod for pod in self.cluster.pods if pod.name == name]
         self.send_response(200)
         self.send_header("Content-Type", "text/plain")
@@ -328,11 +307,10 @@ class _Handler(BaseHTTPRequestHandler):
         said = 0
         while True:
             is_last = pod.process.poll() is not None
-            for stamp, line in pod.lines[said:]:
+            for line in pod.lines[said:]:
                 said += 1
-                if stamp[:19] >= query.get("sinceTime", "")[:19]:
-                    self.wfile.write(f"{stamp} {line}".encode())
-                    self.wfile.flush()
+                self.wfile.write(line.encode())
+                self.wfile.flush()
             if is_last:
                 return
             time.sleep(0.05)

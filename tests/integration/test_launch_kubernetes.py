@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from speechtrain.launchers.kubernetes import Kubernetes
 from speechtrain.launcher import Job
 
 from . import cluster as kubernetes
-from .cluster import Cluster
+from .cluster import Cluster, Pod
 from .conftest import DEADLINE, Command, finish, wait_for
-from .engines import SIZES, STEPS, assert_same, processes_of, skip_twice, skip_without
+from .engines import SIZES, STEPS, assert_same, processes_of, skip_without
 
 skip_without("kubectl")
 
@@ -29,9 +30,9 @@ def cluster(
         yield found
 
 
-def two_pods(kind: str, folder: Path, environment: dict[str, str]) -> Command:
+def two_pods(folder: Path, environment: dict[str, str]) -> Command:
     """Two ranks in two pods, in a folder whose name Kubernetes would expand."""
-    launcher = ["launcher=kubernetes", "launcher.image=none", f"launcher.kind={kind}", "launcher.nodes=2"]
+    launcher = ["launcher=kubernetes", "launcher.image=none", "launcher.nodes=2"]
     settings = [f"launcher.python={sys.executable}", f"launcher.volumes={{shared: {folder}}}"]
     world = ["launcher.poll_seconds=0.3", "world_size=2", "trainer.simulate_world=2"]
     run = Command(folder / "a $(RANK) $$ run", environment, [*SIZES, *launcher, *settings, *world])
@@ -41,13 +42,12 @@ def two_pods(kind: str, folder: Path, environment: dict[str, str]) -> Command:
 
 @pytest.fixture(scope="module")
 def run(cluster: tuple[Cluster, dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> Command:
-    return two_pods("job", tmp_path_factory.mktemp("job"), cluster[1])
+    return two_pods(tmp_path_factory.mktemp("job"), cluster[1])
 
 
-@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
-def test_kubectl_takes_the_manifest(kind: str, cluster: tuple[Cluster, dict[str, str]]) -> None:
+def test_kubectl_takes_the_manifest(cluster: tuple[Cluster, dict[str, str]]) -> None:
     """As it would without a cluster; only the kinds it knows are asked of the server."""
-    manifest = Kubernetes("image", kind=kind, nodes=2, name="dry").manifest(
+    manifest = Kubernetes("image", nodes=2, name="dry").manifest(
         Job(Path("/shared/run/config.yaml"), Path("/shared/run"), 2, {"A": "$(id) é\n"})
     )
     line = ["kubectl", "create", "--dry-run=client", "--validate=false", "--filename=-"]
@@ -55,8 +55,10 @@ def test_kubectl_takes_the_manifest(kind: str, cluster: tuple[Cluster, dict[str,
         line, input=manifest, env=cluster[1], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    created = {"job": ["service/dry", "job.batch/dry"]}.get(kind, ["pytorchjob.kubeflow.org/dry"])
-    assert done.stdout.splitlines() == [f"{name} created (dry run)" for name in created]
+    assert done.stdout.splitlines() == [
+        "service/dry created (dry run)",
+        "job.batch/dry created (dry run)",
+    ]
 
 
 def test_two_pods_train_what_one_process_does(
@@ -67,7 +69,7 @@ def test_two_pods_train_what_one_process_does(
     assert "submitted job.batch/speechtrain-" in done.stdout
     assert done.stdout.count("finished at step") == 1
     assert_same(run, alone)
-    assert (run.run_dir / "kubernetes.yaml").exists()
+    assert (run.run_dir / "kubernetes.json").exists()
     assert [kind for kind, _ in cluster[0].objects] == ["jobs"]  # the Service has gone
 
 
@@ -94,38 +96,34 @@ def test_a_pod_that_is_evicted_continues_the_run_and_a_signal_ends_it(
     assert [kind for kind, _ in cluster[0].objects] == []
 
 
-def test_kubeflows_pods_continue_too(
-    cluster: tuple[Cluster, dict[str, str]], tmp_path: Path, alone: Command
-) -> None:
-    skip_twice("pytorchjob", first="job")
-    run = two_pods("pytorchjob", tmp_path, cluster[1])
-    process = run.start(f"trainer.max_steps={STEPS}")
-    wait_for(lambda: run.events("train"), process)
-    cluster[0].evict(1)
-    ended = finish(process)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
-    codes = [pod.content["status"]["code"] for pod in cluster[0].pods]
-    assert codes == [128 + 75, 128 + 75, 0, 0]
-    assert_same_but_for_the_break(run, alone)
-
-
-def assert_same_but_for_the_break(run: Command, alone: Command) -> None:
-    """Every update once, with the losses of one process."""
-    losses = alone.losses()
-    assert run.losses().keys() == losses.keys()
-    for step, loss in run.losses().items():
-        assert loss == pytest.approx(losses[step], rel=1e-5)
-
-
-DEAF = "#!/bin/sh\ntrap '' TERM\necho begun\nwhile :; do sleep 0.1; done\n"
+DEAF = "#!/bin/sh\ntrap '' TERM\necho begun $JOB_COMPLETION_INDEX\nwhile :; do sleep 0.1; done\n"
 LAUNCH = """
 import pathlib, sys
 from speechtrain.launcher import Job
 from speechtrain.launchers.kubernetes import Kubernetes
 python, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-launcher = Kubernetes("image", python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)
-launcher.launch(Job(folder / "config.yaml", folder))
+launcher = Kubernetes("image", nodes=2, python=python, volumes={"shared": str(folder)}, poll_seconds=0.2)
+launcher.launch(Job(folder / "config.yaml", folder, world_size=2))
 """
+
+
+def pods_that_print(world: Cluster) -> list[Pod]:
+    return [pod for pod in world.pods if pod.lines]
+
+
+def start_log(
+    process: subprocess.Popen[str], world: Cluster, environment: dict[str, str]
+) -> subprocess.Popen[str]:
+    """Start the command that the launcher names for following the log, and read its first line."""
+    assert process.stdout is not None
+    submitted = process.stdout.readline()
+    assert submitted.startswith("submitted job.batch/")
+    wait_for(lambda: len(pods_that_print(world)) == 2, process)
+    command = shlex.split(submitted.partition("to follow its log: ")[2])
+    log = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert log.stdout is not None
+    assert log.stdout.readline() == "begun 0\n"
+    return log
 
 
 def test_a_second_signal_ends_what_does_not_leave(
@@ -139,9 +137,7 @@ def test_a_second_signal_ends_what_does_not_leave(
     line = [sys.executable, "-c", LAUNCH, str(deaf), str(tmp_path)]
     process = subprocess.Popen(line, env=environment, stdout=pipe, stderr=pipe, text=True)
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("submitted job.batch/")
-        assert process.stdout.readline() == "begun\n"
+        log = start_log(process, world, environment)
         process.send_signal(signal.SIGINT)
         wait_for(lambda: any("deletionTimestamp" in o["metadata"] for o in world.objects.values()))
         again = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -151,12 +147,13 @@ def test_a_second_signal_ends_what_does_not_leave(
     finally:
         process.kill()
     assert "KeyboardInterrupt" in ended.stderr
-    assert ended.stdout == ""  # each line once
+    assert ended.stdout == ""
+    assert log.communicate(timeout=DEADLINE)[0] == ""  # only of the first pod, and it ends with it
     assert not [name for kind, name in world.objects if kind == "jobs"]
 
 
 def test_a_run_that_cannot_begin_says_why(cluster: tuple[Cluster, dict[str, str]], tmp_path: Path) -> None:
-    run = two_pods("job", tmp_path, cluster[1])
+    run = two_pods(tmp_path, cluster[1])
     done = run.run("launcher.volumes=null")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

@@ -127,7 +127,8 @@ def run(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Comm
 def test_two_nodes_train_what_one_process_does(run: Command, alone: Command) -> None:
     done = run.run(f"trainer.max_steps={STEPS}")
     assert (done.returncode, done.stderr) == (0, ""), (run.run_dir / "slurm.log").read_text()
-    assert "submitted Slurm job" in done.stdout
+    assert f"to follow its log: tail -F {run.run_dir}/slurm.log" in done.stdout
+    assert done.stdout.count("finished at step") == 1
     assert_same(run, alone)
     assert "#SBATCH --nodes=2" in (run.run_dir / "slurm.sh").read_text()
 

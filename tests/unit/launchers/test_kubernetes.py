@@ -1,4 +1,4 @@
-"""The manifests: Kubernetes' and Kubeflow's own models take them whole, and nothing in them is expanded."""
+"""The manifests: Kubernetes' own models take them whole, and nothing in them is expanded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from speechtrain.launchers.kubernetes import Kubernetes
 from torch.distributed.elastic.utils import macros
 
@@ -19,7 +18,6 @@ from speechtrain.launcher import Job
 
 AWKWARD = "a b'c\"d $(HOME) $$(HOME) $ $$ $( `id` $(id) \\ ; # {x}: [1]\n\tend é"
 NUMBERS = ("1", "1e3", "0x1f", "0o7", "1_000", "1:30", "on", "y", "null", "~", "true", "-", "--", ".inf", "")
-KINDS = ("job", "pytorchjob")
 
 
 def job(run_dir: Path, world_size: int = 4, **environment: str) -> Job:
@@ -43,13 +41,19 @@ def launcher(**keys: Any) -> Kubernetes:
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(text))
+    """Return the objects of a manifest, one JSON document after the other."""
+    objects, start = [], 0
+    while start < len(text):
+        content, end = json.JSONDecoder().raw_decode(text, start)
+        objects.append(content)
+        start = end + 1  # the line break
+    return objects
 
 
-def templates(document: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = document["spec"]
-    replicas = spec.get("pytorchReplicaSpecs")
-    return [part["template"] for part in replicas.values()] if replicas else [spec["template"]]
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of a Job's pods."""
+    pod: dict[str, Any] = document["spec"]["template"]["spec"]
+    return pod
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
@@ -68,26 +72,21 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 def modelled(document: dict[str, Any]) -> Any:
     """The document as its client's model gives it back."""
-    if document["kind"] == "PyTorchJob":
-        client = pytest.importorskip("kubeflow.training.api_client")
-        model = "KubeflowOrgV1PyTorchJob"
-    else:
-        client = pytest.importorskip("kubernetes.client.api_client")
-        model = f"V1{document['kind']}"
+    client = pytest.importorskip("kubernetes.client.api_client")
+    model = f"V1{document['kind']}"
     with client.ApiClient() as api:
         return api.sanitize_for_serialization(
             api.deserialize(SimpleNamespace(data=json.dumps(document)), model)
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_bare", [False, True])
-def test_the_clients_models_know_every_key(kind: str, is_bare: bool) -> None:
-    bare = Kubernetes("image", kind=kind, volumes={"shared": "/shared"}, shared_memory=None)
-    text = (bare if is_bare else launcher(kind=kind)).manifest(job(Path("/shared/run"), A=AWKWARD))
+def test_the_clients_models_know_every_key(is_bare: bool) -> None:
+    bare = Kubernetes("image", volumes={"shared": "/shared"}, shared_memory=None)
+    text = (bare if is_bare else launcher()).manifest(job(Path("/shared/run"), A=AWKWARD))
     for document in documents(text):
         assert modelled(document) == document
-    assert [d["kind"] for d in documents(text)] == {"job": ["Service", "Job"]}.get(kind, ["PyTorchJob"])
+    assert [d["kind"] for d in documents(text)] == ["Service", "Job"]
 
 
 def test_the_models_would_show_a_key_that_is_none() -> None:
@@ -96,49 +95,42 @@ def test_the_models_would_show_a_key_that_is_none() -> None:
     assert modelled(document) != document
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_arrive_as_they_are_and_secrets_do_not(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_arrive_as_they_are_and_secrets_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", AWKWARD)
     monkeypatch.setenv("HF_TOKEN", "hush")
     run_dir = Path("/shared") / AWKWARD
     numbers = {f"N{index}": value for index, value in enumerate(NUMBERS)}
-    text = launcher(kind=kind, forward=["HF_*"], python=AWKWARD).render(
+    text = launcher(forward=["HF_*"], python=AWKWARD).render(
         job(run_dir, AWKWARD=AWKWARD, MY_SECRET="hush", **numbers)
     )
     assert "hush" not in text
-    line, manifest, end = text.split("\n", 1)[0], text.split("\n", 1)[1], "END_OF_MANIFEST\n"
+    line, manifest, end = text.split("\n", 1)[0], text.split("\n", 1)[1], "END_OF_TEXT\n"
     assert shlex.split(line) == ["kubectl", "apply", "--filename=-", f"<<{end.strip()}"]
     (*_, document) = documents(manifest.removesuffix(end))
-    plenty = {"HOME": "expanded", "id": "expanded", "POD_IP": "10.0.0.7", "RANK": "1"}
-    plenty.update(JOB_COMPLETION_INDEX="1", MASTER_ADDR="first", MASTER_PORT="1234")
-    for template in templates(document):
-        (container,) = template["spec"]["containers"]
-        reached = {e["name"]: expanded(e["value"], plenty) for e in container["env"] if "value" in e}
-        assert {"AWKWARD": AWKWARD, "HF_HOME": AWKWARD, **numbers}.items() <= reached.items()
-        command = [expanded(word, plenty) for word in container["command"]]
-        worker = macros.substitute(command[-4:], "0")  # what torchrun does to its arguments
-        assert worker == ["-P", "-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
-        assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
-        assert command.count(AWKWARD) == 4  # the interpreter
-        assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
-        assert ("--master-addr=first" in command) == (kind == "pytorchjob")
-        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+    plenty = {"HOME": "expanded", "id": "expanded", "POD_IP": "10.0.0.7", "JOB_COMPLETION_INDEX": "1"}
+    (container,) = pod_of(document)["containers"]
+    reached = {e["name"]: expanded(e["value"], plenty) for e in container["env"] if "value" in e}
+    assert {"AWKWARD": AWKWARD, "HF_HOME": AWKWARD, **numbers}.items() <= reached.items()
+    command = [expanded(word, plenty) for word in container["command"]]
+    worker = macros.substitute(command[-4:], "0")  # what torchrun does to its arguments
+    assert worker == ["-P", "-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
+    assert {f"--outcome={run_dir}", str(run_dir / "agent.log"), "--address=10.0.0.7"} < set(command)
+    assert command.count(AWKWARD) == 4  # the interpreter
+    assert {"--node=1", "--node-rank=1", "--nnodes=2", "--nproc-per-node=2"} < set(command)
+    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_ranks_of_a_single_pod_meet_on_its_loopback_address(kind: str) -> None:
-    (*_, document) = documents(launcher(kind=kind, nodes=1).manifest(job(Path("/shared/run"))))
-    for template in templates(document):
-        words = template["spec"]["containers"][0]["command"]
-        assert "speechtrain.distributed.local_agent" in words
-        assert not [w for w in words if w.startswith(("--address", "--master", "--rdzv", "--node-rank"))]
+def test_the_ranks_of_a_single_pod_meet_on_its_loopback_address() -> None:
+    (*_, document) = documents(launcher(nodes=1).manifest(job(Path("/shared/run"))))
+    words = pod_of(document)["containers"][0]["command"]
+    assert "speechtrain.distributed.local_agent" in words
+    assert not [w for w in words if w.startswith(("--address", "--master", "--rdzv", "--node-rank"))]
 
 
 def test_every_text_that_some_reader_takes_for_something_else_is_quoted() -> None:
-    """Go's YAML takes ``1e3`` for a number where Python's does not."""
     text = launcher().manifest(job(Path("/shared/run"), **{f"N{i}": v for i, v in enumerate(NUMBERS)}))
     for value in NUMBERS:
-        assert re.search(rf"value: (['\"]){re.escape(value)}\1\n", text), value
+        assert f'"value": {json.dumps(value)}\n' in text
 
 
 def test_a_job_starts_evicted_pods_again_and_does_not_count_them() -> None:
@@ -158,41 +150,24 @@ def test_a_job_starts_evicted_pods_again_and_does_not_count_them() -> None:
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
 
 
-def test_a_pytorchjob_has_one_master_and_the_rest_workers() -> None:
-    for nodes, parts in ((1, {"Master": 1}), (3, {"Master": 1, "Worker": 2})):
-        (document,) = documents(
-            launcher(kind="pytorchjob", nodes=nodes).manifest(job(Path("/shared/run"), 6))
-        )
-        replicas = document["spec"]["pytorchReplicaSpecs"]
-        assert {name: part["replicas"] for name, part in replicas.items()} == parts
-        for part in replicas.values():
-            assert part["restartPolicy"] == "ExitCode"
-            (container,) = part["template"]["spec"]["containers"]
-            assert container["name"] == "pytorch"  # the operator looks for these two
-            assert container["ports"][0]["name"] == "pytorchjob-port"
-            assert "--retry-from=128" in container["command"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_get_what_they_are_given(kind: str) -> None:
-    for template in templates(documents(launcher(kind=kind).manifest(job(Path("/shared/run"))))[-1]):
-        pod = template["spec"]
-        (container,) = pod["containers"]
-        assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "habana.ai/gaudi": "2"}
-        assert container["resources"]["requests"] == container["resources"]["limits"]
-        claims = {
-            v["name"]: v["persistentVolumeClaim"]["claimName"]
-            for v in pod["volumes"]
-            if "persistentVolumeClaim" in v
-        }
-        mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
-        assert claims[mounts["/shared"]] == "shared"
-        assert claims[mounts["/data sets"]] == "corpora"
-        assert {"name": mounts["/dev/shm"], "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
-            "volumes"
-        ]
-        assert (pod["nodeSelector"], pod["serviceAccountName"]) == ({"pool": "training"}, "trainer")
-        assert (pod["tolerations"], pod["priorityClassName"]) == ([{"operator": "Exists"}], "low")
+def test_pods_get_what_they_are_given() -> None:
+    pod = pod_of(documents(launcher().manifest(job(Path("/shared/run"))))[-1])
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "habana.ai/gaudi": "2"}
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    claims = {
+        v["name"]: v["persistentVolumeClaim"]["claimName"]
+        for v in pod["volumes"]
+        if "persistentVolumeClaim" in v
+    }
+    mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    assert claims[mounts["/shared"]] == "shared"
+    assert claims[mounts["/data sets"]] == "corpora"
+    assert {"name": mounts["/dev/shm"], "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
+        "volumes"
+    ]
+    assert (pod["nodeSelector"], pod["serviceAccountName"]) == ({"pool": "training"}, "trainer")
+    assert (pod["tolerations"], pod["priorityClassName"]) == ([{"operator": "Exists"}], "low")
 
 
 def test_two_runs_have_two_names_and_one_run_has_one() -> None:
@@ -219,7 +194,7 @@ def test_a_run_directory_that_no_pod_sees_is_refused(run_dir: str) -> None:
     "settings",
     [
         *({"nodes": 0}, {"restarts": -1}, {"grace_seconds": 0}, {"shutdown_seconds": 0}, {"poll_seconds": 0}),
-        *({"kind": "pod"}, {"name": "Upper"}, {"name": "a" * 51}, {"volumes": {"shared": "relative"}}),
+        *({"name": "Upper"}, {"name": "a" * 51}, {"volumes": {"shared": "relative"}}),
         {"namespace": "a\nb"},
     ],
 )

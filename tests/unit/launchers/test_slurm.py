@@ -61,3 +61,24 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, int]) -> None:
 def test_a_bad_value_is_named_by_its_key() -> None:
     with pytest.raises(ValueError, match=r"^name='two words': it must be a word"):
         Slurm(name="two words")
+
+
+def test_the_command_names_the_line_that_follows_the_log_and_waits_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = tmp_path / "states"
+    states.write_text("PENDING\nRUNNING\nCOMPLETED\n")
+    programs = {
+        "sbatch": "echo 'begun' >> 'a run/slurm.log'; echo 7",
+        "squeue": "head -n 1 states; sed -i 1d states",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    assert Slurm(poll_seconds=0.01).launch(job(run_dir, 1)).returncode == 0
+    assert states.read_text() == ""
+    log = f"tail -F '{run_dir}/slurm.log'"
+    assert capsys.readouterr().out == f"submitted Slurm job 7; to follow its log: {log}\n"

@@ -56,15 +56,15 @@ def test_told_to_stop_or_left_alone_it_asks_its_rank(tmp_path: Path, word: bytes
     assert not is_running(rank)
 
 
-def test_a_node_that_is_stopped_before_it_has_ranks_exits_with_a_code_to_retry(tmp_path: Path) -> None:
+def test_a_node_that_is_stopped_before_it_has_ranks_exits_as_preempted(tmp_path: Path) -> None:
     """As a pod that waits for its peers, which else would be killed after its grace period."""
-    options = [f"--outcome={tmp_path}", "--retry-from=128", str(tmp_path / "agent.log"), "--"]
+    options = [f"--outcome={tmp_path}", str(tmp_path / "agent.log"), "--"]
     waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
     process = subprocess.Popen([sys.executable, "-m", MODULE, "run", *options, *waiting])
     while not children_of(process.pid):
         assert process.poll() is None
     process.terminate()
-    assert process.wait(30) == 128 + 75
+    assert process.wait(30) == 75
 
 
 @pytest.mark.parametrize("word", [node.KILL, b""])
@@ -135,9 +135,9 @@ def test_the_outcome_of_a_run(tmp_path: Path, result: dict[str, object], code: i
     ("rank", "result", "code"),
     [
         (0, {"status": "finished"}, 0),
-        (0, {"status": "preempted"}, 203),
+        (0, {"status": "preempted"}, 75),
         (1, {"status": "failed", "exit_code": 2}, 2),
-        (1, {"status": "failed", "exit_code": 4, "is_cause": False}, 132),
+        (1, {"status": "failed", "exit_code": 4, "is_cause": False}, 4),
     ],
 )
 def test_one_of_several_nodes_leaves_with_the_code_of_the_run(
@@ -150,7 +150,7 @@ def test_one_of_several_nodes_leaves_with_the_code_of_the_run(
     )
     folder.mkdir(parents=True, exist_ok=True)
     told = subprocess.Popen([sys.executable, "-c", late, str(folder / RESULT), json.dumps(result)])
-    options = [f"--outcome={tmp_path}", "--retry-from=128", "--node=1", str(tmp_path / "agent.log")]
+    options = [f"--outcome={tmp_path}", "--node=1", str(tmp_path / "agent.log")]
     speaking = [sys.executable, "-c", "import sys; print('words', file=sys.stderr)"]
     assert node.main(["run", *options, "--", *speaking]) == code
     assert told.wait(60) == 0
@@ -167,5 +167,5 @@ def test_ranks_of_which_none_has_left_a_word_were_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node, "_LOOKS", 1)
-    line = ["run", f"--outcome={tmp_path}", "--retry-from=128", str(tmp_path / "log"), "--", "false"]
-    assert node.main(line) == 129
+    line = ["run", f"--outcome={tmp_path}", str(tmp_path / "log"), "--", "false"]
+    assert node.main(line) == 1

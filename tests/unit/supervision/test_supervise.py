@@ -18,7 +18,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.launcher import Job, shell_line
 from speechtrain.supervision.process_tree import children_of
 from speechtrain.supervision.rendezvous import agent_command
-from speechtrain.supervision.supervise import supervise
+from speechtrain.supervision.supervise import supervise, wait_for_job
 
 # what a worker does: act on the signals that waited while it could not
 OBEDIENT = """
@@ -321,3 +321,39 @@ def test_the_default_launcher_counts_the_ranks(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="max_restarts=-1"):
         Torchrun(max_restarts=-1)
+
+
+def test_a_job_elsewhere_is_asked_to_stop_until_it_accepts() -> None:
+    codes = iter([None, None, None, 7])
+    answers = iter([False, True])
+    signals: list[int] = []
+
+    def exit_code() -> int | None:
+        if not signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return next(codes)
+
+    def stop(count: int) -> bool:
+        signals.append(count)
+        return next(answers)
+
+    assert wait_for_job(exit_code, stop, poll_seconds=0.01) == 7
+    assert signals == [1, 1]
+
+
+def test_after_a_second_signal_the_command_is_interrupted_once_the_job_has_ended() -> None:
+    signals: list[int] = []
+
+    def exit_code() -> int | None:
+        if signals == [1, 2]:
+            return 0
+        os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    def stop(count: int) -> bool:
+        signals.append(count)
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        wait_for_job(exit_code, stop, poll_seconds=0.01)
+    assert signals == [1, 2]
