@@ -196,12 +196,12 @@ def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command
         else:
             assert done.returncode in (2, 5)
             assert says in done.stderr
-    same = run.run("optimizer.lr=0.01", "encoder.hidden=8", "trainer.max_steps=390")
+    same = run.run("optimizer.lr=0.01", "encoder.hidden=10", "trainer.max_steps=891")
     assert same.returncode == 0, same.stderr
-    assert run.result()["steps"] == 390
-    kept = run.run("trainer.max_steps=400")  # with the text of the first start: the stored value wins
-    assert "the run keeps its trainer.max_steps=390" in kept.stdout
-    assert "is done: finished at step 390" in kept.stdout
+    assert run.result()["steps"] == 891
+    kept = run.run("trainer.max_steps=900")  # with the text of the first start: the stored value wins
+    assert "the run keeps its trainer.max_steps=891" in kept.stdout
+    assert "is done: finished at step 891" in kept.stdout
 
 
 def names_in(run_dir: Path) -> set[str]:

@@ -112,7 +112,7 @@ def test_json_array_bounds_a_plain_file(
     monkeypatch.setattr(manifests, "LARGEST_ARRAY", 1_000)
     path = tmp_path / "m.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"m\.json:1: a JSON array has at most .* write it as JSON lines"):
+    with pytest.raises(DataError, match=r"m\.json:1: a JSON array has at most .* Write it as JSON lines"):
         list(manifests.records(path))
 
 
