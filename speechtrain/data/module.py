@@ -485,6 +485,10 @@ class SpeechData(DataModule):
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
 
+    def content(self) -> dict[str, str | int]:
+        index = self.index
+        return {"recordings": len(index), "digest": digest(index.content, index.texts)}
+
     def report(self) -> dict[str, Any]:
         """Return recordings not used by reason, the shares of padded (fixed shapes) and cropped audio, what
         is held out, and the facts of each named set.
