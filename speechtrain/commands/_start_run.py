@@ -41,6 +41,7 @@ from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, read_text, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
+from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
     ABOUT,
     CONFIG,
@@ -61,7 +62,6 @@ _EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training wo
 _BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
-_NOTHING = 0.9  # error rate of a recogniser that writes next to nothing
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
@@ -121,7 +121,8 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         if is_new and result.is_cause and isinstance(error, _FIXABLE):
             _discard(run_dir, launcher.files)
         raise error
-    write_json(run_dir / RESULT, asdict(replace(result, limits=plain["trainer"])))
+    result = replace(result, limits=plain["trainer"])
+    write_json(run_dir / RESULT, asdict(result))
     if result.status == "preempted":
         raise Preempted(f"saved at step {result.steps} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
@@ -140,10 +141,9 @@ def _warn_of_unused_folder(data: Any) -> None:
 def _check_resume(resume: str, run_dir: Path) -> None:
     """Raise RunError if ``resume`` does not allow to begin, or to continue, the run."""
     checkpointer = Checkpointer(run_dir)
-    if resume == "never" and checkpointer.folders():
-        raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints. Set another run_dir")
-    if resume == "must" and not checkpointer.folders():
-        raise RunError(f"resume=must, but {checkpointer.root} holds no checkpoint. Correct run_dir")
+    count = len(checkpointer.folders())
+    if (resume == "never" and count) or (resume == "must" and not count):
+        raise RunError(f"resume={resume}, but {checkpointer.root} holds {count} checkpoints. Correct run_dir")
 
 
 def _finished(config: DictConfig, command: Command) -> RunResult | None:
@@ -208,8 +208,8 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
 
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     """Write the report of a finished run; print its path, and what may be done next."""
-    if config.from_data and _has_learnt_nothing(result):
-        say("it does not write what was said yet: set a longer trainer.max_hours, or add recordings")
+    for line in advice(result, run_directory.read_metrics(Path(config.run_dir)).rows):
+        say(line)
     if "console" in (config.tracking.get("trackers") or {}):  # people follow this run
         from speechtrain.report import page, run  # half a second of imports
 
@@ -227,13 +227,6 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
         own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
         line = f"your own recordings: {shlex.join(['speechtrain-train', *own, *kept])}"
         print(errors.printable(line))
-
-
-def _has_learnt_nothing(result: RunResult) -> bool:
-    """True for a run without updates, or whose error rates are all near that of writing nothing."""
-    metrics = result.metrics or {}
-    rates = [rate for name, rate in metrics.items() if rate is not None and run_directory.is_error_rate(name)]
-    return not result.steps or min(rates, default=0.0) >= _NOTHING
 
 
 def _is_complete(result: RunResult, run_dir: Path) -> bool:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console, json_text
 from speechtrain.errors import ConfigError, MachineError, printable
 from speechtrain.files import atomic, finite, writing
 from speechtrain.run_directory import is_error_rate, metric, shown
+
+if TYPE_CHECKING:
+    from speechtrain.training.evaluation import Outcome
 
 _FIX = "name a file in a writable folder"  # for --out
 
@@ -76,9 +81,7 @@ def run(argv: list[str]) -> int:
             temporary.write_text(text, encoding="utf-8")
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
-    for name, outcome in outcomes.items():
-        if outcome.contradiction:
-            print(printable(f"speechtrain: warning: {name}: {outcome.contradiction}"), file=sys.stderr)
+    _warn(outcomes, loaded.checkpoint, arguments)
     if arguments.json:
         found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
         print(json_text(found))
@@ -91,6 +94,19 @@ def run(argv: list[str]) -> int:
         for line in lines_of(wrong[name]) if name in wrong else ():
             print(line)
     return 0
+
+
+def _warn(outcomes: Mapping[str, Outcome], checkpoint: Path, arguments: argparse.Namespace) -> None:
+    """Warn of a contradiction, and of another search that is worse than the one of training."""
+    from speechtrain.checkpoint.whole import validated
+    from speechtrain.report.advice import worse_searches
+
+    lines = [f"{name}: {o.contradiction}" for name, o in outcomes.items() if o.contradiction]
+    if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
+        rates = {f"{name}/wer": outcome.metrics.get("wer") for name, outcome in outcomes.items()}
+        lines += worse_searches(validated(checkpoint), rates)
+    for line in lines:
+        print(printable(f"speechtrain: warning: {line}"), file=sys.stderr)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:

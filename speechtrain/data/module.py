@@ -195,6 +195,11 @@ class SpeechData(DataModule):
             return self._usable
         return np.setdiff1d(self._usable, self._held, assume_unique=True)
 
+    @property
+    def training_rows(self) -> NDArray[np.int32]:
+        """The rows of ``index`` that are trained on."""
+        return self._kept
+
     @cached_property
     def sampler(self) -> Sampler:
         """The order of training."""

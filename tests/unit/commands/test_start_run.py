@@ -20,7 +20,7 @@ from speechtrain.commands._continue_run import continued
 from speechtrain.commands._find_run import find_run
 from speechtrain.commands._hydra_app import compose
 from speechtrain.commands._on_host import host_environment
-from speechtrain.commands._start_run import _conclude, _has_learnt_nothing, _is_complete, start_run
+from speechtrain.commands._start_run import _conclude, _is_complete, start_run
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, MachineError, RunError
@@ -46,22 +46,6 @@ def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
     assert start_run(command, config, {}).status == "dry run"
     (run_dir / "config.yaml").write_text(dump(config))
     return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
-
-
-@pytest.mark.parametrize(
-    ("steps", "metrics", "is_poor"),
-    [
-        (0, {}, True),
-        (9, {"dev/cer": 0.97, "dev/wer": 1.0, "loss": 0.1}, True),
-        (9, {"dev/cer": 0.6, "dev/wer": 1.0}, False),
-        (9, {"dev/cer": None, "loss": 3.0}, False),
-        (9, {}, False),
-    ],
-)
-def test_a_run_that_has_learnt_nothing_is_told_apart(
-    steps: int, metrics: dict[str, Any], is_poor: bool
-) -> None:
-    assert _has_learnt_nothing(RunResult("finished", metrics=metrics, steps=steps)) is is_poor
 
 
 HOSTS = {
