@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import soundfile
 
 from speechtrain.commands import train
 from speechtrain.commands._command_line import read
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.resolved import dump, load
 from speechtrain.config.resume_fields import typed_fields, with_whole_paths
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.run_directory import CONFIG
@@ -128,8 +132,6 @@ def test_the_lines_of_a_dry_run_write_the_config_of_the_ranks(
     *lines, command = capsys.readouterr().out.splitlines()
     assert command.endswith(f"-m speechtrain.train_rank '{run_dir / CONFIG}'")
     subprocess.run(["bash", "-ec", "\n".join(lines)], check=True)
-    from speechtrain.config.resolved import load
-
     config = load(run_dir / CONFIG)
     assert (config.tokenizer.alphabet, config.dry_run) == (symbols, False)
     assert train.run([f"run_dir='{run_dir}'", "dry_run=true"]) == 0
@@ -158,3 +160,25 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
         assert identity not in runs, f"{line.strip()} continues the run of {runs[identity]}"
         runs[identity] = line.strip()
     assert len(runs) > 3
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("optimizer.lr=1e-4", "begins with its weights"),
+        ("augment=none", "begins with its weights"),
+        ("encoder.hidden=9", "is a new run"),
+    ],
+)
+def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tmp_path: Path) -> None:
+    """U5: the advice for another learning rate began the digits in another directory."""
+    config = compose(["recipe=demo", "seed=3"])
+    config.run_dir = str(tmp_path)
+    (tmp_path / CONFIG).write_text(dump(config))
+    about = {"argv": ["recipe=demo"], "overrides": ["recipe=demo", "seed=3"]}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    expected = f"this {advice}: speechtrain-train recipe=demo seed=3 run_dir=NEW {override}"
+    if "weights" in advice:
+        expected += f" init_from={tmp_path}"
+    with pytest.raises(RunError, match=re.escape(expected) + "$"):
+        train.run([f"run_dir={tmp_path}", override])

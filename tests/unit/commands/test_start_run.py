@@ -446,9 +446,9 @@ def test_a_typed_length_replaces_the_hours_of_a_recipe(
     monkeypatch.chdir(tmp_path)
     configs = []
 
-    def record(job: Command, config: DictConfig, user_files: dict[str, str]) -> dict[str, Any]:
+    def record(job: Command, config: DictConfig, user_files: dict[str, str]) -> RunResult:
         configs.append(config)
-        return {"status": "recorded", "metric": None}
+        return RunResult("recorded")
 
     monkeypatch.setattr(_start_jobs, "start_run", record)
     fixed = ["recipe=scratch", "from_data=null", "tokenizer=characters", "data.train=a.jsonl"]
