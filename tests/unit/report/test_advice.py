@@ -27,7 +27,7 @@ def test_a_good_result_gets_no_advice() -> None:
 
 
 def test_the_limit_is_the_one_that_the_run_had() -> None:
-    """U9a: a run of four updates was told to raise a time that did not limit it."""
+    """U9a: a run of four updates was advised to raise a time that did not limit it."""
     assert "raise trainer.max_steps=4" in lines_of(1.0, 0.97, 9.0, 8.0, max_steps=4)
     assert "raise trainer.max_hours=0.5" in lines_of(1.0, 0.97, 9.0, 8.0)
     ended = {"status": "finished", "limits": {**LIMITS, "max_epochs": 2.0, "max_steps": 99}, "steps": 4}
