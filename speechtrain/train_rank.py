@@ -349,8 +349,6 @@ def train(
     attempt.tracker = tracker = _open_tracker(config, world, early)
     if not world.rank:
         tokenizer.save(str(run_dir))
-    if config.resume == "never" and checkpointer.folders():
-        raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     tracker.log("device", chosen)
     parameters = sum(p.numel() for p in task.parameters())
     counts = {"parameters": parameters, **begun, "ranks": world.size, "accumulate": settings.accumulate}

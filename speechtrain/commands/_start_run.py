@@ -74,7 +74,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     """
     run_dir = Path(config.run_dir)
     plain = check(config)
-    _check_resume(config.resume, run_dir)
+    _settle_resume(config)
     _warn_of_unused_folder(plain["data"])
     memory = dry_build(config)
     device, launcher = build_device(config), command.together or build_launcher(config)
@@ -138,12 +138,18 @@ def _warn_of_unused_folder(data: Any) -> None:
         refuse(f"DATASET_DIR={folder} is set, but this run reads other data; add {choice}", is_warning=True)
 
 
-def _check_resume(resume: str, run_dir: Path) -> None:
-    """Raise RunError if ``resume`` does not allow to begin, or to continue, the run."""
-    checkpointer = Checkpointer(run_dir)
+def _settle_resume(config: DictConfig) -> None:
+    """Replace ``resume=never`` by ``auto``, because a restart of the ranks by their launcher continues.
+
+    Raises RunError if ``resume`` does not allow to begin, or to continue, the run.
+    """
+    checkpointer = Checkpointer(Path(config.run_dir))
     count = len(checkpointer.folders())
-    if (resume == "never" and count) or (resume == "must" and not count):
-        raise RunError(f"resume={resume}, but {checkpointer.root} holds {count} checkpoints. Correct run_dir")
+    if (config.resume == "never" and count) or (config.resume == "must" and not count):
+        line = f"resume={config.resume}, but {checkpointer.root} holds {count} checkpoints"
+        raise RunError(f"{line}. Correct run_dir")
+    if config.resume == "never":
+        config.resume = "auto"
 
 
 def _finished(config: DictConfig, command: Command) -> RunResult | None:
@@ -177,7 +183,7 @@ def _finished(config: DictConfig, command: Command) -> RunResult | None:
 def _config_lines(config: DictConfig, job: Job) -> str:
     """Return the lines for a shell that write the ranks' config. They are empty if it is there."""
     config = copy.deepcopy(config)
-    config.dry_run, config.resume = False, "auto"
+    config.dry_run = False
     text = dump(config)
     if job.config.is_file() and text == read_text(job.config):
         return ""

@@ -45,9 +45,7 @@ def limit_of(result: RunResult) -> str:
     """Return the limit that ended a run, as KEY=VALUE."""
     limits = result.limits or {}
     key = "max_hours"
-    if result.status == "target":
-        key = "target"
-    elif result.status == "finished" and limits.get("max_steps") == result.steps:
+    if result.status == "finished" and limits.get("max_steps") == result.steps:
         key = "max_steps"
     elif result.status == "finished" and limits.get("max_epochs") is not None:
         key = "max_epochs"

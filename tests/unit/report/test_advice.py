@@ -33,7 +33,6 @@ def test_the_limit_is_the_one_that_the_run_had() -> None:
     ended = {"status": "finished", "limits": {**LIMITS, "max_epochs": 2.0, "max_steps": 99}, "steps": 4}
     assert limit_of(RunResult(**ended)) == "trainer.max_epochs=2.0"
     assert limit_of(RunResult("time", limits={**LIMITS, "max_steps": 9}, steps=4)) == "trainer.max_hours=0.5"
-    assert limit_of(RunResult("target", limits={"target": 0.7}, steps=4)) == "trainer.target=0.7"
     (line,) = advice(RunResult("time", limits=LIMITS, steps=0), [])
     assert line == "it made no update: raise trainer.max_hours=0.5"
 
