@@ -82,6 +82,7 @@ class About:
     executable: str = ""
     seed: int | None = None
     device: str = ""
+    folder: str = ""  # the working folder of the first start, below which its overrides are paths
     swept: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
     latest: dict[str, Fact] | None = None
@@ -118,6 +119,7 @@ class RunResult:
     failed_at: float | None = None
     is_cause: bool = True
     limits: dict[str, Scalar] | None = None  # the trainer's settings
+    data: dict[str, Scalar] | None = None  # what DataModule.content says of the training set
 
 
 @dataclass(frozen=True)

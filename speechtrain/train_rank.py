@@ -13,12 +13,13 @@ import faulthandler
 import logging
 import math
 import os
+import platform
 import random
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -197,6 +198,7 @@ class Attempt:
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None
+    content: Mapping[str, str | int] = field(default_factory=dict)  # of the training set
 
     def result(self) -> dict[str, Any]:
         """The content of ``result.json``; its metrics are those of the best checkpoint, if there is one."""
@@ -213,6 +215,7 @@ class Attempt:
             "wall_s": round(self.progress.wall_s, 3),
             "skipped_updates": self.progress.skipped_updates,
             "scale_skips": self.progress.scale_skips,
+            "data": dict(self.content),
         }
 
     def unwatch(self) -> None:
@@ -342,12 +345,10 @@ def train(
     assert isinstance(module, Task)
     group.shard(module, optimizer, policy.autocast_dtype if device.facts.narrow_gathers else None)
     data.obey(stop)
-    attempt.metric = task.metric
+    attempt.metric, attempt.content = task.metric, data.content()
     attempt.tracker = tracker = _open_tracker(config, world, early)
     if not world.rank:
         tokenizer.save(str(run_dir))
-    if config.resume == "never" and checkpointer.folders():
-        raise RunError(f"resume=never, but {checkpointer.root} holds checkpoints; set another run_dir")
     tracker.log("device", chosen)
     facts = {"parameters": sum(p.numel() for p in task.parameters()), **begun}
     counts = {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned}
@@ -484,10 +485,9 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     the other ranks write their outcome and what they print to folders of their own.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    if len(arguments) != 1:
-        print("usage: python -m speechtrain.train_rank RUN/config.yaml", file=sys.stderr)
-        return 2
-    path = Path(arguments[0])
+    path = _config_path(arguments)
+    if path is None:
+        return ConfigError.exit_code
     stop = StopRequest()
     _stop_with_parent(stop)
     run_dir = path.parent
@@ -510,6 +510,18 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
         return _attempt(path, stop, is_watched=is_watched)
     finally:
         lock.release()
+
+
+def _config_path(arguments: Sequence[str]) -> Path | None:
+    """Return the path of the config that the arguments name. Without one, print a line and return None."""
+    line = "usage: python -m speechtrain.train_rank RUN/config.yaml"
+    if len(arguments) == 1:
+        path = Path(arguments[0])
+        if path.is_file():
+            return path
+        line = f"speechtrain: error: {path} does not exist on {platform.node()}. The start of a run writes it"
+    print(one_line(line), file=sys.stderr)
+    return None
 
 
 def _print_to(path: Path) -> None:

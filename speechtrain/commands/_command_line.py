@@ -40,7 +40,8 @@ class Command:
 
     def identity(self, user_files: Mapping[str, str]) -> dict[str, Any]:
         """Return the fields of ``run.json`` by which the same command finds its run."""
-        return {"overrides": self.overrides, "swept": swept_volatile(self.swept), "written": dict(user_files)}
+        texts = {"overrides": self.overrides, "folder": os.getcwd(), "swept": swept_volatile(self.swept)}
+        return {**texts, "written": dict(user_files)}
 
 
 def read(argv: Sequence[str]) -> Command:

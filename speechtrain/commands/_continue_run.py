@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shlex
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
-from speechtrain.commands._find_run import find_run, text_of
+from speechtrain.commands._find_run import find_run, folders_of, text_of, values_of
 from speechtrain.commands._hydra_app import override_value
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
 from speechtrain.commands._started_runs import require_started
-from speechtrain.config.resume_fields import PER_START, fingerprint, flat, is_volatile, key_of
+from speechtrain.config.resolved import whole_value
+from speechtrain.config.resume_fields import PER_START, fingerprint, is_volatile, key_of, with_whole_paths
 from speechtrain.config.schema import INTERFACES, NODES
-from speechtrain.errors import ConfigError, RunError, first_line
+from speechtrain.errors import ConfigError, RunError, first_line, one_line
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _GROUPS = (*INTERFACES, *NODES, "recipe")
 _BATCH_KEYS = ("world_size", "trainer.accumulate", "trainer.simulate_world")
+_WEIGHTS_FIT = {"optimizer", "schedule", "augment", "data", "trainer", "seed", "precision"}
+"""Keys and groups of which another value leaves the shape of each tensor as it is."""
 _LENGTHS = ("trainer.max_steps", "trainer.max_epochs")
 _SHOWN = 3  # keys in a message
 
@@ -31,7 +36,8 @@ _SHOWN = 3  # keys in a message
 def run_to_continue(command: Command) -> Path | None:
     """The existing run that a command continues; None for a new run, a sweep and for no training.
 
-    Raises RunError for a run that the command finds by itself and that this user has not started.
+    Raises RunError for a run that the command finds by itself and that this user has not started, and if
+    the command only names a directory without a run.
     """
     names = {flag.partition("=")[0] for flag in command.flags}
     if command.is_sweep or names & _ONLY_PRINTS or any(o[:5] == "hydra" for o in command.overrides):
@@ -40,8 +46,18 @@ def run_to_continue(command: Command) -> Path | None:
         run_dir = find_run(command.overrides, command.config_dir)
         if run_dir is not None:
             require_started(run_dir)
+            line = f"the same keys started {run_dir}, which continues; run_dir=NEW starts another"
+            print(one_line(f"speechtrain: {line}"), file=sys.stderr)
         return run_dir and run_dir.resolve()
-    return command.run_dir if (command.run_dir / CONFIG).is_file() else None
+    if (command.run_dir / CONFIG).is_file():
+        return command.run_dir
+    keys = {*map(key_of, command.overrides)} - {"run_dir", *PER_START}
+    if all(key.startswith("trainer.") and is_volatile(key) for key in keys):
+        raise RunError(
+            f"{command.run_dir} holds no run ({CONFIG} is missing). Correct run_dir, or add the keys of a "
+            "new run, such as recipe=demo"
+        )
+    return None
 
 
 def run_name(
@@ -71,7 +87,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     """
     config, about = own_config(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
-    new = [text for text in command.overrides if text not in about.overrides or key_of(text) in PER_START]
+    new = _new_overrides(about, command)
     changes = dict([*_rewritten(command.config_dir, about.written), *_parsed(new)])
     changes.pop("run_dir", None)
     shares = {key: changes.pop(key) for key in _BATCH_KEYS if key in changes}
@@ -86,14 +102,45 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
                 refused.append(f"{key}={value} was not typed when the run started")
         elif is_volatile(key):
             set_key(config, key, value)
-        elif (before := stored_value(config, key)) != value:
+        elif (before := stored_value(config, key)) not in (value, whole_value(value)):
             refused.append(f"{key}: {before} in the run, {value} now")
-    if any("was not typed" in each for each in refused) and about == About([]):
+    if about == About([]) and "was not typed" in str(refused):
         raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
-        raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); set another run_dir")
+        advice = _other_run(run_dir, about, command)
+        raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); {advice}")
     _settle_limits(config, command.overrides, about.overrides, new)
     return config
+
+
+def _new_overrides(about: About, command: Command) -> list[str]:
+    """Return the overrides that the first start did not have, and those that apply to one start."""
+    first_folder, current_folder = folders_of(about)
+    first_texts = {with_whole_paths(text, first_folder) for text in about.overrides}
+    overrides = []
+    for text in command.overrides:
+        if key_of(text) in PER_START or with_whole_paths(text, current_folder) not in first_texts:
+            overrides.append(text)
+    return overrides
+
+
+def new_run_line(about: About, command: Command, *overrides: str) -> str:
+    """Return the command of a new run with all overrides of a run, of ``command`` and ``overrides``."""
+    by_key = {}
+    for text in (*about.overrides, *command.overrides, "run_dir=NEW", *overrides):
+        if key_of(text) not in PER_START:
+            by_key[key_of(text)] = text
+    return shlex.join(["speechtrain-train", *command.flags, *by_key.values()])
+
+
+def _other_run(run_dir: Path, about: About, command: Command) -> str:
+    """Return the advice on a run with other values, which begins with the weights of this run if they fit."""
+    if about.argv is None:
+        return "set another run_dir"
+    groups = {key_of(text).partition(".")[0] for text in command.overrides if text not in about.overrides}
+    if groups - {"run_dir"} <= _WEIGHTS_FIT:
+        return f"this begins with its weights: {new_run_line(about, command, f'init_from={run_dir}')}"
+    return f"this is a new run: {new_run_line(about, command)}"
 
 
 def drop_recipe_hours(config: DictConfig, keys: Collection[str]) -> None:
@@ -120,7 +167,7 @@ def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[
     for name, old in before.items():
         new = text_of(folder, name) or old
         try:
-            was, now = (flat(dict(OmegaConf.create(text))) for text in (old, new))
+            was, now = (values_of(text) for text in (old, new))
         except (OmegaConfBaseException, ValueError) as error:
             raise ConfigError(f"{name}.yaml cannot be read: {first_line(error)}") from None
         prefix = "" if "@package _global_" in new else name.partition("/")[0] + "."

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
-from speechtrain.config.resume_fields import swept_volatile, typed_fields
+from omegaconf import OmegaConf
+
+from speechtrain.config.resume_fields import flat, swept_volatile, typed_fields
 from speechtrain.errors import RunError
-from speechtrain.run_directory import ABOUT, CONFIG, read_about
+from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
 
 def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str] = ()) -> Path | None:
@@ -17,13 +20,15 @@ def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str
     A key that may change counts only in ``swept``, the keys that the command's sweep varies. A run of
     another sweep has other such keys and does not match. Raises RunError if several runs match.
     """
-    fields, volatile = typed_fields(overrides, swept), swept_volatile(swept)
+    volatile = swept_volatile(swept)
     run_dirs = []
     for path in sorted(base_folder().glob(f"*/{ABOUT}")):
         about = read_about(path.parent)
         if about.argv is None or about.swept != volatile:
             continue  # A damaged run.json has no command line and matches no command.
-        if typed_fields(about.overrides, volatile) != fields:
+        first_folder, current_folder = folders_of(about)
+        fields = typed_fields(overrides, swept, current_folder)
+        if typed_fields(about.overrides, volatile, first_folder) != fields:
             continue
         is_same = all(text_of(folder, name) == text for name, text in about.written.items())
         if is_same and (path.parent / CONFIG).is_file():
@@ -33,6 +38,16 @@ def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str
             f"{run_dirs[0]} and {run_dirs[1]} started with the same keys. Choose one with run_dir=DIR"
         )
     return run_dirs[0] if run_dirs else None
+
+
+def folders_of(about: About) -> tuple[str, str]:
+    """Return the folders of the relative paths in the overrides of a run, and of this command.
+
+    Both are empty for a run whose folder is unknown or gone. Then texts are compared as they are.
+    """
+    if about.folder and Path(about.folder).is_dir():
+        return about.folder, os.getcwd()
+    return "", ""
 
 
 def base_folder() -> Path:
@@ -46,3 +61,14 @@ def text_of(folder: str | None, name: str) -> str:
         return Path(folder, f"{name}.yaml").read_text() if folder else ""
     except OSError:
         return ""
+
+
+def values_of(text: str) -> dict[str, Any]:
+    """Return the values of a YAML text by dotted key, with references as they are written.
+
+    Raises ValueError or an error of OmegaConf for a text of another kind.
+    """
+    values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    if not isinstance(values, dict):
+        raise ValueError("it is not a mapping of keys")
+    return flat({str(key): value for key, value in values.items()})

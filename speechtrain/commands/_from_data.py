@@ -19,10 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands._cli import say
 from speechtrain.commands._continue_run import drop_recipe_hours
+from speechtrain.commands._find_run import values_of
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.build import build, build_launcher, build_tokenizer
 from speechtrain.config.check import check
-from speechtrain.config.resume_fields import flat, key_of
+from speechtrain.config.resume_fields import key_of
 from speechtrain.config.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
 from speechtrain.data.base import DataModule
 from speechtrain.data.cache import cache_folder
@@ -43,7 +44,7 @@ def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]
     found = {key_of(text) for text in overrides}
     for name, text in written.items():
         prefix = "" if "@package _global_" in text else name.partition("/")[0] + "."
-        found |= {prefix + key for key in flat(dict(OmegaConf.create(text)))}
+        found |= {prefix + key for key in values_of(text)}
     return found - {"data"}  # its choice says where the data is, and no values
 
 

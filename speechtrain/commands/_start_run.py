@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import shlex
 import shutil
@@ -18,18 +20,28 @@ from speechtrain import errors, run_directory
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
+from speechtrain.commands._continue_run import new_run_line
 from speechtrain.commands._on_host import host_environment, refuse
 from speechtrain.commands._started_runs import remember, start_id
-from speechtrain.config.build import build_device, build_launcher, build_precision, build_tokenizer, dry_build
+from speechtrain.config.build import (
+    build,
+    build_device,
+    build_launcher,
+    build_precision,
+    build_tokenizer,
+    dry_build,
+)
 from speechtrain.config.check import check
 from speechtrain.config.migrations import migrate_limits
-from speechtrain.config.resolved import dump
+from speechtrain.config.resolved import dump, resolved
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
-from speechtrain.files import atomic, write_json, write_text
+from speechtrain.files import atomic, read_text, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
+from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
     ABOUT,
     CONFIG,
@@ -41,6 +53,7 @@ from speechtrain.run_directory import (
     RunLock,
     RunResult,
 )
+from speechtrain.text.vocabulary import NoText
 
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
@@ -49,7 +62,6 @@ _EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training wo
 _BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
-_NOTHING = 0.9  # error rate of a recogniser that writes next to nothing
 _MIN_FREE = 256 * 2**20  # bytes that a run needs on its disk
 
 
@@ -62,6 +74,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     """
     run_dir = Path(config.run_dir)
     plain = check(config)
+    _settle_resume(config)
     _warn_of_unused_folder(plain["data"])
     memory = dry_build(config)
     device, launcher = build_device(config), command.together or build_launcher(config)
@@ -78,12 +91,12 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         job = replace(job, environment={**job.environment, **here})
     refuse(launcher.lacking(job), is_warning=is_dry)
     if is_dry:
-        print(errors.printable(f"{launcher.render(job)}\n", keep="\n\t"), end="", flush=True)  # one write
+        lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
+        print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
         return RunResult("dry run")
-    done = run_directory.read_result(run_dir)
-    if done and _is_complete(done, run_dir) and migrate_limits(done.limits) == plain["trainer"]:
-        say(f"{run_dir} is done: {_describe(done)}")
-        return done
+    earlier_result = _finished(config, command)
+    if earlier_result is not None:
+        return earlier_result
 
     is_new = not (run_dir / CONFIG).exists()
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
@@ -108,7 +121,8 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         if is_new and result.is_cause and isinstance(error, _FIXABLE):
             _discard(run_dir, launcher.files)
         raise error
-    write_json(run_dir / RESULT, asdict(replace(result, limits=plain["trainer"])))
+    result = replace(result, limits=plain["trainer"])
+    write_json(run_dir / RESULT, asdict(result))
     if result.status == "preempted":
         raise Preempted(f"saved at step {result.steps} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
@@ -122,6 +136,62 @@ def _warn_of_unused_folder(data: Any) -> None:
     if folder not in str(data):
         choice = f"data=fsdd, or data=manifest data.train={folder}"
         refuse(f"DATASET_DIR={folder} is set, but this run reads other data; add {choice}", is_warning=True)
+
+
+def _settle_resume(config: DictConfig) -> None:
+    """Replace ``resume=never`` by ``auto``, because a restart of the ranks by their launcher continues.
+
+    Raises RunError if ``resume`` does not allow to begin, or to continue, the run.
+    """
+    checkpointer = Checkpointer(Path(config.run_dir))
+    count = len(checkpointer.folders())
+    if (config.resume == "never" and count) or (config.resume == "must" and not count):
+        line = f"resume={config.resume}, but {checkpointer.root} holds {count} checkpoints"
+        raise RunError(f"{line}. Correct run_dir")
+    if config.resume == "never":
+        config.resume = "auto"
+
+
+def _finished(config: DictConfig, command: Command) -> RunResult | None:
+    """Return the result of a run to which ``config`` adds no update, and print it, else None.
+
+    Raises DataError if its training set has changed since. A set that cannot be read here is not compared.
+    """
+    run_dir = Path(config.run_dir)
+    result = run_directory.read_result(run_dir)
+    if result is None or not _is_complete(result, run_dir):
+        return None
+    reason = ""
+    max_steps = config.trainer.max_steps
+    if max_steps is not None and max_steps < (result.steps or 0):
+        reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
+    elif migrate_limits(result.limits) != resolved(config)["trainer"]:
+        return None
+    before: Mapping[str, Any] = result.data or {}
+    after = before
+    with contextlib.suppress(SpeechtrainError):
+        data: DataModule = build(config, "data", tokenizer=NoText())
+        after = data.content()
+    if before and after != before:
+        line = new_run_line(run_directory.read_about(run_dir), command)
+        counts = f"{before['recordings']} recordings then, {after['recordings']} now"
+        raise DataError(f"data.train has changed since {run_dir} ended ({counts}). This is a new run: {line}")
+    say(f"{run_dir} is done{reason}: {_describe(result)}")
+    return result
+
+
+def _config_lines(config: DictConfig, job: Job) -> str:
+    """Return the lines for a shell that write the ranks' config. They are empty if it is there."""
+    config = copy.deepcopy(config)
+    config.dry_run = False
+    text = dump(config)
+    if job.config.is_file() and text == read_text(job.config):
+        return ""
+    end = "END_OF_CONFIG"
+    while end in text:
+        end += "_"
+    folder, path = shlex.quote(str(job.run_dir)), shlex.quote(str(job.config))
+    return f"mkdir -p {folder} && cat > {path} <<'{end}'\n{text}{end}\n"
 
 
 def _about(run_dir: Path, start: dict[str, Any], command: Command, user_files: Mapping[str, str]) -> About:
@@ -144,8 +214,8 @@ def _job(config: DictConfig, device: Device, memory: int) -> Job:
 
 def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
     """Write the report of a finished run; print its path, and what may be done next."""
-    if config.from_data and _has_learnt_nothing(result):
-        say("it does not write what was said yet: set a longer trainer.max_hours, or add recordings")
+    for line in advice(result, run_directory.read_metrics(Path(config.run_dir)).rows):
+        say(line)
     if "console" in (config.tracking.get("trackers") or {}):  # people follow this run
         from speechtrain.report import page, run  # half a second of imports
 
@@ -163,13 +233,6 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
         own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
         line = f"your own recordings: {shlex.join(['speechtrain-train', *own, *kept])}"
         print(errors.printable(line))
-
-
-def _has_learnt_nothing(result: RunResult) -> bool:
-    """True for a run without updates, or whose error rates are all near that of writing nothing."""
-    metrics = result.metrics or {}
-    rates = [rate for name, rate in metrics.items() if rate is not None and run_directory.is_error_rate(name)]
-    return not result.steps or min(rates, default=0.0) >= _NOTHING
 
 
 def _is_complete(result: RunResult, run_dir: Path) -> bool:

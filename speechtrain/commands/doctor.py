@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from speechtrain.batch import Batch
     from speechtrain.data.base import DataModule
     from speechtrain.data.index import Index
+    from speechtrain.data.module import SpeechData
     from speechtrain.devices.base import Device
     from speechtrain.precision import Precision
     from speechtrain.task import Task
@@ -40,6 +41,7 @@ _PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _LOOKED_AT = 10_000  # transcripts
 _RECORDED = 4  # micro-batches that run under the recorder
 _SHOWN = 8  # shapes
+_FILTERS = ("too_long", "too_short", "untranscribed")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -399,7 +401,7 @@ def _data_failure(config: DictConfig, error: Exception) -> Finding:
 
 def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Findings on recordings, shapes, spelling, and labels per encoder frame."""
-    from speechtrain.data.module import EvaluationBatches, SpeechData
+    from speechtrain.data.module import SpeechData
 
     data.check()
     shapes, sets = data.shapes(), data.valid()
@@ -409,24 +411,44 @@ def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tok
     yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):
         return
-    indexes = {"train": data.index}
-    indexes |= {name: b.chosen.index for name, b in sets.items() if isinstance(b, EvaluationBatches)}
-    for name, index in indexes.items():
-        yield from transcripts(name, index, tokenizer, task=task, sample_rate=data.sample_rate)
+    yield from _check_texts(config, data, task, tokenizer)
+
+
+def _check_texts(config: DictConfig, data: SpeechData, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
+    """Findings on the recordings that are not used, and on the transcripts of each set."""
+    from speechtrain.data.module import EvaluationBatches
+
+    counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in _FILTERS]
+    if counts:
+        finding = f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
+        yield Finding(AMBER, "filtered", finding)
+    fix = "change tokenizer.normaliser or the vocabulary"
+    if "tokenizer=" in str(config.from_data):
+        fix = "a character that is so rare has no label"
+    rows = {"train": (data.index, data.training_rows)}
+    for name, batches in data.valid().items():
+        if isinstance(batches, EvaluationBatches):
+            rows[name] = (batches.chosen.index, batches.chosen.plan.rows)
+    for name, (index, numbers) in rows.items():
+        sample = numbers[:: len(numbers) // _LOOKED_AT + 1].tolist()
+        yield from transcripts(name, index, sample, tokenizer, task, data.sample_rate, fix=fix)
 
 
 def transcripts(
-    name: str, index: Index, tokenizer: Tokenizer, task: Task, sample_rate: int
+    name: str,
+    index: Index,
+    rows: list[int],
+    tokenizer: Tokenizer,
+    task: Task,
+    sample_rate: int,
+    fix: str,
 ) -> Iterator[Finding]:
     """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
-    import numpy as np
-
     from speechtrain.data.index import label_count
 
-    rows = np.unique(np.linspace(0, len(index) - 1, min(len(index), _LOOKED_AT)).astype(int))
     frames_of = getattr(getattr(task, "encoder", None), "frames", None)
     unspelt, symbols, crowded, worst = 0, set[str](), 0, ""
-    for row in rows.tolist():
+    for row in rows:
         cut = index.cut(row)
         text = index.text(row, cut, tokenizer.normalise)
         if (labels := label_count(text, tokenizer)) < 0:
@@ -441,9 +463,9 @@ def transcripts(
         shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
         fate = "are skipped" if name == "train" else "count as errors"
         found = f"{unspelt} of {len(rows)} transcripts cannot be spelled ({shown}) and {fate}"
-        yield Finding(AMBER, f"text {name}", f"{found}; change tokenizer.normaliser or the vocabulary")
+        yield Finding(AMBER, f"text {name}", f"{found}; {fix}")
     else:
-        found = f"all of {len(rows)} transcripts can be spelled ({len(index)} in all)"
+        found = f"all of {len(rows)} transcripts can be spelled"
         yield Finding(GREEN, f"text {name}", found)
     if crowded:
         found = (

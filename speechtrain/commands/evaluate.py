@@ -81,8 +81,13 @@ def run(argv: list[str]) -> int:
             temporary.write_text(text, encoding="utf-8")
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
+    warnings = []
     for name, outcome in outcomes.items():
-        _warn(name, outcome, loaded.opened.tokenizer)
+        warnings += _warnings_of(name, outcome, loaded.opened.tokenizer)
+    if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
+        warnings += _warnings_of_search(outcomes, loaded.checkpoint)
+    for warning in warnings:
+        print(printable(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
     if arguments.json:
         found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
         print(json_text(found))
@@ -97,16 +102,26 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _warn(name: str, outcome: Outcome, tokenizer: Tokenizer) -> None:
-    """Warn of texts that contradict the loss, and of transcripts that the run cannot spell."""
+def _warnings_of(name: str, outcome: Outcome, tokenizer: Tokenizer) -> list[str]:
+    """Return the warnings of a set: texts contradict the loss, or the run cannot spell transcripts."""
+    lines = []
     if outcome.contradiction:
-        print(printable(f"speechtrain: warning: {name}: {outcome.contradiction}"), file=sys.stderr)
+        lines.append(f"{name}: {outcome.contradiction}")
     texts = [example.reference for example in outcome.examples]
     unspelt = [text for text in texts if tokenizer.unknown(text)]
     if unspelt:
         count = f"{len(unspelt)} of {len(texts)} transcripts have characters without a label"
-        line = f"speechtrain: warning: {name}: {count}, such as {unspelt[0][:40]!r}"
-        print(printable(line, SPELLING), file=sys.stderr)
+        lines.append(f"{name}: {count}, such as {unspelt[0][:40]!r}")
+    return lines
+
+
+def _warnings_of_search(outcomes: Mapping[str, Outcome], checkpoint: Path) -> Iterator[str]:
+    """Yield a warning for each set on which this search is worse than the one of training."""
+    from speechtrain.checkpoint.whole import validated
+    from speechtrain.report.advice import worse_searches
+
+    rates = {f"{name}/wer": outcome.metrics.get("wer") for name, outcome in outcomes.items()}
+    return worse_searches(validated(checkpoint), rates)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:

@@ -100,19 +100,21 @@ def with_whole_paths(config: DictConfig, path: str = "") -> DictConfig:
     for key in [key for key in map(str, config) if not OmegaConf.is_missing(config, key)]:
         if str(FilePath) in str(hints.get(key)):
             raw: Any = config._get_node(key)
-            config[key] = _whole(OmegaConf.to_container(raw) if OmegaConf.is_config(raw) else raw._value())
+            config[key] = whole_value(
+                OmegaConf.to_container(raw) if OmegaConf.is_config(raw) else raw._value()
+            )
         if not OmegaConf.is_interpolation(config, key) and isinstance(config[key], DictConfig):
             with_whole_paths(config[key], f"{path}.{key}".lstrip("."))
     return config
 
 
-def _whole(value: Any) -> Any:
+def whole_value(value: Any) -> Any:
     """A path, or several, absolute; of one from the environment, the default (no null) is."""
     if isinstance(value, dict):
         paths = () if "_target_" in value else ("path",) if "path" in value else value
-        return {**value, **{key: _whole(value[key]) for key in paths}}
+        return {**value, **{key: whole_value(value[key]) for key in paths}}
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        return [whole_value(one) for one in value]
     if found := re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value)):
         return f"{found[1]}'{whole_path(found[2])}'}}"
     if not isinstance(value, str) or not value or "${" in value or "://" in value or value.startswith("hf:"):

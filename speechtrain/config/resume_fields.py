@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from speechtrain.files import whole_path
 
 PER_START = ("resume", "dry_run")
 """Keys that apply to one start of a run only."""
@@ -20,6 +25,7 @@ _VOLATILE_LIMITS = (
     *("keep", "on_save_error", "on_collapse", "max_bad_updates", "timeout_seconds", "profile", "shard"),
     "checkpoint_layers",  # whose losses are bit-equal
 )
+_PATH = re.compile(r"""[^][{},:'"\s][^][{},:'"]*""")  # in the value of an override
 _ALL_VOLATILE = (*_VOLATILE, *(f"trainer.{key}" for key in _VOLATILE_LIMITS))
 
 
@@ -50,20 +56,37 @@ def swept_volatile(swept: Collection[str]) -> list[str]:
     return sorted(key for key in swept if is_volatile(key))
 
 
-def typed_fields(overrides: Sequence[str], swept: Collection[str] = ()) -> list[str]:
+def with_whole_paths(override: str, folder: str) -> str:
+    """Return an override in which each path of a file below ``folder`` is absolute, so that texts compare.
+
+    The choice of a group is never a path. Without a ``folder`` the text stays.
+    """
+    key, equals, value = override.partition("=")
+    if not folder or ("." not in key and key != "init_from"):
+        return override
+
+    def absolute(match: re.Match[str]) -> str:
+        path = Path(folder, os.path.expanduser(match[0].rstrip()))
+        return str(whole_path(path)) if path.exists() else match[0]
+
+    return key + equals + _PATH.sub(absolute, value)
+
+
+def typed_fields(overrides: Sequence[str], swept: Collection[str] = (), folder: str = "") -> list[str]:
     """Return the overrides that identify a run, sorted by key. Overrides of one key keep their order.
 
-    A volatile key identifies a run only if a sweep varies it, that is if ``swept`` holds it.
+    A volatile key identifies a run only if a sweep varies it, that is if ``swept`` holds it. Paths of files
+    below ``folder`` are absolute.
     """
     fields = []
     for override in overrides:
         key = key_of(override)
         if key in swept or not is_volatile(key):
-            fields.append(override)
+            fields.append(with_whole_paths(override, folder))
     return sorted(fields, key=key_of)
 
 
 def fingerprint(overrides: Sequence[str], written: Mapping[str, str], swept: Collection[str] = ()) -> str:
     """Return eight hexadecimal digits: a hash of the overrides and of the user's own YAML files."""
-    text = json.dumps([typed_fields(overrides, swept), written], sort_keys=True)
+    text = json.dumps([typed_fields(overrides, swept, os.getcwd()), written], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

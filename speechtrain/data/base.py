@@ -68,6 +68,13 @@ class DataModule(ABC):
         """
         return iter(())
 
+    def content(self) -> dict[str, str | int]:
+        """Return ``recordings``, a count, and a digest, by which a change of the training set is noticed.
+
+        Empty for a module that does not know them.
+        """
+        return {}
+
     def report(self) -> dict[str, Any]:
         """Return the skipped recordings by reason, shares of padded and cropped audio, what is held out."""
         return {}

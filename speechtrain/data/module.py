@@ -195,6 +195,11 @@ class SpeechData(DataModule):
             return self._usable
         return np.setdiff1d(self._usable, self._held, assume_unique=True)
 
+    @property
+    def training_rows(self) -> NDArray[np.int32]:
+        """The rows of ``index`` that are trained on."""
+        return self._kept
+
     @cached_property
     def sampler(self) -> Sampler:
         """The order of training."""
@@ -481,6 +486,10 @@ class SpeechData(DataModule):
             raise DataError(f"{other}, so it would validate on what it has trained on; use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))
         self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
+
+    def content(self) -> dict[str, str | int]:
+        index = self.index
+        return {"recordings": len(index), "digest": digest(index.content, index.texts)}
 
     def report(self) -> dict[str, Any]:
         """Return recordings not used by reason, the shares of padded (fixed shapes) and cropped audio, what

@@ -17,6 +17,7 @@ from speechtrain.config.resume_fields import flat
 from speechtrain.errors import RunError, SpeechtrainError
 from speechtrain.files import read_text
 from speechtrain.launcher import holds_secret
+from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
     CONFIG,
     METRICS,
@@ -127,6 +128,11 @@ class Run:
     def warnings(self) -> list[tuple[str, int]]:
         """Distinct warnings with their counts, in the order of their first appearance."""
         return list(Counter(str(values.get("message", "")) for values in self.of("warning")).items())
+
+    @property
+    def advice(self) -> list[str]:
+        """The lines that the end of the run has printed."""
+        return list(advice(self.result, self.events)) if self.result else []
 
     @property
     def steps(self) -> tuple[int | None, int | None]:

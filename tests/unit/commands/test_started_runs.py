@@ -105,7 +105,7 @@ def test_remember_says_how_to_continue_if_the_folder_cannot_be_written(
 
 
 @pytest.mark.parametrize("has_default_name", [True, False])
-@pytest.mark.parametrize("options", [(), ("resume=must",), ("hydra.job.name=x",), ("-m",)], ids=" ".join)
+@pytest.mark.parametrize("options", [(), ("resume=never",), ("hydra.job.name=x",), ("-m",)], ids=" ".join)
 def test_start_jobs_refuses_a_received_run(
     options: tuple[str, ...], has_default_name: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +127,7 @@ def run_name_of(options: tuple[str, ...]) -> str:
     """The name of the folder of a new run with these overrides."""
     from speechtrain.commands._continue_run import run_name
 
-    overrides = [*DRY, *(text for text in options if text == "resume=must")]
+    overrides = [*DRY, *(text for text in options if text == "resume=never")]
     return run_name({"model": "rnnt_small", "data": "digits"}, overrides, None)
 
 

@@ -251,7 +251,7 @@ def test_targets_are_allowed_from_the_command_line(
 
 def test_a_run_directory_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    code, error = _error(capsys, f"run_dir={tmp_path}/file/run", DRY)
+    code, error = _error(capsys, "recipe=demo", f"run_dir={tmp_path}/file/run", DRY)
     assert (code, f"{tmp_path}/file/run" in error, "run_dir" in error) == (MACHINE, True, True)
 
 
@@ -269,12 +269,12 @@ def test_a_folder_of_other_files_is_no_run_directory(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "command.log").touch()
-    assert _run(DRY, "run_dir=run") == 0
+    assert _run("recipe=demo", DRY, "run_dir=run") == 0
     (tmp_path / "run" / "thesis.pdf").touch()
-    code, error = _error(capsys, DRY, "run_dir=run")
+    code, error = _error(capsys, "recipe=demo", DRY, "run_dir=run")
     assert (code, "holds other files (thesis.pdf, …)" in error) == (RUN, True)
     (tmp_path / "run" / "checkpoints").mkdir()  # a run whose config.yaml was deleted
-    assert _run(DRY, "run_dir=run") == 0
+    assert _run("recipe=demo", DRY, "run_dir=run") == 0
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_a_run_in_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "run").mkdir()
     lock = RunLock(tmp_path / "run").acquire()
     try:
-        code, error = _error(capsys, f"run_dir={tmp_path}/run")
+        code, error = _error(capsys, "recipe=demo", f"run_dir={tmp_path}/run")
     finally:
         lock.release()
     assert (code, f"pid {os.getpid()} on " in error) == (RUN, True)
@@ -382,8 +382,9 @@ def test_a_list_of_manifests_as_typed_elsewhere(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("given", [[], ["run_dir=sweep"]], ids=["default", "run_dir"])
 def test_a_sweep_is_two_runs(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("-m", "optimizer.lr=1e-3,4e-3", "trainer.keep=3", DRY, *given) == 0
-    first, one, second, two, *table = capsys.readouterr().out.splitlines()
-    lines = [line.split()[-1] for line in (one, two)]
+    output = capsys.readouterr().out.splitlines()
+    first, second, *table = [line for line in output if line.startswith("job")]
+    lines = [line.split()[-1] for line in output if "speechtrain.train_rank" in line]
     assert (first, second) == ("job 1: optimizer.lr=0.001", "job 2: optimizer.lr=0.004")
     assert table[0].split() == ["job", "metric", "status", "overrides"]
     assert table[2].split() == ["job", "2", "-", "dry", "run", "optimizer.lr=0.004"]

@@ -1,0 +1,75 @@
+"""Advice on a result: why it is bad, and what more time or more recordings would give.
+
+The end of a run and its report print the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from speechtrain.run_directory import RunResult, metric, number
+
+_POOR_WER, _SILENT_CER = 0.5, 0.9
+_RISE, _FALL = 1.1, 0.99  # of the last loss, against the lowest and against the one before
+
+Event = Mapping[str, Any]
+
+
+def advice(result: RunResult, events: Sequence[Event]) -> Iterator[str]:
+    """Yield lines on the ``result`` of a run that has ended, none if it is good.
+
+    The ``events`` are the rows of ``metrics.jsonl``. ``valid`` has the losses, and ``start`` has the
+    amount of speech.
+    """
+    metrics = result.last_metrics or {}
+    yield from worse_searches(metrics, metrics, "final/")
+    best = result.metrics or {}
+    wer, cer = number(best.get("wer")), number(best.get("cer"))
+    if result.steps == 0:
+        yield f"it made no update: raise {limit_of(result)}"
+    elif wer is not None and wer >= _POOR_WER:
+        state = "it does not write what was said yet"
+        if cer is not None and cer < _SILENT_CER:
+            state = "most words have an error"
+        yield f"{state}: {metric('wer', wer)}, {metric('cer', cer)}. {_on_time(limit_of(result), events)}"
+        for event in events:
+            if event.get("from data"):
+                amount = str(event["from data"]).partition(":")[0]
+                yield f"it heard {amount}. docs/scratch.md has the error rates of other amounts and times"
+                yield "with recordings that you add, begin a new run: run_dir=NEW"
+                break
+
+
+def limit_of(result: RunResult) -> str:
+    """Return the limit that ended a run, as KEY=VALUE."""
+    limits = result.limits or {}
+    key = "max_hours"
+    if result.status == "finished" and limits.get("max_steps") == result.steps:
+        key = "max_steps"
+    elif result.status == "finished" and limits.get("max_epochs") is not None:
+        key = "max_epochs"
+    return f"trainer.{key}={limits.get(key)}"
+
+
+def worse_searches(usual: Event, searched: Event, prefix: str = "") -> Iterator[str]:
+    """Yield a line for each set whose WER in ``searched``, where names have ``prefix``, is the higher one."""
+    for name, rate in usual.items():
+        search_rate = number(searched.get(prefix + name))
+        if name.endswith("/wer") and search_rate is not None and search_rate > (number(rate) or 0.0):
+            line = f"{prefix}{name}: {metric('wer', search_rate)}, but {metric('wer', rate)} with the decoder"
+            yield f"{line} of training, which is better here (docs/decoding.md)"
+
+
+def _on_time(limit: str, events: Sequence[Event]) -> str:
+    """Say whether more time helps, by the loss of the first evaluation set."""
+    validations = [event for event in events if event.get("event") == "valid" and number(event.get("loss"))]
+    losses = [event["loss"] for event in validations if event.get("set") == validations[0].get("set")]
+    if len(losses) < 2:
+        return f"It ended with {limit}. Raise it"
+    course = f"The loss of {validations[0].get('set')} was {min(losses):.4g} and ended at {losses[-1]:.4g}"
+    if losses[-1] > _RISE * min(losses):
+        return f"{course}, so more time would not help, and more recordings would"
+    if losses[-1] < _FALL * losses[-2]:
+        return f"{course}, still falling: raise {limit}"
+    return f"{course}, so more time would give little (it ended with {limit}), and more recordings would help"
