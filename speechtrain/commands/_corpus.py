@@ -82,7 +82,8 @@ def prepare_corpus(argv: list[str]) -> int:
     names = {"root": str(root), "folder": str(folder), "language": corpus.language}
     sets = _wanted(corpus, names)
     out = whole_path(corpus.out)
-    _keep(out, {"corpus": name, **names, "arguments": corpus.arguments})
+    origin = {"corpus": name, **names, "arguments": corpus.arguments}
+    _check_origin(out, origin)
     left = {part: one for part, one in sets.items() if not part or not _manifest(out, part).exists()}
     for part in sets.keys() - left.keys():
         say(f"{_manifest(out, part)} is there already; delete it to write it again")
@@ -91,6 +92,8 @@ def prepare_corpus(argv: list[str]) -> int:
         if (first := next(cuts, None)) is None and "" in sets:
             continue
         write_cuts(_manifest(out, part), ((cut, cut) for cut in chain([first] if first else [], cuts)))
+        with writing(out, _FIX):  # not before the first manifest: a refused corpus leaves nothing behind
+            write_json(out / _KEPT, origin)
     say(_command(corpus, out, sets))
     return 0
 
@@ -195,13 +198,12 @@ def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
     return {part: sets[part] for part in there}
 
 
-def _keep(out: Path, told: dict[str, Any]) -> None:
-    """Write down what ``out`` holds. Raises ConfigError if that is another corpus."""
-    if (found := read_json(out / _KEPT)) and found != told:
-        key = next(key for key in {**found, **told} if found.get(key) != told.get(key))
-        raise ConfigError(f"out={out}: it holds manifests with {key}={found.get(key)}; {_FIX}")
-    with writing(out, _FIX):
-        write_json(out / _KEPT, told)
+def _check_origin(out: Path, origin: dict[str, Any]) -> None:
+    """Raise ConfigError if ``out`` holds manifests of another corpus, or of other arguments."""
+    stored = read_json(out / _KEPT)
+    if stored and stored != origin:
+        key = next(key for key in {**stored, **origin} if stored.get(key) != origin.get(key))
+        raise ConfigError(f"out={out}: it holds manifests with {key}={stored.get(key)}; {_FIX}")
 
 
 def _manifest(out: Path, part: str) -> Path:

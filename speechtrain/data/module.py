@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,8 @@ class SpeechData(DataModule):
 
     ``train`` and each of ``valid`` are a ``Source``, a path, a mapping of a path, columns and facts, a list
     of them, or a mapping of named sets (see ``open_source``). If one of these has a weight, each set has its
-    share of the recordings of an epoch, by weight (1 by default).
+    share of the recordings of an epoch, by weight (1 by default). A ``valid`` that is no mapping of names is
+    the set ``valid``.
     They are opened at first use, so evaluation needs no training data. Without ``valid``, the share
     ``hold_out`` of the training recordings is the evaluation set ``held_out``. ``batch`` limits the batches
     of training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
@@ -91,7 +92,9 @@ class SpeechData(DataModule):
     def __init__(
         self,
         train: Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]],
-        valid: dict[str, Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]],
+        valid: FilePath
+        | list[FilePath | dict[str, Any]]
+        | dict[str, Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]],
         tokenizer: Tokenizer,
         seed: int = 1,
         batch: BatchLimits | None = None,
@@ -126,8 +129,11 @@ class SpeechData(DataModule):
                 raise ValueError(f"{name}={value}: it must be above 0")
         if workers < -1 or shapes < 0:
             raise ValueError(f"workers={workers}, shapes={shapes}: need workers >= -1, shapes >= 0")
+        if valid and (not isinstance(valid, dict) or "path" in valid):
+            valid = {"valid": valid}
+        sets = cast("dict[str, Any]", valid or {})
         _check_crop(crop_seconds, tokenizer)
-        _check_sources(train, valid)
+        _check_sources(train, sets)
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer, self.seed = tokenizer, seed
         self.batch = batch or BatchLimits()
@@ -137,7 +143,7 @@ class SpeechData(DataModule):
         self.limits = (min_seconds, max_seconds)
         self.max_labels_per_second, self.max_decoded_seconds = max_labels_per_second, max_decoded_seconds
         self.allow_empty, self.skip_empty = allow_empty, skip_empty
-        self.hold_out = 0.0 if valid else hold_out
+        self.hold_out = 0.0 if sets else hold_out
         self.static_shapes, self.crop_seconds, self.normalise = shapes, crop_seconds, normalise
         self.cache, self.stage, self.run_dir = cache or "", stage or "", run_dir or ""
         self._staging = ExitStack()
@@ -145,7 +151,7 @@ class SpeechData(DataModule):
         self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
         count = automatic_workers() if workers < 0 else workers
         self.workers: Workers = Processes(count, timeout_seconds) if count else InProcess()
-        self._train, self._valid = train, valid
+        self._train, self._valid = train, sets
         self._sets: dict[str, EvaluationSet] = {}
         self._position = (0, 0)
 
@@ -582,8 +588,6 @@ def _reader(loader: BatchLoader) -> BatchLoader:
 
 
 def _check_sources(train: object, valid: dict[str, Any]) -> None:
-    if "path" in valid:
-        raise ValueError("valid: a set needs a name other than path, as in data.valid.dev={path: FILE}")
     for name, spec in {"train": train, **{f"valid: {name}": spec for name, spec in valid.items()}}.items():
         if not isinstance(spec, Source) and (problem := problem_of(spec, is_valid=name != "train")):
             raise ValueError(f"{name}: {problem}")

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,9 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
         return spec
     if problem := problem_of(spec):
         raise DataError(problem)
-    given = list(_paths_in(spec, Facts()))
+    given = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
+    if len(given) > _MOST_MANIFESTS:
+        raise DataError(f"more than {_MOST_MANIFESTS} manifests are named; join them to fewer files")
     if not given:
         raise DataError("no manifest is given; set a file, a folder or a list of them")
     seen = set[Path]()
@@ -178,8 +181,8 @@ _FORMATS: dict[str, type[Manifest]] = {
 }
 
 
-def names_in(spec: str) -> list[Spec]:
-    """Split a string into its names: one, or several separated by commas if it is not itself a file.
+def names_in(spec: str) -> Iterator[Spec]:
+    """Yield the names in a string: one, or several separated by commas if it is not itself a file.
 
     A mapping is read as YAML, as on the command line of training.
     """
@@ -187,23 +190,27 @@ def names_in(spec: str) -> list[Spec]:
     if spec.lstrip().startswith("{") and not is_file:
         try:
             if isinstance(found := yaml.safe_load(small_yaml(spec)), dict):
-                return [found]
+                yield found
+                return
         except (ValueError, yaml.YAMLError):
             pass
         raise DataError(f"{spec[:200]} is no mapping; write it as {{path: FILE, text: COLUMN}}")
-    if "," in spec and not is_file:
-        return [name for part in spec.split(",") for name in _shards(part.strip())]
-    return _shards(spec)
+    names = [spec] if is_file else map(str.strip, spec.split(","))
+    for name in names:
+        yield from _shards(name)
 
 
-def _shards(name: str) -> list[Spec]:
+def _shards(name: str) -> Iterator[Spec]:
     """The files of NeMo's ``train_OP_0..7_CL_.json``; else the name itself, or nothing of an empty one."""
     if (found := _SHARDS.search(name)) is None:
-        return [name] if name.strip() else []
-    numbers, width = range(int(found[1]), int(found[2]) + 1), len(found[1])
-    return [f"{name[: found.start()]}{n:0{width}}{name[found.end() :]}" for n in numbers]
+        yield from [name] if name.strip() else []
+        return
+    width = len(found[1])
+    for number in range(int(found[1]), int(found[2]) + 1):
+        yield f"{name[: found.start()]}{number:0{width}}{name[found.end() :]}"
 
 
+_MOST_MANIFESTS = 10_000  # of one set; NeMo's pattern names no more
 _SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
 
 
