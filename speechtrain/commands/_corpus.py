@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled, recipe_names
 from speechtrain.data.cut_files import write_cuts
+from speechtrain.data.manifests import Record
 from speechtrain.errors import ConfigError, DataError, nearest, one_line
 from speechtrain.files import read_json, small_yaml, whole_path, write_json, writing, yaml_text
 
@@ -88,12 +89,7 @@ def prepare_corpus(argv: list[str]) -> int:
     for part in sets.keys() - left.keys():
         say(f"{_manifest(out, part)} is there already; delete it to write it again")
     for part, cuts in cuts_by_part(left, names, corpus.jobs):
-        cuts = iter(cuts)
-        if (first := next(cuts, None)) is None and "" in sets:
-            continue
-        write_cuts(_manifest(out, part), ((cut, cut) for cut in chain([first] if first else [], cuts)))
-        with writing(out, _FIX):  # not before the first manifest: a refused corpus leaves nothing behind
-            write_json(out / _KEPT, origin)
+        _write_part(_manifest(out, part), iter(cuts), origin, is_optional="" in sets)
     say(_command(corpus, out, sets))
     return 0
 
@@ -196,6 +192,16 @@ def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
         more = ", or download=true" if corpus.archives else f"; the corpus is at {corpus.page}"
         raise DataError(f"{lost} does not exist; set root=DIR{more}")
     return {part: sets[part] for part in there}
+
+
+def _write_part(path: Path, cuts: Iterator[Record], origin: dict[str, Any], *, is_optional: bool) -> None:
+    """Write a manifest and then its origin, so that a refused corpus leaves no file."""
+    first = next(cuts, None)
+    if first is None and is_optional:
+        return
+    write_cuts(path, ((cut, cut) for cut in chain([first] if first else [], cuts)))
+    with writing(path.parent, _FIX):
+        write_json(path.parent / _KEPT, origin)
 
 
 def _check_origin(out: Path, origin: dict[str, Any]) -> None:

@@ -396,6 +396,8 @@ def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tok
     fixed = f", {len(shapes)} fixed shapes" if shapes else ""
     found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are in place"
     yield Finding(GREEN, "data", found) if sets else Finding(AMBER, "data", f"{found}; no evaluation set")
+    for warning in data.warnings():
+        yield Finding(AMBER, "data", warning)
     yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):
         return

@@ -53,6 +53,13 @@ class Union(Source):
     def fingerprint(self) -> str:
         return digest(*(part.fingerprint() for part in self.parts))
 
+    def warnings(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from part.warnings()
+
+    def text_hint(self) -> str:
+        return next(filter(None, (part.text_hint() for part in self.parts)), "")
+
 
 def parts_of(source: Source) -> list[Source]:
     """Return the parts of a union, or the source itself."""
@@ -71,22 +78,8 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
     """
     if isinstance(spec, Source):
         return spec
-    if problem := problem_of(spec):
-        raise DataError(problem)
-    given = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
-    if len(given) > _MOST_MANIFESTS:
-        raise DataError(f"more than {_MOST_MANIFESTS} manifests are named; join them to fewer files")
-    if not given:
-        raise DataError("no manifest is given; set a file, a folder or a list of them")
-    seen = set[Path]()
-    for path, *_ in given:
-        if not os.path.exists(path):  # Path's own raises for a name that is too long
-            raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
-        if path in seen:
-            raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
-        seen.add(path)
     parts: list[Manifest] = []
-    rest = [(path, _sniff(path, columns), columns, facts) for path, columns, facts in given]
+    rest = [(path, _sniff(path, columns), columns, facts) for path, columns, facts in _existing_paths(spec)]
     while rest:
         path, kind, columns, facts = rest.pop(0)
         if kind == "recordings" and rest and rest[0][1] == "supervisions":
@@ -105,6 +98,25 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
         parts[-1].facts = facts
     _tell_apart(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
+
+
+def _existing_paths(spec: Spec | Sequence[Spec]) -> list[tuple[Path, dict[str, str], Facts]]:
+    """Return each path of ``spec``, with the names of its columns and its facts. Raises DataError."""
+    if problem := problem_of(spec):
+        raise DataError(problem)
+    paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
+    if not paths:
+        raise DataError("no manifest is given; set a file, a folder or a list of them")
+    if len(paths) > _MOST_MANIFESTS:
+        raise DataError(f"more than {_MOST_MANIFESTS} manifests are named. Join them to fewer files")
+    seen = set[Path]()
+    for path, *_ in paths:
+        if not os.path.exists(path):  # Path's own raises for a name that is too long
+            raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
+        if path in seen:
+            raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
+        seen.add(path)
+    return paths
 
 
 Spec = str | Mapping[str, Any]
@@ -203,14 +215,15 @@ def names_in(spec: str) -> Iterator[Spec]:
 def _shards(name: str) -> Iterator[Spec]:
     """The files of NeMo's ``train_OP_0..7_CL_.json``; else the name itself, or nothing of an empty one."""
     if (found := _SHARDS.search(name)) is None:
-        yield from [name] if name.strip() else []
+        if name.strip():
+            yield name
         return
     width = len(found[1])
     for number in range(int(found[1]), int(found[2]) + 1):
         yield f"{name[: found.start()]}{number:0{width}}{name[found.end() :]}"
 
 
-_MOST_MANIFESTS = 10_000  # of one set; NeMo's pattern names no more
+_MOST_MANIFESTS = 10_000  # NeMo's pattern names no more
 _SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
 
 

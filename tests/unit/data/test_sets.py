@@ -207,5 +207,5 @@ def test_validation_data_without_a_name_is_the_set_valid(
 
 
 def test_several_validation_files_without_a_name_are_one_set(tmp_path: Path) -> None:
-    typed = rewrite(["data=manifest", "data.train=t.jsonl", "data.valid=a.jsonl,b c.jsonl"])
-    assert compose(typed).data.valid == "a.jsonl,b c.jsonl"
+    overrides = rewrite(["data=manifest", "data.train=t.jsonl", "data.valid=a.jsonl,b c.jsonl"])
+    assert compose(overrides).data.valid == "a.jsonl,b c.jsonl"
