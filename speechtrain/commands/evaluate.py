@@ -6,11 +6,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console, json_text
 from speechtrain.errors import ConfigError, MachineError, printable
 from speechtrain.files import atomic, finite, writing
 from speechtrain.run_directory import is_error_rate, metric, shown
+
+if TYPE_CHECKING:
+    from speechtrain.text.vocabulary import Tokenizer
+    from speechtrain.training.evaluation import Outcome
 
 _FIX = "name a file in a writable folder"  # for --out
 
@@ -77,8 +82,7 @@ def run(argv: list[str]) -> int:
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
     for name, outcome in outcomes.items():
-        if outcome.contradiction:
-            print(printable(f"speechtrain: warning: {name}: {outcome.contradiction}"), file=sys.stderr)
+        _warn(name, outcome, loaded.opened.tokenizer)
     if arguments.json:
         found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
         print(json_text(found))
@@ -91,6 +95,18 @@ def run(argv: list[str]) -> int:
         for line in lines_of(wrong[name]) if name in wrong else ():
             print(line)
     return 0
+
+
+def _warn(name: str, outcome: Outcome, tokenizer: Tokenizer) -> None:
+    """Warn of a contradiction, and of transcripts with symbols that have no label: these have no loss."""
+    unknown = [tokenizer.unknown(example.reference) for example in outcome.examples]
+    facts = [outcome.contradiction] if outcome.contradiction else []
+    if any(unknown):
+        symbols = " ".join(map(repr, sorted(set[str]().union(*unknown))[:10]))
+        share = f"{sum(map(bool, unknown))} of {len(unknown)} transcripts cannot be spelled"
+        facts.append(f"{share} by the run's labels ({symbols}). They count as errors, and have no loss")
+    for fact in facts:
+        print(printable(f"speechtrain: warning: {name}: {fact}"), file=sys.stderr)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:

@@ -227,7 +227,7 @@ def write_stats(arguments: argparse.Namespace) -> int:
     for cut, heard in found:
         statistics.add(cut, heard)
         bad += isinstance(heard, Unusable)
-    result = statistics.result()
+    result = statistics.result() | statistics.long()
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(map(printable, table(result))))
     return DataError.exit_code if bad else 0
 
