@@ -427,6 +427,8 @@ def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tupl
     planned = planned_steps(settings, per_epoch)
     is_open = is_planned_by_time(settings)  # the trainer plans, and fits the schedule
     schedule = build_schedule(config, max(1, round(per_epoch)), 1 if is_open else planned)
+    for warning in data.warnings():
+        _LOG.warning(warning)
     if not data.valid():
         _LOG.warning("data.valid is empty: nothing chooses the best checkpoint; add data.valid.NAME=FILE")
     if planned and planned <= schedule.warmup:

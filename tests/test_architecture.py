@@ -67,8 +67,8 @@ MAY_IMPORT = {
     # they compose the parts and show them; blocks of networks and trackers are none of their business
     "commands": {"checkpoint", "config", "data", "devices", "distributed", "interop", "report", "supervision"}
     | {"text", "train_rank", "training"}
-    # types of what is shown, and the blocks that first contact with a chip times
-    | {"decoding.base", "encoders.base", "losses.ctc", "losses.transducer", "nn.lstm"},
+    # types of what is shown
+    | {"decoding.base", "encoders.base"},
 }
 
 
@@ -217,7 +217,6 @@ TOUCH_FILES = {
     "commands/_find_run.py": "the user's own YAML files",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
-    "commands/_first_contact.py": "new files in a temporary folder",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
     "files.py": "the door",
 }

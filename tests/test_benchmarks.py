@@ -23,7 +23,16 @@ SMALLEST = {
     "wav2vec2": ("--smoke",),
 }
 # These train for minutes or hours, or need a run.
-TRAINS = {"decoders", "evaluation", "pretraining", "recipes", "scratch", "survival", "transcribe"}
+TRAINS = {
+    "decoders",
+    "evaluation",
+    "first_contact",
+    "pretraining",
+    "recipes",
+    "scratch",
+    "survival",
+    "transcribe",
+}
 PEERS = {"parakeet", "parakeet_speech"}  # in the environment of `make peers`
 
 

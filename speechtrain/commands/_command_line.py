@@ -79,7 +79,8 @@ def rewrite(argv: Sequence[str]) -> list[str]:
     """Translate arguments as users of other toolkits type them into Hydra's syntax.
 
     ``glob(*)`` leaves out base YAMLs. ``data.train=a.jsonl,b.jsonl`` becomes a list, because Hydra would
-    read it as a sweep. ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names.
+    read it as a sweep. ``data.valid.NAME=…`` and ``data.valid={NAME: …}`` may add names, and
+    ``data.valid=FILE`` replaces the sets by one.
     ``final_decoder=`` chooses from the group of decoders.
     ``allow_targets=`` moves to the environment, so that no file can set it.
     """
@@ -94,7 +95,9 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             continue
         if equals and re.fullmatch(r"\+{0,2}data\.(train|valid(\.[\w-]+)?)", key):
             if "," in value and not value.lstrip().startswith(("[", "{", "'", '"')):
-                value = "[" + ",".join(_quoted(part) for part in value.split(",")) + "]"
+                names = ",".join(_quoted(part) for part in value.split(","))
+                # Hydra does not merge a list with the mapping of named sets.
+                value = _quoted(value) if key.endswith("data.valid") else f"[{names}]"
             if key.startswith("data.valid") and value != "{}":
                 key = "++" + key
             argument = f"{key}={value}"

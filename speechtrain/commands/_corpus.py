@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled, recipe_names
 from speechtrain.data.cut_files import write_cuts
+from speechtrain.data.manifests import Record
 from speechtrain.errors import ConfigError, DataError, nearest, one_line
 from speechtrain.files import read_json, small_yaml, whole_path, write_json, writing, yaml_text
 
@@ -82,15 +83,13 @@ def prepare_corpus(argv: list[str]) -> int:
     names = {"root": str(root), "folder": str(folder), "language": corpus.language}
     sets = _wanted(corpus, names)
     out = whole_path(corpus.out)
-    _keep(out, {"corpus": name, **names, "arguments": corpus.arguments})
+    origin = {"corpus": name, **names, "arguments": corpus.arguments}
+    _check_origin(out, origin)
     left = {part: one for part, one in sets.items() if not part or not _manifest(out, part).exists()}
     for part in sets.keys() - left.keys():
         say(f"{_manifest(out, part)} is there already; delete it to write it again")
     for part, cuts in cuts_by_part(left, names, corpus.jobs):
-        cuts = iter(cuts)
-        if (first := next(cuts, None)) is None and "" in sets:
-            continue
-        write_cuts(_manifest(out, part), ((cut, cut) for cut in chain([first] if first else [], cuts)))
+        _write_part(_manifest(out, part), iter(cuts), origin, is_optional="" in sets)
     say(_command(corpus, out, sets))
     return 0
 
@@ -195,13 +194,22 @@ def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
     return {part: sets[part] for part in there}
 
 
-def _keep(out: Path, told: dict[str, Any]) -> None:
-    """Write down what ``out`` holds. Raises ConfigError if that is another corpus."""
-    if (found := read_json(out / _KEPT)) and found != told:
-        key = next(key for key in {**found, **told} if found.get(key) != told.get(key))
-        raise ConfigError(f"out={out}: it holds manifests with {key}={found.get(key)}; {_FIX}")
-    with writing(out, _FIX):
-        write_json(out / _KEPT, told)
+def _write_part(path: Path, cuts: Iterator[Record], origin: dict[str, Any], *, is_optional: bool) -> None:
+    """Write a manifest and then its origin, so that a refused corpus leaves no file."""
+    first = next(cuts, None)
+    if first is None and is_optional:
+        return
+    write_cuts(path, ((cut, cut) for cut in chain([first] if first else [], cuts)))
+    with writing(path.parent, _FIX):
+        write_json(path.parent / _KEPT, origin)
+
+
+def _check_origin(out: Path, origin: dict[str, Any]) -> None:
+    """Raise ConfigError if ``out`` holds manifests of another corpus, or of other arguments."""
+    stored = read_json(out / _KEPT)
+    if stored and stored != origin:
+        key = next(key for key in {**stored, **origin} if stored.get(key) != origin.get(key))
+        raise ConfigError(f"out={out}: it holds manifests with {key}={stored.get(key)}; {_FIX}")
 
 
 def _manifest(out: Path, part: str) -> Path:

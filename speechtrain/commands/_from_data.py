@@ -7,6 +7,7 @@ commands derive nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.commands._cli import say
 from speechtrain.commands._continue_run import drop_recipe_hours
 from speechtrain.commands._find_run import values_of
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.build import build, build_launcher, build_tokenizer
+from speechtrain.config.build import build, build_encoder, build_launcher, build_model, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
 from speechtrain.data.base import DataModule
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.manifests import digest
+from speechtrain.devices import host
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import writing
 from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
@@ -35,17 +38,20 @@ from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
 _RARE_UTTERANCES, _RARE_SHARE = 3, 1e-5  # a character of fewer, or of a smaller share of all, is rare
 _SHOWN = 10  # rare characters in a line
 _PIECE_TEXTS = 200_000  # transcripts that SentencePiece learns from
+_LONGEST = 60.0  # seconds of a recording that recipe=scratch trains on (35 were tried)
+_CARD_BYTES = 16 * 2**30  # of a device whose memory this host cannot ask for
+_BATCH_SHARE = 0.5  # of the free memory
 _FAST = 95  # percentile of labels per second
 _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
 
 
 def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]:
     """The keys and groups that the user has typed, or set in YAML files of his own."""
-    found = {key_of(text) for text in overrides}
+    keys = {key_of(text) for text in overrides}
     for name, text in written.items():
         prefix = "" if "@package _global_" in text else name.partition("/")[0] + "."
-        found |= {prefix + key for key in values_of(text)}
-    return found - {"data"}  # its choice says where the data is, and no values
+        keys |= {prefix + key for key in values_of(text)}
+    return keys - {"data"}  # its choice says where the data is, and no values
 
 
 def follow_data(config: DictConfig, typed: Collection[str]) -> None:
@@ -59,6 +65,7 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
         return
     check(config)  # An error in it costs less before the data is read.
     _check_table(config)
+    length = _open_length(config, typed)
     texts = _read(config)
     set_keys: dict[str, Any] = {}
     if _has_open_alphabet(config):
@@ -71,13 +78,53 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
             core_hours=_core_hours(config),
             width=int(config.encoder.get("width") or 0),
         )
-        for key, value in TABLES[config.from_data](speech).items():
-            is_typed = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.") for one in typed)
-            if not is_typed and OmegaConf.select(config, key, default="") != "":
-                OmegaConf.update(config, key, value, merge=False)
-                set_keys[key] = value["probability"] if isinstance(value, dict) else value
+        set_keys |= _set_table(config, speech, typed)
+        if length:
+            set_keys |= _set_length(config, texts, speech.labels_per_second, length)
     chosen = " ".join(f"{key}={value}" for key, value in set_keys.items())
     config.from_data = f"{len(texts.seconds):,} recordings, {texts.hours:.2f} h: {chosen}"
+
+
+def _is_typed(key: str, keys: Collection[str]) -> bool:
+    return any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
+
+
+def _set_table(config: DictConfig, speech: Speech, keys: Collection[str]) -> dict[str, Any]:
+    """Set the keys of the recipe's table, except ``keys``. Return them as the start line shows them."""
+    set_keys = {}
+    for key, value in TABLES[config.from_data](speech).items():
+        if not _is_typed(key, keys) and OmegaConf.select(config, key, default="") != "":
+            OmegaConf.update(config, key, value, merge=False)
+            set_keys[key] = value["probability"] if isinstance(value, dict) else value
+    return set_keys
+
+
+def _open_length(config: DictConfig, keys: Collection[str]) -> float:
+    """Let ``data.max_seconds`` follow from the data. Return its value before, or 0 if it stays."""
+    length = float(config.data.get("max_seconds") or math.inf)
+    if config.from_data != "scratch" or length >= _LONGEST or _is_typed("data.max_seconds", keys):
+        return 0.0
+    config.data.max_seconds = _LONGEST
+    return length
+
+
+def _set_length(config: DictConfig, texts: _Texts, labels_per_second: float, least: float) -> dict[str, Any]:
+    """Set ``data.max_seconds`` to the longest recording of which a batch fits into the free memory.
+
+    It is at least ``least``. A higher one is returned, as the start line shows it.
+    """
+    config.data.max_seconds, longest = least, math.ceil(max(texts.seconds))
+    if longest <= least:
+        return {}
+    with torch.device("meta"):
+        model = build_model(config, build_tokenizer(config), build_encoder(config))
+    count, footprint = int(config.data.batch.count or 1), model.footprint()
+    free = host.free_memory() / int(config.world_size) if _is_host(config) else _CARD_BYTES
+    for seconds in range(longest, int(least), -1):
+        if footprint.bytes(count, seconds, math.ceil(labels_per_second * seconds)) <= _BATCH_SHARE * free:
+            config.data.max_seconds = float(seconds)
+            return {"data.max_seconds": float(seconds)}
+    return {}
 
 
 def _check_table(config: DictConfig) -> None:
@@ -203,9 +250,13 @@ def _fast_labels(found: _Texts, tokenizer: Tokenizer) -> float:
     return float(np.percentile(rates, _FAST)) if rates else 0.0
 
 
+def _is_host(config: DictConfig) -> bool:
+    """Whether the device computes on its host's cores and in its memory."""
+    return config.device._target_.rpartition(".")[2] in ("CPU", "IPEX", "Lazy")
+
+
 def _core_hours(config: DictConfig) -> float:
     """Cores times hours of the plan; of a run that is not limited by time, many."""
-    is_host = config.device._target_.rpartition(".")[2] in ("CPU", "IPEX", "Lazy")
-    cores = len(usable_cpus()) if is_host else CORES_OF_A_CARD * int(config.world_size)
+    cores = len(usable_cpus()) if _is_host(config) else CORES_OF_A_CARD * int(config.world_size)
     hours = config.trainer.max_hours
     return cores * (24.0 if hours is None else float(hours))

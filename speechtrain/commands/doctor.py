@@ -61,12 +61,6 @@ def parser() -> argparse.ArgumentParser:
     )
     build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="also GROUP=CHOICE: the recipe")
     build.add_argument("--config-dir", "-cd", metavar="DIR", help="your own choices of the groups")
-    build.add_argument(
-        "--first-contact",
-        action="store_true",
-        help="probe device= for ten minutes instead: types, losses against the CPU, saving, memory errors, "
-        "times, two ranks, the WER of recipe=demo. Writes first-contact-DEVICE.json and .md here",
-    )
     return build
 
 
@@ -86,8 +80,6 @@ def run(argv: list[str]) -> int:
     folder: str | None = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
-    if arguments.first_contact:
-        return _contact(arguments.overrides, folder)
     paint = _PAINT if sys.stdout.isatty() else {}
     code = 0
     for finding in findings(arguments.overrides, folder):
@@ -96,26 +88,6 @@ def run(argv: list[str]) -> int:
         print(f"  {finding.what:<13} {finding.found}", flush=True)
         if finding.state == RED and not code:
             code = finding.exit_code
-    return code
-
-
-def _contact(overrides: list[str], config_dir: str | None) -> int:
-    """Probe the device; a probe that met an error is a red line, and the first one gives the exit code."""
-    from speechtrain.commands._first_contact import first_contact
-    from speechtrain.commands._hydra_app import compose
-    from speechtrain.commands._on_host import restart_for
-    from speechtrain.config.build import build_device
-
-    config = compose(overrides, config_dir)
-    restart_for(build_device(config))
-    path, found = first_contact(config, overrides)
-    code = 0
-    for name, values in found:
-        failed = "error" in values or values.get("exit code", 0)
-        code = code or (MachineError.exit_code if failed else 0)
-        told = "  ".join(f"{key}: {value}" for key, value in values.items())
-        print(f"{RED if failed else GREEN:<5}  {name:<13} {one_line(told, 300)}")
-    print(f"written: {path} and {path.with_suffix('.md')}; please send both to us")
     return code
 
 
@@ -408,6 +380,8 @@ def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tok
     fixed = f", {len(shapes)} fixed shapes" if shapes else ""
     found = f"{data.micro_batches_per_epoch} micro-batches an epoch{fixed}; recordings are in place"
     yield Finding(GREEN, "data", found) if sets else Finding(AMBER, "data", f"{found}; no evaluation set")
+    for warning in data.warnings():
+        yield Finding(AMBER, "data", warning)
     yield shapes_of(config, data, task)
     if not isinstance(data, SpeechData):
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from speechtrain.files import atomic, finite, writing
 from speechtrain.run_directory import is_error_rate, metric, shown
 
 if TYPE_CHECKING:
-    from speechtrain.text.vocabulary import Tokenizer
+    from speechtrain.commands._loaded_run import LoadedRun
     from speechtrain.training.evaluation import Outcome
 
 _FIX = "name a file in a writable folder"  # for --out
@@ -75,18 +76,12 @@ def run(argv: list[str]) -> int:
     )
     outcomes = loaded.evaluate(named)
     if arguments.out:
-        named_rows = ((name, one) for name, outcome in outcomes.items() for one in outcome.examples)
-        text = "".join(json_text({"set": name, **one.row()}) + "\n" for name, one in named_rows)
+        text = _rows(outcomes)
         with writing(f"--out {arguments.out}", _FIX), atomic(arguments.out) as temporary:
             temporary.write_text(text, encoding="utf-8")
     metrics = {name: outcome.metrics for name, outcome in outcomes.items()}
     wrong = {name: mistakes(o.examples, arguments.worst) for name, o in outcomes.items() if o.examples}
-    warnings = []
-    for name, outcome in outcomes.items():
-        warnings += _warnings_of(name, outcome, loaded.opened.tokenizer)
-    if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
-        warnings += _warnings_of_search(outcomes, loaded.checkpoint)
-    for warning in warnings:
+    for warning in _warnings(outcomes, loaded, arguments):
         print(printable(f"speechtrain: warning: {warning}", SPELLING), file=sys.stderr)
     if arguments.json:
         found = {"checkpoint": str(loaded.checkpoint), "metrics": finite(metrics), "mistakes": finite(wrong)}
@@ -102,26 +97,38 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _warnings_of(name: str, outcome: Outcome, tokenizer: Tokenizer) -> list[str]:
-    """Return the warnings of a set: texts contradict the loss, or the run cannot spell transcripts."""
-    lines = []
-    if outcome.contradiction:
-        lines.append(f"{name}: {outcome.contradiction}")
-    texts = [example.reference for example in outcome.examples]
-    unspelt = [text for text in texts if tokenizer.unknown(text)]
-    if unspelt:
-        count = f"{len(unspelt)} of {len(texts)} transcripts have characters without a label"
-        lines.append(f"{name}: {count}, such as {unspelt[0][:40]!r}")
-    return lines
+def _rows(outcomes: Mapping[str, Outcome]) -> str:
+    """Return a line of JSON for each utterance of each set."""
+    text = ""
+    for name, outcome in outcomes.items():
+        for example in outcome.examples:
+            text += json_text({"set": name, **example.row()}) + "\n"
+    return text
 
 
-def _warnings_of_search(outcomes: Mapping[str, Outcome], checkpoint: Path) -> Iterator[str]:
-    """Yield a warning for each set on which this search is worse than the one of training."""
-    from speechtrain.checkpoint.whole import validated
-    from speechtrain.report.advice import worse_searches
+def _warnings(
+    outcomes: Mapping[str, Outcome], loaded: LoadedRun, arguments: argparse.Namespace
+) -> Iterator[str]:
+    """Yield the warnings of all sets, and of a search that is worse than the one of training."""
+    for name, outcome in outcomes.items():
+        if outcome.contradiction:
+            yield f"{name}: {outcome.contradiction}"
+        symbols: set[str] = set()
+        count = 0
+        for example in outcome.examples:
+            unknown = loaded.opened.tokenizer.unknown(example.reference)
+            symbols |= unknown
+            count += bool(unknown)
+        if count:
+            share = f"{count} of {len(outcome.examples)} transcripts cannot be spelled by the run's labels"
+            shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
+            yield f"{name}: {share} ({shown_symbols}). They count as errors, and have no loss"
+    if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
+        from speechtrain.checkpoint.whole import validated
+        from speechtrain.report.advice import worse_searches
 
-    rates = {f"{name}/wer": outcome.metrics.get("wer") for name, outcome in outcomes.items()}
-    return worse_searches(validated(checkpoint), rates)
+        rates = {f"{name}/wer": outcome.metrics.get("wer") for name, outcome in outcomes.items()}
+        yield from worse_searches(validated(loaded.checkpoint), rates)
 
 
 def _named_sets(pairs: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,10 @@ def named_source(arguments: argparse.Namespace) -> Source:
         return Digits("train", 2000)
     if arguments.corpus == "fsdd":
         return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
-    return open_source(arguments.sources)
+    source = open_source(arguments.sources)
+    for warning in source.warnings():
+        print(printable(f"speechtrain: warning: {warning}"), file=sys.stderr)
+    return source
 
 
 def write_manifest(arguments: argparse.Namespace) -> int:
@@ -206,7 +210,7 @@ def write_stats(arguments: argparse.Namespace) -> int:
     for cut, heard in found:
         statistics.add(cut, heard)
         bad += isinstance(heard, Unusable)
-    result = statistics.result()
+    result = statistics.result() | statistics.long()
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(map(printable, table(result))))
     return DataError.exit_code if bad else 0
 

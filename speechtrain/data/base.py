@@ -46,6 +46,10 @@ class DataModule(ABC):
         Raises DataError: one line that names the file or symbol and the fix.
         """
 
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for each fact that the user may not expect: recordings that are not used."""
+        return iter(())
+
     def shapes(self) -> list[tuple[int, int, int]]:
         """Return the (batch, samples, labels) shapes of training if they are fixed, else an empty list."""
         return []

@@ -12,15 +12,18 @@ from speechtrain.data.manifests import MOST_TEXT_BYTES, Entry, Manifest, Record,
 from speechtrain.errors import DataError
 
 AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".sph", ".aiff", ".aif")
+_OTHER_SUFFIXES = (".m4a", ".mp4", ".aac", ".wma", ".amr", ".3gp", ".webm", ".caf", ".au", ".mov", ".mkv")
 _MOST_LIST_BYTES = 2**25  # of one list of transcripts: 300,000 of LibriSpeech, whose largest list has 0.03 MB
+_LAYOUTS = 3  # that are read: an index of fewer is built again
 _MOST_WAYS = 100  # by which a folder is reached, over links
 
 
 class Folder(Manifest):
-    """Every recording below a folder, in two layouts that may be mixed.
+    """Every recording below a folder, in three layouts that may be mixed.
 
     One is ``x.wav`` (or flac, ogg, opus, mp3, sph, aiff) with its transcript in ``x.txt`` next to it.
-    The other is LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of
+    Another is a folder ``wav`` with a folder ``txt`` beside it: ``wav/x.wav`` and ``txt/x.txt``.
+    The third is LibriSpeech's: each line of ``*.trans.txt`` is an id, a space and the transcript of
     ``<id>.flac`` next to it, and an id begins with the speaker. A recording without either has an empty
     transcript. Ids are paths that start with the folder's name, without suffix. Each header is read once,
     for the length; a recording whose header cannot be read is kept and reported like any other bad one.
@@ -30,7 +33,23 @@ class Folder(Manifest):
 
     def fingerprint(self) -> str:
         """Return a hash of every file's path, size and modification time."""
-        return digest(self.kind, str(self.path), self._files)
+        return digest(self.kind, _LAYOUTS, str(self.path), self._files)
+
+    def warnings(self) -> Iterator[str]:
+        names = files_below(self.path, _OTHER_SUFFIXES)
+        names = [name for name in names if os.path.splitext(name)[0] not in self._recordings]
+        if names:
+            suffixes = ", ".join(AUDIO_SUFFIXES)
+            yield f"{self.path}: {len(names)} files are not read, such as {names[0]}. Convert to {suffixes}"
+
+    def text_hint(self) -> str:
+        names = [name for name in files_below(self.path, ("",)) if not name.lower().endswith(AUDIO_SUFFIXES)]
+        namesakes = {Path(name).stem: name for name in names}
+        stems = sorted(self._recordings)
+        stem = next((stem for stem in stems if os.path.basename(stem) in namesakes), stems[0])
+        hint = f"{len(stems)} recordings, for example {self._recordings[stem]}; no {stem}.txt"
+        namesake = namesakes.get(os.path.basename(stem))
+        return f"{hint}, but {namesake} has its name" if namesake else hint
 
     @cached_property
     def _files(self) -> list[tuple[str, int, int]]:
@@ -44,21 +63,37 @@ class Folder(Manifest):
                 found.append((name, -1, -1))
         return found
 
+    @cached_property
+    def _recordings(self) -> dict[str, str]:
+        """The path of each recording, by the path without suffix."""
+        names = [name for name, _, _ in reversed(self._files) if not name.lower().endswith(".txt")]
+        return {os.path.splitext(name)[0]: name for name in names}
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        """The path of each text, by itself and in lower case: b.wav may have B.TXT."""
+        texts = dict[str, str]()
+        for name, _, _ in self._files:
+            if name.lower().endswith(".txt"):
+                texts |= {name.lower(): name, name: name}
+        return texts
+
+    def _text(self, stem: str) -> str:
+        """Return the transcript of a recording. It is empty if there is none."""
+        for name in (stem, f"/{stem}".replace("/wav/", "/txt/")[1:]):
+            if path := self._texts.get(f"{name}.txt") or self._texts.get(f"{name}.txt".lower()):
+                return " ".join(self._read(path).split())
+        return ""
+
     def entries(self) -> Iterator[Entry]:
-        names = {name for name, _, _ in self._files}
-        audio = [name for name in sorted(names, reverse=True) if not name.lower().endswith(".txt")]
-        recordings = {os.path.splitext(name)[0]: name for name in audio}
-        if not recordings:
+        if not self._recordings:
             raise DataError(f"{self.path} contains no recordings ({', '.join(AUDIO_SUFFIXES)})")
-        listed = self._listed(names)
-        # b.wav may have its transcript in B.TXT, if there is no b.txt
-        texts = {key: name for name in sorted(names - {*audio}) for key in (name.lower(), name)}
-        for number, stem in enumerate(sorted({*recordings, *listed}), 1):
-            name = recordings.get(stem, stem + ".flac")
+        listed = self._listed({name for name, _, _ in self._files})
+        for number, stem in enumerate(sorted({*self._recordings, *listed}), 1):
+            name = self._recordings.get(stem, stem + ".flac")
             text, speaker = listed.get(stem, (None, None))
             if text is None:
-                beside = texts.get(f"{stem}.txt") or texts.get(f"{stem}.txt".lower())
-                text = " ".join(self._read(beside).split()) if beside else ""
+                text = self._text(stem)
             path = str(self.path / name)
             seconds, rate = measure(path)
             more: Record = {"rate": rate, "speaker": speaker}

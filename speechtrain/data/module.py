@@ -28,6 +28,7 @@ from speechtrain.data.equal_content import equal_files
 from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, label_count, open_index
 from speechtrain.data.manifests import digest
+from speechtrain.data.recordings import header
 from speechtrain.data.sampler import (
     BatchLimits,
     MicroBatch,
@@ -48,17 +49,18 @@ from speechtrain.files import FilePath, atomic
 from speechtrain.launcher import is_number
 from speechtrain.text.vocabulary import Tokenizer
 
-_log = logging.getLogger(__name__)
-
 _LOG = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for existence before training
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
+_SAMPLED_HEADERS = 20  # a file on a slow disk takes 10 ms to open
 _SAMPLED_TRANSCRIPTS = 10_000
 _MOST_COMPARED = 100_000  # recordings among which copies are looked for: 30 µs each for the manifest's line
 _WHERE_TRANSCRIPTS_ARE = (
     "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
     "text, a table in a column ({path: FILE, text: COLUMN} names it)"
 )
+_FILTERS = ("", "too_long", "too_short", "untranscribed")  # reasons why a training recording is not used
+_, _TOO_LONG, _TOO_SHORT, _UNTRANSCRIBED = range(len(_FILTERS))
 _HELD_OUT = "held_out"  # the evaluation set of what is held out
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 
@@ -68,7 +70,8 @@ class SpeechData(DataModule):
 
     ``train`` and each of ``valid`` are a ``Source``, a path, a mapping of a path, columns and facts, a list
     of them, or a mapping of named sets (see ``open_source``). If one of these has a weight, each set has its
-    share of the recordings of an epoch, by weight (1 by default).
+    share of the recordings of an epoch, by weight (1 by default). A ``valid`` without names
+    is the set ``valid``.
     They are opened at first use, so evaluation needs no training data. Without ``valid``, the share
     ``hold_out`` of the training recordings is the evaluation set ``held_out``. ``batch`` limits the batches
     of training, ``valid_batch`` those of evaluation. ``speed`` is the lowest and highest factor, null for
@@ -91,7 +94,9 @@ class SpeechData(DataModule):
     def __init__(
         self,
         train: Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]],
-        valid: dict[str, Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]],
+        valid: FilePath
+        | list[FilePath | dict[str, Any]]
+        | dict[str, Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]]],
         tokenizer: Tokenizer,
         seed: int = 1,
         batch: BatchLimits | None = None,
@@ -126,8 +131,9 @@ class SpeechData(DataModule):
                 raise ValueError(f"{name}={value}: it must be above 0")
         if workers < -1 or shapes < 0:
             raise ValueError(f"workers={workers}, shapes={shapes}: need workers >= -1, shapes >= 0")
+        sets = _named_sets(valid)
         _check_crop(crop_seconds, tokenizer)
-        _check_sources(train, valid)
+        _check_sources(train, sets)
         speed_grid(speed or (1.0, 1.0))
         self.tokenizer, self.seed = tokenizer, seed
         self.batch = batch or BatchLimits()
@@ -137,7 +143,7 @@ class SpeechData(DataModule):
         self.limits = (min_seconds, max_seconds)
         self.max_labels_per_second, self.max_decoded_seconds = max_labels_per_second, max_decoded_seconds
         self.allow_empty, self.skip_empty = allow_empty, skip_empty
-        self.hold_out = 0.0 if valid else hold_out
+        self.hold_out = 0.0 if sets else hold_out
         self.static_shapes, self.crop_seconds, self.normalise = shapes, crop_seconds, normalise
         self.cache, self.stage, self.run_dir = cache or "", stage or "", run_dir or ""
         self._staging = ExitStack()
@@ -145,31 +151,45 @@ class SpeechData(DataModule):
         self.skips = SkipLog(self.run_dir, max_bad, max_bad_share)
         count = automatic_workers() if workers < 0 else workers
         self.workers: Workers = Processes(count, timeout_seconds) if count else InProcess()
-        self._train, self._valid = train, valid
+        self._train, self._valid = train, sets
         self._sets: dict[str, EvaluationSet] = {}
         self._position = (0, 0)
 
     # --- training -------------------------------------------------------------------------------
 
     @cached_property
+    def _source(self) -> Source:
+        return open_source(self._train)
+
+    @cached_property
     def index(self) -> Index:
         """The training cuts."""
-        return open_index(open_source(self._train), self.cache)
+        return open_index(self._source, self.cache)
+
+    @cached_property
+    def _filters(self) -> NDArray[np.int8]:
+        """The place in _FILTERS of the reason why a row of the index is not used, or 0."""
+        low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
+        filters = np.zeros(len(self.index), np.int8)
+        if self.skip_empty:
+            filters[self.index.characters == 0] = _UNTRANSCRIBED
+        filters[self.index.seconds > high] = _TOO_LONG
+        filters[self.index.seconds < low] = _TOO_SHORT
+        return filters
 
     @cached_property
     def _usable(self) -> NDArray[np.int32]:
         """Rows of the index that are not filtered. Raises DataError if there are none."""
-        low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
-        fits = (self.index.seconds >= low) & (self.index.seconds <= high)
-        if self.skip_empty and fits.any() and not (fits := fits & (self.index.characters > 0)).any():
-            raise DataError(f"data.train: no recording has a transcript; {_WHERE_TRANSCRIPTS_ARE}")
-        kept = np.flatnonzero(fits)
-        if not len(kept):
-            raise DataError(
-                f"data.train: none of {len(self.index)} recordings is between {low:g} and {high:g} s long; "
-                "change data.min_seconds or data.max_seconds, or check the manifest's durations"
-            )
-        return kept.astype(np.int32)
+        rows = np.flatnonzero(self._filters == 0).astype(np.int32)
+        if len(rows):
+            return rows
+        if _UNTRANSCRIBED in self._filters:
+            raise DataError(f"data.train: no recording has a transcript; {_where_texts_are(self._source)}")
+        low, high = self.limits
+        raise DataError(
+            f"data.train: none of {len(self.index)} recordings is between {low:g} and {high:g} s long; "
+            "change data.min_seconds or data.max_seconds, or check the manifest's durations"
+        )
 
     @cached_property
     def _held(self) -> NDArray[np.int32]:
@@ -298,23 +318,18 @@ class SpeechData(DataModule):
 
     def _list_filtered(self) -> None:
         """List the recordings that are filtered, once per run."""
-        filtered = len(self.index) - len(self._usable)
         path = Path(self.run_dir) / "filtered.jsonl"
-        if not filtered or not self.run_dir or path.exists():
+        if len(self._usable) == len(self.index) or not self.run_dir or path.exists():
             return
-        outside = np.setdiff1d(np.arange(len(self.index)), self._usable, assume_unique=True)
         try:
             with atomic(path) as temporary, temporary.open("wb") as file:
-                for row in outside.tolist():
-                    seconds = float(self.index.seconds[row])
-                    reason = "too_short" if seconds < np.float32(self.limits[0]) else "too_long"
-                    if reason == "too_long" and seconds <= np.float32(self.limits[1]):
-                        reason = "untranscribed"
-                    entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": f"{seconds:.2f} s"}
+                for row in np.flatnonzero(self._filters).tolist():
+                    reason, detail = _FILTERS[self._filters[row]], f"{self.index.seconds[row]:.2f} s"
+                    entry = {"id": self.index.cut(row)["id"], "reason": reason, "detail": detail}
                     line = json.dumps(entry, ensure_ascii=False) + "\n"
                     file.write(line.encode("utf-8", "backslashreplace"))
         except OSError as error:
-            _log.warning("%s cannot be written (%s); filtered recordings are only counted", path, error)
+            _LOG.warning("%s cannot be written (%s); filtered recordings are only counted", path, error)
 
     # --- evaluation -----------------------------------------------------------------------------
 
@@ -365,7 +380,6 @@ class SpeechData(DataModule):
         have unknown symbols.
         """
         self._check_files("train", self.index, self._kept, is_evaluation=False)
-        self._warn_of_copies()
         if self.tokenizer.reads_text:
             self._check_transcripts()
         self._check_all_if_few()
@@ -376,9 +390,10 @@ class SpeechData(DataModule):
             normalise = self.tokenizer.normalise
             texts = (index.text(row, index.cut(row), normalise) for row in rows.tolist())
             if self.tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
+                place = _where_texts_are(open_source(self._valid.get(name, self._train)))
                 raise DataError(
                     f"none of {len(rows)} recordings of data.valid.{name} has a transcript, so there is no "
-                    f"error rate to select a checkpoint by; {_WHERE_TRANSCRIPTS_ARE}"
+                    f"error rate to select a checkpoint by; {place}"
                 )
 
     def _check_files(self, key: str, index: Index, rows: NDArray[np.int32], is_evaluation: bool) -> None:
@@ -405,8 +420,36 @@ class SpeechData(DataModule):
                 f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"
             )
 
-    def _warn_of_copies(self) -> None:
-        """Warn if recordings are copies of others: one may be held out while the other is trained on."""
+    def warnings(self) -> Iterator[str]:
+        yield from self._source.warnings()
+        low, high = self.limits
+        too_long = f"are longer than data.max_seconds={high:g}"
+        facts = (too_long, f"are shorter than data.min_seconds={low:g}", "have no transcript")
+        for number, fact in enumerate(facts, 1):
+            yield from _share("train", self.index, self._filters == number, f"{fact}, so they are not used")
+        for name, spec in self._valid.items():
+            yield from open_source(spec).warnings()
+            index = self._set(name).index
+            fact = f"{too_long}, as no training recording is"
+            yield from _share(f"valid.{name}", index, index.seconds > np.float32(high), fact)
+        yield from self._narrow_recordings()
+        yield from self._copies()
+
+    def _narrow_recordings(self) -> Iterator[str]:
+        """Yield a line if all recordings have a lower rate than ``sample_rate``, so high bands are empty."""
+        paths = set[str]()
+        for row in self._sample(self._kept, _SAMPLED_HEADERS).tolist():
+            paths.update(files_of(self.index.cut(row)))
+        rates = [info.samplerate for info in map(header, paths) if info]
+        if rates and max(rates) < self.sample_rate:
+            yield (
+                f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
+                f"and data.sample_rate={self.sample_rate} leaves the upper bands empty. Equal rates "
+                "cost less, if the encoder's sample_rate follows"
+            )
+
+    def _copies(self) -> Iterator[str]:
+        """Yield a line if recordings are copies of others: one may be held out, the other trained on."""
         if not self.hold_out or len(self._usable) > _MOST_COMPARED:
             return
         paths = set()
@@ -415,7 +458,7 @@ class SpeechData(DataModule):
         groups = equal_files(paths)
         if groups:
             count = sum(len(group) - 1 for group in groups)
-            _LOG.warning(
+            yield (
                 f"data.train: {count} recordings are copies of others, such as {groups[0][0]} and "
                 f"{groups[0][1]}. A copy may be held out while the other is trained on. "
                 "speechtrain-prepare stats lists them"
@@ -438,7 +481,7 @@ class SpeechData(DataModule):
         if self._is_too_many(len(unsaid), len(looked)):
             raise DataError(
                 f"{len(unsaid)} of {len(looked)} recordings of data.train have no transcript, such as "
-                f"{unsaid[0]!r}; {_WHERE_TRANSCRIPTS_ARE}"
+                f"{unsaid[0]!r}; {_where_texts_are(self._source)}"
             )
         if self._is_too_many(bad, len(looked)):
             shown = " ".join(map(repr, sorted(symbols)[:10])) + (" …" if len(symbols) > 10 else "")
@@ -495,19 +538,17 @@ class SpeechData(DataModule):
         """Return recordings not used by reason, the shares of padded (fixed shapes) and cropped audio, what
         is held out, and the facts of each named set.
         """
-        low, high = np.float32(self.limits[0]), np.float32(self.limits[1])
-        seconds = self.index.seconds
-        filtered = {"too_long": (seconds > high).sum(), "too_short": (seconds < low).sum()}
-        filtered["untranscribed"] = len(self.index) - len(self._usable) - sum(filtered.values())
         self.skips.refresh()
-        counts = {**{reason: int(count) for reason, count in filtered.items() if count}, **self.skips.counts}
+        counts = np.bincount(self._filters, minlength=len(_FILTERS)).tolist()
+        filtered = {_FILTERS[number]: count for number, count in enumerate(counts) if number and count}
+        skipped = {**filtered, **self.skips.counts}
         shares: dict[str, float] = {}
         if self.static_shapes or self.crop_seconds is not None:
             padding, cropped = self.sampler.waste(0)
             shares |= {"padding_share": round(padding, 4)} if self.static_shapes else {}
             shares |= {"cropped_share": round(cropped, 4)} if self.crop_seconds is not None else {}
         held = {"held out": self._held_out()} if self.hold_out else {}
-        return counts | shares | held | {f"set {name}": told for name, told in self._told_of_sets()}
+        return skipped | shares | held | {f"set {name}": told for name, told in self._told_of_sets()}
 
     def _told_of_sets(self) -> Iterator[tuple[str, str]]:
         facts, parts = self.index.facts, self.index.parts[self._kept]
@@ -515,7 +556,7 @@ class SpeechData(DataModule):
         for place, name in enumerate(dict.fromkeys(one.name for one in facts if one.name)):
             own = [number for number, one in enumerate(facts) if one.name == name]
             rows = self._kept[np.isin(parts, own)]
-            told = [f"{len(rows)} recordings, {self.index.seconds[rows].sum(dtype=np.float64) / 3600:.2f} h"]
+            told = [f"{len(rows)} recordings, {_hours(self.index.seconds[rows]):.2f} h"]
             told += [f"{drawn[place]:.1%} of an epoch"] if drawn else []
             yield name, ", ".join([*told, *filter(None, (facts[own[0]].normaliser, facts[own[0]].language))])
 
@@ -525,7 +566,7 @@ class SpeechData(DataModule):
         rows, speakers = self._held, self.index.speakers
         is_one = len(np.unique(self.index.recordings[self._usable])) == 1
         what = "parts of the only recording" if is_one else "recordings"
-        found = f"{len(rows)} {what}, {self.index.seconds[rows].sum(dtype=np.float64) / 3600:.2f} h"
+        found = f"{len(rows)} {what}, {_hours(self.index.seconds[rows]):.2f} h"
         whole = set(speakers[rows].tolist()).isdisjoint(speakers[self._kept].tolist())
         return f"{found}, {len(set(speakers[rows].tolist()))} speakers" if whole else found
 
@@ -534,7 +575,7 @@ class SpeechData(DataModule):
 
     def close(self) -> None:
         if counts := ", ".join(f"{count} {reason}" for reason, count in self.skips.counts.items()):
-            _log.warning("skipped recordings: %s; %s lists them", counts, self.skips.path)
+            _LOG.warning("skipped recordings: %s; %s lists them", counts, self.skips.path)
         self._staging.close()
         self.workers.close()
 
@@ -579,14 +620,33 @@ class EvaluationBatches(Iterable[Batch]):
             yield collate([], decoder.sample_rate, last)
 
 
+def _share(key: str, index: Index, mask: NDArray[np.bool_], fact: str) -> Iterator[str]:
+    """Yield a line with the number and hours of the cuts in ``mask``, if there are any."""
+    if mask.any():
+        share = f"{_hours(index.seconds[mask]):.2f} of {_hours(index.seconds):.2f} h"
+        yield f"data.{key}: {mask.sum()} of {len(index)} recordings ({share}) {fact}"
+
+
+def _hours(seconds: NDArray[np.float32]) -> float:
+    return float(seconds.sum(dtype=np.float64)) / 3600
+
+
 def _reader(loader: BatchLoader) -> BatchLoader:
     """The loader for another thread: an index has open files, each at one position."""
     return replace(loader, index=copy(loader.index))
 
 
+def _where_texts_are(source: Source) -> str:
+    return source.text_hint() or _WHERE_TRANSCRIPTS_ARE
+
+
+def _named_sets(valid: Any) -> dict[str, Any]:
+    """The evaluation sets by name. A set without a name is ``valid``."""
+    is_set = valid and (not isinstance(valid, dict) or "path" in valid)
+    return {"valid": valid} if is_set else valid or {}
+
+
 def _check_sources(train: object, valid: dict[str, Any]) -> None:
-    if "path" in valid:
-        raise ValueError("valid: a set needs a name other than path, as in data.valid.dev={path: FILE}")
     for name, spec in {"train": train, **{f"valid: {name}": spec for name, spec in valid.items()}}.items():
         if not isinstance(spec, Source) and (problem := problem_of(spec, is_valid=name != "train")):
             raise ValueError(f"{name}: {problem}")

@@ -78,8 +78,10 @@ def recordings(name: str, sample_rate: int, most_seconds: float) -> Iterator[Rec
         yield _of_file(name, sample_rate, most_seconds)
         return
     try:
-        for cut in cuts_of(open_source(name)):
+        source = open_source(name)
+        for cut in cuts_of(source):
             yield _of_cut(cut, sample_rate, most_seconds, in_folder=is_folder)
+        yield from map(DataError, source.warnings())
     except DataError as error:
         yield error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 MOST_CHANNELS = 1_024
 RATES = (1_000, 768_000)
 """Sampling rates in Hz; a header with any other is damaged, and a filter for it is too large."""
+
+
+_CUT_FILE = re.compile(r"^(?:data|SSND) : (\d+) \(should be (\d+)\)", re.MULTILINE)
+"""The line of libsndfile's log on a WAV or AIFF file that is shorter than its header says."""
+_STREAMED = 2**31 - 2**16
+"""Bytes of audio from which on a header holds a placeholder: its program wrote to a pipe."""
 
 
 class Unusable(Exception):
@@ -62,11 +69,19 @@ def open_recording(path: str) -> Iterator[SoundFile]:
         except LibsndfileError as error:
             raise Unusable("unreadable", f"{path}: {error.error_string}") from None
         with or_unusable(path), recording:
-            rate, channels = recording.samplerate, recording.channels
-            if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
-                told = f"its sampling rate is {rate} Hz, of {channels} channels"
-                raise Unusable("unreadable", f"{path}: {told}")
+            _check_header(recording, path)
             yield recording
+
+
+def _check_header(recording: SoundFile, path: str) -> None:
+    """Raise Unusable for a rate that no recording has, and for a file that ends before its data."""
+    rate, channels = recording.samplerate, recording.channels
+    if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
+        raise Unusable("unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels")
+    cut = _CUT_FILE.search(recording.extra_info)
+    if cut and int(cut[1]) < _STREAMED:
+        lengths = f"its header promises {cut[1]} bytes of audio, and {cut[2]} are there"
+        raise Unusable("wrong_length", f"{path}: {lengths}. Copy it again")
 
 
 @dataclass(frozen=True)

@@ -37,3 +37,11 @@ class Source(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """Return a short hash of arguments and content, equal on every machine; other cuts change it."""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a line for files that seem to be recordings and are not read."""
+        return iter(())
+
+    def text_hint(self) -> str:
+        """Return where transcripts may lie that are not read. It is empty if nobody knows."""
+        return ""

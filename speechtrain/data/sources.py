@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,13 @@ class Union(Source):
     def fingerprint(self) -> str:
         return digest(*(part.fingerprint() for part in self.parts))
 
+    def warnings(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from part.warnings()
+
+    def text_hint(self) -> str:
+        return next(filter(None, (part.text_hint() for part in self.parts)), "")
+
 
 def parts_of(source: Source) -> list[Source]:
     """Return the parts of a union, or the source itself."""
@@ -70,20 +78,8 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
     """
     if isinstance(spec, Source):
         return spec
-    if problem := problem_of(spec):
-        raise DataError(problem)
-    given = list(_paths_in(spec, Facts()))
-    if not given:
-        raise DataError("no manifest is given; set a file, a folder or a list of them")
-    seen = set[Path]()
-    for path, *_ in given:
-        if not os.path.exists(path):  # Path's own raises for a name that is too long
-            raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
-        if path in seen:
-            raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
-        seen.add(path)
     parts: list[Manifest] = []
-    rest = [(path, _sniff(path, columns), columns, facts) for path, columns, facts in given]
+    rest = [(path, _sniff(path, columns), columns, facts) for path, columns, facts in _existing_paths(spec)]
     while rest:
         path, kind, columns, facts = rest.pop(0)
         if kind == "recordings" and rest and rest[0][1] == "supervisions":
@@ -102,6 +98,25 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
         parts[-1].facts = facts
     _tell_apart(parts)
     return parts[0] if len(parts) == 1 else Union(parts)
+
+
+def _existing_paths(spec: Spec | Sequence[Spec]) -> list[tuple[Path, dict[str, str], Facts]]:
+    """Return each path of ``spec``, with the names of its columns and its facts. Raises DataError."""
+    if problem := problem_of(spec):
+        raise DataError(problem)
+    paths = list(islice(_paths_in(spec, Facts()), _MOST_MANIFESTS + 1))
+    if not paths:
+        raise DataError("no manifest is given; set a file, a folder or a list of them")
+    if len(paths) > _MOST_MANIFESTS:
+        raise DataError(f"more than {_MOST_MANIFESTS} manifests are named. Join them to fewer files")
+    seen = set[Path]()
+    for path, *_ in paths:
+        if not os.path.exists(path):  # Path's own raises for a name that is too long
+            raise DataError(f"{path} does not exist; give a manifest or a folder of recordings")
+        if path in seen:
+            raise DataError(f"{path} is given twice; remove one, since each cut would be repeated")
+        seen.add(path)
+    return paths
 
 
 Spec = str | Mapping[str, Any]
@@ -178,8 +193,8 @@ _FORMATS: dict[str, type[Manifest]] = {
 }
 
 
-def names_in(spec: str) -> list[Spec]:
-    """Split a string into its names: one, or several separated by commas if it is not itself a file.
+def names_in(spec: str) -> Iterator[Spec]:
+    """Yield the names in a string: one, or several separated by commas if it is not itself a file.
 
     A mapping is read as YAML, as on the command line of training.
     """
@@ -187,23 +202,28 @@ def names_in(spec: str) -> list[Spec]:
     if spec.lstrip().startswith("{") and not is_file:
         try:
             if isinstance(found := yaml.safe_load(small_yaml(spec)), dict):
-                return [found]
+                yield found
+                return
         except (ValueError, yaml.YAMLError):
             pass
         raise DataError(f"{spec[:200]} is no mapping; write it as {{path: FILE, text: COLUMN}}")
-    if "," in spec and not is_file:
-        return [name for part in spec.split(",") for name in _shards(part.strip())]
-    return _shards(spec)
+    names = [spec] if is_file else map(str.strip, spec.split(","))
+    for name in names:
+        yield from _shards(name)
 
 
-def _shards(name: str) -> list[Spec]:
+def _shards(name: str) -> Iterator[Spec]:
     """The files of NeMo's ``train_OP_0..7_CL_.json``; else the name itself, or nothing of an empty one."""
     if (found := _SHARDS.search(name)) is None:
-        return [name] if name.strip() else []
-    numbers, width = range(int(found[1]), int(found[2]) + 1), len(found[1])
-    return [f"{name[: found.start()]}{n:0{width}}{name[found.end() :]}" for n in numbers]
+        if name.strip():
+            yield name
+        return
+    width = len(found[1])
+    for number in range(int(found[1]), int(found[2]) + 1):
+        yield f"{name[: found.start()]}{number:0{width}}{name[found.end() :]}"
 
 
+_MOST_MANIFESTS = 10_000  # NeMo's pattern names no more
 _SHARDS = re.compile(r"_OP_(\d{1,4})\.\.(\d{1,4})_CL_")
 
 

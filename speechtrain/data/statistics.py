@@ -14,6 +14,7 @@ from speechtrain.data.recordings import Unusable
 
 _FAST, _SLOW = 2.0, 0.2  # times the median of characters per second; who reads aloud varies by a quarter
 _SILENT = 2e-3  # largest sample of full scale 1, 65 of 16 bits
+LONG = 20.0  # seconds: data.max_seconds of a run, unless it is set
 _CLIPPED = 5e-4  # share of samples at full scale
 
 
@@ -63,6 +64,11 @@ class Statistics:
         elif isinstance(heard, Heard) and fault != "silent":
             self._copies[heard.content].append(name)
 
+    def long(self) -> dict[str, Any]:
+        """Return the number and hours of recordings that a run does not use."""
+        seconds = [length for length in self.seconds if length > LONG]
+        return {"long": {"recordings": len(seconds), "hours": round(sum(seconds) / 3600, 4)}}
+
     def result(self) -> dict[str, Any]:
         """Return the figures as JSON has them; each likely error with the ids that show it."""
         seconds, spoken = np.array(self.seconds), np.array(self.spoken)
@@ -93,6 +99,9 @@ def table(result: Mapping[str, Any]) -> Iterable[str]:
     yield f"hours       {result['hours']:.2f}"
     yield f"speakers    {result['speakers']}{unknown}"
     yield "seconds     " + ", ".join(f"{name} {value:g}" for name, value in result["seconds"].items())
+    if count := result["long"]["recordings"]:
+        hours = result["long"]["hours"]
+        yield f"long        {count} recordings ({hours:.2f} h) are longer than data.max_seconds={LONG:g}"
     yield f"characters  {sum(result['characters'].values())}, {result['characters_per_second']:g} a second"
     counts = [f"{character!r} {count}" for character, count in result["characters"].items()]
     for first in range(0, min(len(counts), 200), 10):

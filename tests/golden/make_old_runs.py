@@ -60,7 +60,7 @@ def make(name: str, folder: Path, work: Path, environment: dict[str, str]) -> No
     environment = {**environment, "OUTPUT_DIR": str(work / name / "finished")}
     tool("train", *arguments, cwd=work, environment=environment)
     (finished,) = (work / name / "finished").iterdir()
-    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    events = map(json.loads, (finished / "metrics.jsonl").read_text().splitlines())
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "train"}
     expected: dict[str, Any] = {
         "losses": losses,

@@ -153,6 +153,15 @@ def test_a_half_prepared_folder_continues(tmp_path: Path, capsys: pytest.Capture
         prepare.run(["corpus=mini_librispeech", "root=root", "out=out"])
 
 
+def test_a_refused_corpus_leaves_its_folder_free(tmp_path: Path) -> None:
+    (tmp_path / "wrong/LibriSpeech/dev-clean").mkdir(parents=True)
+    with pytest.raises(DataError):
+        prepare.run(["corpus=librispeech", "root=wrong", "out=out"])
+    expected = librispeech(tmp_path / "root")
+    assert prepare.run(["corpus=librispeech", "root=root", "out=out", "parts=dev-clean"]) == 0
+    assert set(cuts("out/dev-clean.jsonl.gz")) == set(expected["dev-clean"])
+
+
 def test_a_folder_inside_root_and_one_part(tmp_path: Path) -> None:
     expected = librispeech(tmp_path / "root")
     argv = ["corpus=librispeech", "root=root/LibriSpeech", "out=out", "parts=dev-clean", "jobs=1"]

@@ -19,6 +19,7 @@ from speechtrain.config import sizing
 from speechtrain.config.build import build, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.config.sizing import Speech, frame, hold_out, scratch
+from speechtrain.devices import host
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.train_rank import _begin_with, build_task
 
@@ -286,6 +287,28 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
     assert other.tokenizer.alphabet.startswith(" abc")
     own = {"recipe/mine": "# @package _global_\nencoder:\n  hidden: 64\n", "optimizer/my": "lr: 1.0\n"}
     assert typed_keys(["data=manifest"], own) == {"encoder.hidden", "optimizer.lr"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_longest_recording_follows_from_the_data_and_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "free_memory", lambda: 2**40)
+    train = lines(tmp_path, ["a quick brown fox"] * 9, seconds=34.5)
+    base = ["recipe=scratch", "device=cpu", f"data.train={train}"]
+    config = followed(*base)
+    assert config.data.max_seconds == 35.0
+    assert "9 recordings, 0.09 h" in config.from_data
+    assert "data.max_seconds=35.0" in config.from_data
+    short = lines(tmp_path, ["a quick brown fox"] * 9, "short.jsonl", seconds=3.0)
+    unchanged = followed("recipe=scratch", f"data.train={short}")
+    assert (unchanged.data.max_seconds, "data.max_seconds" in unchanged.from_data) == (20.0, False)
+    assert followed(*base, "data.max_seconds=50").data.max_seconds == 50.0
+    long = lines(tmp_path, ["a quick brown fox"] * 9, "long.jsonl", seconds=90.0)
+    with pytest.raises(DataError, match=r"none of 9 recordings is between 0\.1 and 60 s long"):
+        followed("recipe=scratch", f"data.train={long}")
+    monkeypatch.setattr(host, "free_memory", lambda: 2**29)
+    assert 20.0 < followed(*base).data.max_seconds < 35.0
 
 
 @pytest.mark.usefixtures("cache")

@@ -16,7 +16,9 @@ import soundfile
 
 from speechtrain.commands import prepare
 from speechtrain.commands._cli import guarded
+from speechtrain.commands._hydra_app import compose
 from speechtrain.data.corpora.digits import Digits
+from speechtrain.data.statistics import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
 from tests.support.digits import write_digits
 
@@ -171,6 +173,15 @@ def test_stats_tell_what_a_source_holds_and_what_is_likely_wrong(capsys: pytest.
     assert "silent" not in json.loads(capsys.readouterr().out)["likely_errors"]
     assert prepare.run(["stats", "t.csv", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["likely_errors"]["empty_file"] == ["t:2:x"]
+
+
+def test_stats_count_recordings_that_a_run_does_not_use(capsys: pytest.CaptureFixture[str]) -> None:
+    speech(Path("long.wav"), 20.5)
+    speech(Path("short.wav"), 20.0)
+    Path("t.csv").write_text("path,text\nlong.wav,one\nshort.wav,two\n")
+    assert compose([]).data.max_seconds == LONG
+    assert prepare.run(["stats", "t.csv", "--no-audio"]) == 0
+    assert "1 recordings (0.01 h) are longer than data.max_seconds=20" in capsys.readouterr().out
 
 
 def test_a_split_keeps_whole_speakers_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a data set may hold that is no clean recording: nothing crashes, nothing hangs, all is counted."""
+"""Bad recordings of a data set: nothing crashes, nothing hangs, all is counted."""
 
 from __future__ import annotations
 
@@ -67,6 +67,20 @@ def truncated_flac(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:20_000])
 
 
+def truncated_wav(path: Path) -> None:
+    """The file has the length of the manifest, its header that of three seconds."""
+    soundfile.write(path, tone(3.0), RATE)
+    path.write_bytes(path.read_bytes()[: 44 + 2 * RATE])
+
+
+def streamed_wav(path: Path) -> None:
+    """A program that writes to a pipe does not know the length, and sets the largest."""
+    soundfile.write(path, tone(), RATE)
+    content = bytearray(path.read_bytes())
+    content[40:44] = b"\xff\xff\xff\xff"
+    path.write_bytes(content)
+
+
 def strange_rate(path: Path) -> None:
     soundfile.write(path, tone(), RATE)
     content = bytearray(path.read_bytes())
@@ -110,6 +124,7 @@ BAD_AUDIO: dict[str, Bad] = {
     "text": (lambda path: path.write_text("no audio at all") and None, {}, "unreadable"),
     "noise": (lambda path: path.write_bytes(np.random.default_rng(1).bytes(5000)) and None, {}, "unreadable"),
     "truncated-flac": (truncated_flac, {"duration": 4.0}, "unreadable"),
+    "truncated-wav": (truncated_wav, {}, "wrong_length"),
     "strange-rate": (strange_rate, {}, "unreadable"),
     "missing": (lambda path: None, {}, "missing"),
     "pipe": (lambda path: os.mkfifo(path), {}, "unreadable"),
@@ -131,6 +146,7 @@ BAD_LENGTH: dict[str, Bad] = {
 }
 FINE: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "plain": (plain, {}),
+    "streamed-wav": (streamed_wav, {}),
     "mp3-named-wav": (lambda path: soundfile.write(path, tone(), RATE, format="MP3"), {}),
     "stereo": (lambda path: soundfile.write(path, np.stack([tone(), tone()], 1), RATE), {}),
     "eight-channels": (lambda path: soundfile.write(path, np.stack([tone()] * 8, 1), RATE), {}),

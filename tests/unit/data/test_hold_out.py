@@ -231,14 +231,11 @@ def test_equal_files_groups_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_check_warns_of_copies_if_recordings_are_held_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_are_a_warning_if_recordings_are_held_out(tmp_path: Path) -> None:
     for i in range(20):
         samples = np.random.default_rng(i // 2).normal(0, 0.1, 16_000).astype(np.float32)
         soundfile.write(tmp_path / f"{i}.wav", samples, 16_000)
     path = manifest(tmp_path, 20)
     options = {"tokenizer": Characters(), "batch": BatchLimits(count=2), "workers": 0, "cache": str(tmp_path)}
-    SpeechData(open_source(path), valid={}, hold_out=0.2, **options).check()
-    (message,) = [record.getMessage() for record in caplog.records]
+    (message,) = SpeechData(open_source(path), valid={}, hold_out=0.2, **options).warnings()
     assert message.startswith("data.train: 10 recordings are copies of others, such as ")

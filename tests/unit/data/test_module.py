@@ -314,3 +314,42 @@ def test_the_automatic_number_of_workers_is_a_ranks_share(monkeypatch: pytest.Mo
     assert automatic_workers() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert automatic_workers() == 0
+
+
+# --- warnings before training -------------------------------------------------------------------
+
+
+def lengths(recordings: Any, name: str, *seconds: float, text: str = "one") -> str:
+    """A NeMo manifest of recordings of those lengths at 8 kHz."""
+    lines = []
+    for number, length in enumerate(seconds):
+        path = recordings.tone(f"{name}/{number}.wav", length, rate=8_000)
+        lines.append({"audio_filepath": str(path), "duration": length, "text": text})
+    return str(recordings.nemo(f"{name}.jsonl", lines))
+
+
+def test_dropped_recordings_are_one_warning_with_hours_and_key(cache: Path, recordings: Any) -> None:
+    train = lengths(recordings, "train", 0.5, 0.6, 36.0, 72.0, 0.05)
+    data = SpeechData(train, lengths(recordings, "dev", 0.4, 36.0), Characters(), max_seconds=20.0)
+    long, short, validation, narrow = data.warnings()
+    assert long.startswith(
+        "data.train: 2 of 5 recordings (0.03 of 0.03 h) are longer than data.max_seconds=20, so"
+    )
+    assert short.startswith(
+        "data.train: 1 of 5 recordings (0.00 of 0.03 h) are shorter than data.min_seconds"
+    )
+    assert "all of 2 recordings that were read have at most 8000 Hz, and data.sample_rate=16000" in narrow
+    assert validation.startswith(
+        "data.valid.valid: 1 of 2 recordings (0.01 of 0.01 h) are longer than data.max_seconds=20, as no"
+    )
+    assert data.report() == {"too_long": 2, "too_short": 1}
+
+
+def test_recordings_without_a_transcript_are_counted_if_they_are_not_used(
+    cache: Path, recordings: Any
+) -> None:
+    parts = [lengths(recordings, "spoken", 0.5), lengths(recordings, "silent", 0.5, 0.6, text="")]
+    data = SpeechData(parts, {}, Characters(), skip_empty=True, sample_rate=8_000)
+    assert [line.partition(" (")[0] for line in data.warnings()] == ["data.train: 2 of 3 recordings"]
+    assert data.report() == {"untranscribed": 2}
+    assert not list(SpeechData(parts[0], {}, Characters(), sample_rate=8_000).warnings())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speechtrain.commands._command_line import rewrite
+from speechtrain.commands._hydra_app import compose
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
@@ -191,3 +194,18 @@ def digits(folder: Path, said: str | None = None) -> list[str]:
 def data_of(train: Any, **options: Any) -> SpeechData:
     options = {"valid": {}, "batch": BatchLimits(count=3), "speed": [0.9, 1.1], "workers": 0, **options}
     return SpeechData(train, tokenizer=Characters(), **options)
+
+
+@pytest.mark.parametrize("form", [str, lambda path: [path], lambda path: {"path": path}])
+def test_validation_data_without_a_name_is_the_set_valid(
+    form: Callable[[str], Any], tmp_path: Path, cache: Path, recordings: Any
+) -> None:
+    data = SpeechData(recordings.corpus("train", 2), form(recordings.corpus("dev", 3)), Characters())
+    sets = data.valid()
+    assert list(sets) == ["valid"]
+    assert sum(batch.utterances for batch in sets["valid"]) == 3
+
+
+def test_several_validation_files_without_a_name_are_one_set(tmp_path: Path) -> None:
+    overrides = rewrite(["data=manifest", "data.train=t.jsonl", "data.valid=a.jsonl,b c.jsonl"])
+    assert compose(overrides).data.valid == "a.jsonl,b c.jsonl"

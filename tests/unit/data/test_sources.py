@@ -122,6 +122,13 @@ def test_nemos_name_of_several_manifests_is_their_union(tmp_path: Path) -> None:
     assert "no manifest is given" in refusal(f"{tmp_path}/m_OP_2..1_CL_.json")
 
 
+def test_a_pattern_names_a_bounded_number_of_manifests(tmp_path: Path) -> None:
+    """Twenty thousand patterns of ten thousand files each would take minutes."""
+    pattern = f"{tmp_path}/m__OP_0..9999_CL_.json"
+    assert "more than 10000 manifests are named" in refusal(",".join([pattern] * 20_000))
+    assert "m_0.json does not exist" in refusal(pattern)
+
+
 def test_the_same_recording_on_several_lines_has_several_ids(tmp_path: Path) -> None:
     cuts = list(open_source(write(tmp_path / "m.jsonl", [nemo_line()] * 3)).cuts())
     assert len({cut.id for cut in cuts}) == 3

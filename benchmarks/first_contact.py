@@ -1,10 +1,13 @@
-"""The first ten minutes on real hardware: what a device does, measured and written down.
+"""The first ten minutes on real hardware: each probe of a device, measured and written down.
 
-Every probe runs whatever the others found. A probe returns values, or raises what it met.
+    python benchmarks/first_contact.py device=cuda      # or device=hpu, with other KEY=VALUE
+
+It writes first-contact-DEVICE.json and .md here. Every probe runs, also after one that failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickletools
@@ -25,6 +28,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from speechtrain.batch import Footprint
+from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model, build_tokenizer
 from speechtrain.devices.base import Device
@@ -183,8 +187,6 @@ class Contact:
         return lambda: lstm(x)[0].square().sum().backward()
 
     def _wav2vec2_step(self, policy: ComputePolicy) -> Callable[[], None]:
-        from speechtrain.commands._hydra_app import compose
-
         config = compose(["model=wav2vec2_small", *self._device_override()])
         task: Any = build_model(config, build_tokenizer(config), build_encoder(config))
         apply_policy(task, policy)
@@ -250,3 +252,33 @@ def first_contact(config: DictConfig, overrides: list[str]) -> tuple[Path, list[
     ]
     write_text(stem.with_suffix(".md"), "\n".join([*lines, ""]))
     return path, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="+", metavar="KEY=VALUE")
+    parser.add_argument("--config-dir", metavar="DIR", help="your own choices of the groups")
+    options = parser.parse_args()
+    config = compose(options.overrides, options.config_dir)
+    device = build_device(config)
+    device.check(1)
+    variables = {name: value for name, value in device.environment(1).items() if name not in os.environ}
+    if variables:  # The device's libraries read them before Python starts.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables})
+    path, probes = first_contact(config, options.overrides)
+    failures = 0
+    for name, values in probes:
+        state = "green"
+        if "error" in values or values.get("exit code", 0):
+            state = "red"
+            failures += 1
+        facts = "  ".join(f"{key}: {value}" for key, value in values.items())
+        print(f"{state:<5}  {name:<13} {one_line(facts, 300)}")
+    print(f"written: {path} and {path.with_suffix('.md')}; please send both to us")
+    sys.exit(min(1, failures))
+
+
+if __name__ == "__main__":
+    main()
