@@ -49,7 +49,7 @@ def read(argv: Sequence[str]) -> Command:
 
     Raises ConfigError if several ranks were started together and ``argv`` does not name the run directory.
     """
-    flags, overrides = _split(rewrite(argv))
+    flags, overrides = split(rewrite(argv))
     is_sweep = bool({"-m", "--multirun"} & {*flags})
     run_dir = None if is_sweep else _typed_run_dir(overrides)
     together = started_together(run_dir)
@@ -116,7 +116,7 @@ def _quoted(text: str) -> str:
     return "'" + text.strip().replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into Hydra's options with values, and overrides: its parser refuses a mixture."""
     found: tuple[list[str], list[str]] = ([], [])
     takes_next = False

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._cli import say
-from speechtrain.commands._command_line import Command
+from speechtrain.commands._command_line import Command, split
 from speechtrain.commands._find_run import find_run, folders_of, text_of, values_of
 from speechtrain.commands._hydra_app import override_value
 from speechtrain.commands._load_run import choose, own_config, set_key, stored_value
@@ -130,7 +130,8 @@ def new_run_line(about: About, command: Command, *overrides: str) -> str:
     for text in (*about.overrides, *command.overrides, "run_dir=NEW", *overrides):
         if key_of(text) not in PER_START:
             by_key[key_of(text)] = text
-    return shlex.join(["speechtrain-train", *command.flags, *by_key.values()])
+    flags = command.flags or split(about.argv or [])[0]
+    return shlex.join(["speechtrain-train", *flags, *by_key.values()])
 
 
 def _other_run(run_dir: Path, about: About, command: Command) -> str:

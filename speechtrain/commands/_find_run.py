@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from speechtrain.config.resume_fields import flat, swept_volatile, typed_fields
+from speechtrain.config.resume_fields import flat, key_of, swept_volatile, typed_fields
 from speechtrain.errors import RunError
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
@@ -21,7 +21,8 @@ def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str
     another sweep has other such keys and does not match. Raises RunError if several runs match.
     """
     volatile = swept_volatile(swept)
-    run_dirs = []
+    run_dirs: list[Path] = []
+    named_dirs: list[Path] = []
     for path in sorted(base_folder().glob(f"*/{ABOUT}")):
         about = read_about(path.parent)
         if about.argv is None or about.swept != volatile:
@@ -33,6 +34,9 @@ def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str
         is_same = all(text_of(folder, name) == text for name, text in about.written.items())
         if is_same and (path.parent / CONFIG).is_file():
             run_dirs.append(path.parent)
+            if "run_dir" in map(key_of, about.overrides):
+                named_dirs.append(run_dirs.pop())
+    run_dirs = run_dirs or named_dirs  # A run that was started without run_dir comes first.
     if len(run_dirs) > 1:
         raise RunError(
             f"{run_dirs[0]} and {run_dirs[1]} started with the same keys. Choose one with run_dir=DIR"

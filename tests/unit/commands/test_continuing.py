@@ -175,9 +175,9 @@ def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tm
     config = compose(["recipe=demo", "seed=3"])
     config.run_dir = str(tmp_path)
     (tmp_path / CONFIG).write_text(dump(config))
-    about = {"argv": ["recipe=demo"], "overrides": ["recipe=demo", "seed=3"]}
+    about = {"argv": ["--config-dir", "conf", "recipe=demo"], "overrides": ["recipe=demo", "seed=3"]}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    expected = f"this {advice}: speechtrain-train recipe=demo seed=3 run_dir=NEW {override}"
+    expected = f"this {advice}: speechtrain-train --config-dir conf recipe=demo seed=3 run_dir=NEW {override}"
     if "weights" in advice:
         expected += f" init_from={tmp_path}"
     with pytest.raises(RunError, match=re.escape(expected) + "$"):

@@ -234,7 +234,14 @@ def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.Mo
     (run_dir / "run.json").write_text(json.dumps({"argv": [], "overrides": ["seed=2", "trainer.keep=9"]}))
     assert find_run(["trainer.max_steps=5", "seed=2"], None) == run_dir
     assert find_run(["seed=3"], None) is None
+    other_dir = tmp_path / "named"  # with run_dir=, as for a second run of the same keys
+    other_dir.mkdir()
+    begun(other_dir)
+    about = {"argv": [], "overrides": ["seed=2", f"run_dir={other_dir}"]}
+    (other_dir / "run.json").write_text(json.dumps(about))
+    assert find_run(["seed=2"], None) == run_dir
     (run_dir / "run.json").write_text("{")  # damaged: it says nothing of what was typed
+    assert find_run(["seed=2"], None) == other_dir
     assert find_run([], None) is None
 
 
