@@ -100,11 +100,12 @@ def run(argv: list[str]) -> int:
 def _warn(name: str, outcome: Outcome, tokenizer: Tokenizer) -> None:
     """Warn of a contradiction, and of transcripts with symbols that have no label: these have no loss."""
     unknown = [tokenizer.unknown(example.reference) for example in outcome.examples]
+    unspelt = [symbols for symbols in unknown if symbols]
     facts = [outcome.contradiction] if outcome.contradiction else []
-    if any(unknown):
-        symbols = " ".join(map(repr, sorted(set[str]().union(*unknown))[:10]))
-        share = f"{sum(map(bool, unknown))} of {len(unknown)} transcripts cannot be spelled"
-        facts.append(f"{share} by the run's labels ({symbols}). They count as errors, and have no loss")
+    if unspelt:
+        symbols = sorted(set("").union(*unspelt))
+        share = f"{len(unspelt)} of {len(unknown)} transcripts cannot be spelled by the run's labels"
+        facts.append(f"{share} ({' '.join(symbols[:10])}). They count as errors, and have no loss")
     for fact in facts:
         print(printable(f"speechtrain: warning: {name}: {fact}"), file=sys.stderr)
 

@@ -103,13 +103,13 @@ def test_a_contradiction_is_a_warning(
 def test_transcripts_of_another_alphabet_are_counted(
     run_dir: Path, dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (dev / "valid.jsonl").read_text().splitlines()
-    other = [json.loads(line) for line in text]
-    for cut in other[1:]:
+    cuts = [json.loads(line) for line in (dev / "valid.jsonl").read_text().splitlines()]
+    for cut in cuts[1:]:
         cut["supervisions"][0]["text"] = "жж one"
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps(cut) + "\n" for cut in other))
-    assert evaluate.run([str(run_dir), ONE, "--set", f"other={tmp_path / 'other.jsonl'}"]) == 0
-    warning = "other: 3 of 4 transcripts cannot be spelled by the run's labels ('ж')"
+    path = tmp_path / "cuts.jsonl"
+    path.write_text("".join(f"{json.dumps(cut)}\n" for cut in cuts))
+    assert evaluate.run([str(run_dir), ONE, "--set", f"mixed={path}"]) == 0
+    warning = "mixed: 3 of 4 transcripts cannot be spelled by the run's labels (ж)"
     assert f"speechtrain: warning: {warning}" in capsys.readouterr().err
     assert evaluate.run([str(run_dir), ONE, "--set", f"dev={dev / 'valid.jsonl'}"]) == 0
     assert "cannot be spelled" not in capsys.readouterr().err
