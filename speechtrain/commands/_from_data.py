@@ -86,7 +86,7 @@ def follow_data(config: DictConfig, typed: Collection[str]) -> None:
 
 
 def _is_typed(key: str, keys: Collection[str]) -> bool:
-    return any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
+    return any(f"{key}.".startswith(f"{prefix}.") or prefix.startswith(f"{key}.") for prefix in keys)
 
 
 def _set_table(config: DictConfig, speech: Speech, keys: Collection[str]) -> dict[str, Any]:
@@ -108,19 +108,22 @@ def _open_length(config: DictConfig, keys: Collection[str]) -> float:
     return length
 
 
-def _set_length(config: DictConfig, texts: _Texts, labels_per_second: float, least: float) -> dict[str, Any]:
+def _set_length(config: DictConfig, texts: _Texts, labels_per_second: float, lowest: float) -> dict[str, Any]:
     """Set ``data.max_seconds`` to the longest recording of which a batch fits into the free memory.
 
-    It is at least ``least``. A higher one is returned, as the start line shows it.
+    It is at least ``lowest``. A higher one is returned, as the start line shows it.
     """
-    config.data.max_seconds, longest = least, math.ceil(max(texts.seconds))
-    if longest <= least:
+    config.data.max_seconds, longest = lowest, math.ceil(max(texts.seconds))
+    if longest <= lowest:
         return {}
-    with torch.device("meta"):
-        model = build_model(config, build_tokenizer(config), build_encoder(config))
-    count, footprint = int(config.data.batch.count or 1), model.footprint()
+    try:
+        with torch.device("meta"):
+            footprint = build_model(config, build_tokenizer(config), build_encoder(config)).footprint()
+    except (NotImplementedError, RuntimeError):  # a network that needs values to be built
+        return {}
+    count = int(config.data.batch.count or 1)
     free = host.free_memory() / int(config.world_size) if _is_host(config) else _CARD_BYTES
-    for seconds in range(longest, int(least), -1):
+    for seconds in range(longest, int(lowest), -1):
         if footprint.bytes(count, seconds, math.ceil(labels_per_second * seconds)) <= _BATCH_SHARE * free:
             config.data.max_seconds = float(seconds)
             return {"data.max_seconds": float(seconds)}

@@ -74,7 +74,7 @@ def open_recording(path: str) -> Iterator[SoundFile]:
 
 
 def _check_header(recording: SoundFile, path: str) -> None:
-    """Raise Unusable for a rate that no recording has, and for a file that ends before its data."""
+    """Raise Unusable for a rate that no recording has, and for a file shorter than its header says."""
     rate, channels = recording.samplerate, recording.channels
     if not RATES[0] <= rate <= RATES[1] or not 1 <= channels <= MOST_CHANNELS:
         raise Unusable("unreadable", f"{path}: its sampling rate is {rate} Hz, of {channels} channels")

@@ -296,6 +296,7 @@ def test_speed_changes_the_length_by_the_drawn_factor(corpus: Path) -> None:
     [
         ({"min_seconds": 5.0, "max_seconds": 1.0}, "min_seconds=5.0"),
         ({"workers": -2}, "workers=-2"),
+        ({"workers": 100_000}, "workers=100000"),
         ({"speed": [1.1, 0.9]}, "speed="),
         ({"sample_rate": 0}, "sample_rate=0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0"),
