@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command, split
@@ -169,7 +168,7 @@ def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[
         new = text_of(folder, name) or old
         try:
             was, now = (values_of(text) for text in (old, new))
-        except (OmegaConfBaseException, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"{name}.yaml cannot be read: {first_line(error)}") from None
         prefix = "" if "@package _global_" in new else name.partition("/")[0] + "."
         yield from ((prefix + key, now.get(key)) for key in {**was, **now} if was.get(key) != now.get(key))

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from speechtrain.config.resume_fields import flat, key_of, swept_volatile, typed_fields
-from speechtrain.errors import RunError
+from speechtrain.errors import RunError, first_line
+from speechtrain.files import small_yaml
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 
 
@@ -63,16 +66,19 @@ def text_of(folder: str | None, name: str) -> str:
     """The text of a YAML file in the user's own config folder; empty if there is none."""
     try:
         return Path(folder, f"{name}.yaml").read_text() if folder else ""
-    except OSError:
+    except (OSError, ValueError):  # A name of a stored run may hold any character.
         return ""
 
 
 def values_of(text: str) -> dict[str, Any]:
     """Return the values of a YAML text by dotted key, with references as they are written.
 
-    Raises ValueError or an error of OmegaConf for a text of another kind.
+    Raises ValueError for a text of another kind or size.
     """
-    values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(small_yaml(text)), resolve=False)
+    except (OmegaConfBaseException, RecursionError, YAMLError) as error:
+        raise ValueError(first_line(error)) from None
     if not isinstance(values, dict):
         raise ValueError("it is not a mapping of keys")
     return flat({str(key): value for key, value in values.items()})

@@ -62,7 +62,6 @@ _WHERE_TRANSCRIPTS_ARE = (
 _FILTERS = ("", "too_long", "too_short", "untranscribed")  # reasons why a training recording is not used
 _, _TOO_LONG, _TOO_SHORT, _UNTRANSCRIBED = range(len(_FILTERS))
 _HELD_OUT = "held_out"  # the evaluation set of what is held out
-_MOST_WORKERS = 256  # Each is a process of 200 MB.
 _SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
 
 
@@ -130,9 +129,8 @@ class SpeechData(DataModule):
         for name, value in {"sample_rate": sample_rate, "timeout_seconds": timeout_seconds}.items():
             if value <= 0:
                 raise ValueError(f"{name}={value}: it must be above 0")
-        if not -1 <= workers <= _MOST_WORKERS or shapes < 0:
-            need = f"need workers from -1 to {_MOST_WORKERS}, shapes >= 0"
-            raise ValueError(f"workers={workers}, shapes={shapes}: {need}")
+        if not -1 <= workers <= 256 or shapes < 0:  # Each worker is a process of 200 MB.
+            raise ValueError(f"workers={workers}, shapes={shapes}: need -1 <= workers <= 256, shapes >= 0")
         sets = _named_sets(valid)
         _check_crop(crop_seconds, tokenizer)
         _check_sources(train, sets)
