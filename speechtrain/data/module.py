@@ -129,8 +129,7 @@ class SpeechData(DataModule):
         for name, value in {"sample_rate": sample_rate, "timeout_seconds": timeout_seconds}.items():
             if value <= 0:
                 raise ValueError(f"{name}={value}: it must be above 0")
-        if not -1 <= workers <= 256 or shapes < 0:  # Each worker is a process of 200 MB.
-            raise ValueError(f"workers={workers}, shapes={shapes}: need -1 <= workers <= 256, shapes >= 0")
+        _check_counts(workers, shapes)
         sets = _named_sets(valid)
         _check_crop(crop_seconds, tokenizer)
         _check_sources(train, sets)
@@ -650,6 +649,11 @@ def _check_sources(train: object, valid: dict[str, Any]) -> None:
     for name, spec in {"train": train, **{f"valid: {name}": spec for name, spec in valid.items()}}.items():
         if not isinstance(spec, Source) and (problem := problem_of(spec, is_valid=name != "train")):
             raise ValueError(f"{name}: {problem}")
+
+
+def _check_counts(workers: int, shapes: int) -> None:
+    if not -1 <= workers <= 256 or shapes < 0:  # Each worker is a process of 200 MB.
+        raise ValueError(f"workers={workers}, shapes={shapes}: need -1 <= workers <= 256, shapes >= 0")
 
 
 def _check_crop(seconds: float | None, tokenizer: Tokenizer) -> None:

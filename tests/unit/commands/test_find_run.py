@@ -11,11 +11,13 @@ LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    "text", ["[1]", "a: [\n", "a: !!python/object/apply:os.system ['x']\n", LAUGHS, "a: " + "[" * 2_000 + "]" * 2_000]
-)  # fmt: skip
+DEEP = "a: " + "[" * 2_000 + "]" * 2_000
+TAG = "a: !!python/object/apply:os.system ['x']\n"
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [\n", TAG, LAUGHS, DEEP])
 def test_values_of_refuses_a_text_of_another_kind_or_size(text: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         values_of(text)
 
 
