@@ -93,11 +93,10 @@ def run(argv: list[str]) -> int:
 
 def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
     """The findings of all checks, the cheapest check first."""
+    _restart(overrides, config_dir)
     config: list[DictConfig] = []
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as folder:
         composing = list(tried("recipe", lambda: composed(config, overrides, config_dir, run_dir=folder)))
-        if config:
-            _restart(config[0])  # before the first line is printed
         yield from machine()
         yield from packages()
         yield from tried("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
@@ -106,13 +105,17 @@ def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
             yield from recipe(config[0], overrides)
 
 
-def _restart(config: DictConfig) -> None:
-    """Start this command again with the device's variables; a device that is missing has a line later."""
+def _restart(overrides: list[str], config_dir: str | None) -> None:
+    """Start this command again with the device's variables, before it prints a line or makes a folder.
+
+    A config or a device that is at fault has a line later.
+    """
+    from speechtrain.commands._hydra_app import compose
     from speechtrain.commands._on_host import restart_for
     from speechtrain.config.build import build_device
 
     with contextlib.suppress(SpeechtrainError):
-        restart_for(build_device(config))
+        restart_for(build_device(compose(overrides, config_dir)))
 
 
 def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:

@@ -110,7 +110,7 @@ def test_the_final_decoder_is_used_once_and_chooses_nothing(command: Callable[..
     assert run.run().returncode == 0
     sets = [event["set"] for event in run.events("valid")]
     assert sets == ["unheard", "unheard", "final/unheard"]
-    metrics = run.result()["metrics"]
+    metrics = run.result()["last_metrics"]
     assert metrics["final/unheard/loss"] == metrics["unheard/loss"]
     assert metrics["wer"] == metrics["unheard/wer"]
     texts = [event for event in run.events("examples") if event["set"] == "final/unheard"]
