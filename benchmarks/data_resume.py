@@ -114,9 +114,8 @@ def measure(case: dict[str, Any]) -> dict[str, float]:
         if case.get("check"):
             data.check()
         length = data.micro_batches_per_epoch
-        state = {"content": data.index.content, "cuts": len(data.index), "skipped": {}}
         position = length * int(case.get("percent", 99)) // 100
-        data.load_state_dict({**state, "epoch": 0, "position": position})
+        data.load_state_dict({**data.state_dict(), "epoch": 0, "position": position})
         batch = next(data.train())
         assert batch.utterances == len(batch.ids), batch.skipped
         assert (batch.epoch, batch.index) == (0, position)

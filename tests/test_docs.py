@@ -150,7 +150,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "my_conf" / "model" / "mine.yaml").write_text("_target_: my_models.Mine\n")
     source = "from speechtrain.models.ctc import CTC\n\n\nclass Mine(CTC):\n    pass\n"
     (folder / "my_models.py").write_text(source)
+    write_tracker(folder)
     return folder
+
+
+def write_tracker(folder: Path) -> None:
+    """Write the two files that docs/trackers.md shows."""
+    _, code, _, choice, _ = re.split(r"```(?:python|yaml)?\n", (ROOT / "docs/trackers.md").read_text())[:5]
+    (folder / "csv_tracker.py").write_text(code)
+    (folder / "conf" / "tracking").mkdir(parents=True)
+    (folder / "conf" / "tracking" / "csv.yaml").write_text(choice)
 
 
 def write_recordings(folder: Path) -> None:
