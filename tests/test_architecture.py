@@ -277,6 +277,7 @@ PARSE_FILES = {
     "commands/_start_jobs.py": "the outcomes of a sweep's jobs",
     "commands/_corpus.py": "corpus YAMLs, and the options of a corpus",
     "commands/_init_from.py": "encoder/imported.yaml of an export",
+    "commands/_find_run.py": "the user's own YAML files, also those that a run stores",
     "launchers/kubernetes.py": "output of kubectl",
     "launchers/ssh.py": "output of the agents",
     "data/corpora/digits.py": "the index of a folder of digits",

@@ -281,7 +281,7 @@ def batch_of(audio: Tensor) -> Batch:
 
 def test_a_recogniser_that_the_format_cannot_hold_is_refused_without_encoder(tmp_path: Path) -> None:
     task = ctc_task("group", "ab|")
-    with pytest.raises(ConfigError, match=r"CTC cannot .*--encoder") as caught:
+    with pytest.raises(ConfigError, match=r"CTC with Characters cannot .*--encoder") as caught:
         describe(task, task.state_dict())
     assert "\n" not in str(caught.value)
     assert describe(task, task.state_dict(), encoder_only=True).is_encoder
