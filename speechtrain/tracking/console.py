@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -161,12 +162,12 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
-        lines = []
+        pairs: list[tuple[str, str]] = []
         for row in values["rows"]:
-            line = f"worst    ref  {row['reference']}\n         hyp  {row['hypothesis']}"
-            if row.get("errors") != 0 and line not in lines:  # runs of earlier releases have no errors
-                lines.append(line)
-        return "\n".join(lines[:examples]).splitlines()
+            pair = f"worst    ref  {row['reference']}", f"         hyp  {row['hypothesis']}"
+            if row.get("errors") != 0 and pair not in pairs:
+                pairs.append(pair)
+        return list(chain.from_iterable(pairs[:examples]))
     if event == "warning":
         return [f"warning  {values['message']}"]
     forms = {"start": start_line, "train": train_line, "valid": valid_line, "end": end_line}
