@@ -44,7 +44,10 @@ from .commands.conftest import TINY, untrained
 
 
 def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "speechtrain.train_rank", str(run_dir / "config.yaml")]
+    config = run_dir / "config.yaml"
+    if not config.exists():
+        config.write_text("[]")
+    line = [sys.executable, "-m", "speechtrain.train_rank", str(config)]
     return subprocess.run(
         line, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
     )
@@ -52,11 +55,11 @@ def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
     done = rank(tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
-    assert result["exit_code"] == 2
-    assert "config.yaml does not exist" in result["error"]
+    assert result["exit_code"] == 5
+    assert "config.yaml is damaged" in result["error"]
     assert result["steps"] == 0
     assert "Traceback" in (tmp_path / "error.log").read_text()
 
@@ -96,7 +99,7 @@ def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Di
 def test_a_rank_but_the_first_keeps_its_outcome_to_itself(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("of rank 0")
     done = rank(tmp_path, RANK="1", WORLD_SIZE="2")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (5, "", "")
     assert (tmp_path / "result.json").read_text() == "of rank 0"
     assert not (tmp_path / "lock").exists()
     own = tmp_path / "ranks" / "1"
