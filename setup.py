@@ -66,7 +66,7 @@ setup(
             "jiwer",  # the oracle of error rates
             "hydra-joblib-launcher",
             "hydra-submitit-launcher",
-            "kubernetes",  # its models check the manifests
+            "kubernetes>=37",  # its models check the manifests
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -67,7 +67,7 @@ def skipped_without_extra() -> Iterator[None]:
 _composed = cache(composed)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Values for what some choices leave to the user: ``???`` in their YAML, and the folder of data sets."""
     folder = tmp_path_factory.mktemp("required")

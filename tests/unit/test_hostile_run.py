@@ -358,6 +358,6 @@ def test_a_text_with_a_secret_is_recognised(text: str, is_held: bool) -> None:
 def test_a_page_with_a_secret_is_for_its_owner(run_dir: Path) -> None:
     report([str(run_dir)])
     assert stat.S_IMODE((run_dir / "report.html").stat().st_mode) & 0o077
-    write_json(run_dir / "run.json", {"argv": ["x.token=abc"]})
+    write_json(run_dir / "run.json", {"overrides": [], "argv": ["x.token=abc"]})
     report([str(run_dir)])
     assert stat.S_IMODE((run_dir / "report.html").stat().st_mode) == 0o600

@@ -419,12 +419,8 @@ def test_what_a_checkpoint_holds(told: list[dict[str, Any]], folder: Path) -> No
     expected = told[0]["averaged, lamb"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
-    assert (
-        Checkpointer(folder / "lamb" / "whole").verify(folder / "lamb" / "whole" / "checkpoints" / step.name)[
-            "format"
-        ]
-        == WHOLE
-    )
+    unsharded = folder / "lamb" / "whole"
+    assert Checkpointer(unsharded).verify(unsharded / "checkpoints" / step.name).format == WHOLE
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "misnamed"])

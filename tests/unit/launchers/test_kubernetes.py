@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ def modelled(document: dict[str, Any]) -> Any:
     model = f"V1{document['kind']}"
     with client.ApiClient() as api:
         return api.sanitize_for_serialization(
-            api.deserialize(SimpleNamespace(data=json.dumps(document)), model)
+            api.deserialize(json.dumps(document), model, "application/json")
         )
 
 
