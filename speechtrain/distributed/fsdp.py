@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state that are sharded over the ranks (FSDP2).
 
 Each rank keeps its rows of every parameter. A unit's parameters are gathered before its forward and its
-backward, and freed after it; a rank's gradients are its rows of the sums over the ranks. Everything
+backward, and freed after it. A rank's gradients are its rows of the sums over the ranks. Everything
 else, the model's code included, is as with DDP.
 """
 
