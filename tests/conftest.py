@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -118,10 +117,13 @@ def _threads() -> set[threading.Thread]:
 
 
 def _files() -> set[str]:
-    names = {p.name for p in Path(tempfile.gettempdir()).iterdir() if not p.name.startswith(KEPT_FILES)}
-    # Up to 2.8, an import of torch.distributed.nn makes a folder, which it removes when the process ends.
-    module = sys.modules.get("torch.distributed.nn.jit.instantiator")
-    names.discard(os.path.basename(getattr(module, "INSTANTIATED_TEMPLATE_DIR_PATH", "")))
+    names = set()
+    for path in Path(tempfile.gettempdir()).iterdir():
+        # Up to torch 2.8, an import of torch.distributed.nn makes a folder, which the end of its process removes.
+        # The compiler's processes outlive a test.
+        is_of_torch = (path / "_remote_module_non_scriptable.py").exists()
+        if not path.name.startswith(KEPT_FILES) and not is_of_torch:
+            names.add(path.name)
     return names
 
 
