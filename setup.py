@@ -58,6 +58,7 @@ setup(
         "memory": ["bitsandbytes>=0.46"],  # optimizer=adamw8bit; the first with kernels for every device
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "huggingface": ["datasets>=4"],  # corpus=huggingface; older ones run a program of the data set
+        "notebook": ["jupyterlab"],  # of the image
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
         "dev": [
             "bitsandbytes>=0.46",
