@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace) -> dict[int, list[tuple[float, float]]]
 
 
 def cells(values: list[float], base: list[float], digits: int) -> list[str]:
-    """Return the median of the values, and the median of their ratios to those of the base."""
+    """Return the median of the values, and the median of their ratios to the values of the base."""
     ratios = [value / reference for value, reference in zip(values, base, strict=True)]
     return [f"{statistics.median(values):.{digits}f}", f"{statistics.median(ratios):.2f}"]
 

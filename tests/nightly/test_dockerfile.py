@@ -20,7 +20,7 @@ def lines_of(instruction: str) -> list[str]:
 
 
 def build_environment(venv: Path) -> dict[str, str]:
-    """Return the variables of the RUN lines: the Dockerfile's defaults, and the commands of ``venv`` first."""
+    """Return the variables of the RUN lines: the Dockerfile's defaults, and the commands of a venv."""
     environment = {**os.environ, "PATH": f"{venv}/bin:{os.environ['PATH']}"}
     for argument in lines_of("ARG"):
         name, _, value = argument.partition("=")
