@@ -37,7 +37,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Rung:
-    """One line of the ladder: its keys, its number of ranks, and the reference's factor over the line before."""
+    """One line of the ladder: its keys, its ranks, and the reference's factor over the line before."""
 
     name: str
     overrides: tuple[str, ...]
