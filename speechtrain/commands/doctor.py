@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import os
 import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
@@ -27,7 +25,6 @@ from speechtrain.files import whole_path
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from speechtrain.batch import Batch
     from speechtrain.data.base import DataModule
     from speechtrain.data.index import Index
     from speechtrain.data.module import SpeechData
@@ -144,6 +141,7 @@ def machine() -> Iterator[Finding]:
     yield _threads()
     memory = psutil.virtual_memory().available / 2**30
     yield Finding(GREEN if memory >= 2 else AMBER, "memory", f"{memory:.1f} GiB available")
+    yield _links()
     yield _room("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
     from speechtrain.data.cache import cache_folder
 
@@ -162,6 +160,14 @@ def _threads() -> Finding:
     threads = os.environ.get("OMP_NUM_THREADS") or CPU().environment(1)["OMP_NUM_THREADS"]
     found = f"{threads} for a single rank; physical cores: {', '.join(shares) or 'none'}"
     return Finding(GREEN, "threads", found)
+
+
+def _links() -> Finding:
+    """The finding on network interfaces and accelerator cards: their drivers and states."""
+    from speechtrain.devices import links
+
+    are_up, line = links.describe(links.interfaces(), links.cards())
+    return Finding(GREEN if are_up else AMBER, "links", line)
 
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
@@ -295,7 +301,23 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
-            yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
+            yield from _training(config, data, task, device=device, precision=opened[1])
+
+
+def _training(
+    config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision
+) -> Iterator[Finding]:
+    """Findings on a training step of the largest batch, and on the time of an epoch."""
+    from speechtrain.commands._trial_steps import TrialSteps
+
+    rate = int(config.data.get("sample_rate") or 16_000)
+    try:
+        train = TrialSteps(config, data, task, device, precision)
+        yield Finding(GREEN, "one step", train.on_largest(data, rate))
+    except Exception as error:  # a doctor reports whatever it finds
+        yield failure("one step", error)
+        return
+    yield from tried("epoch", lambda: train.epoch(data, config.world_size))
 
 
 def _device_failure(error: Exception, device: Device, overrides: list[str]) -> Finding:
@@ -330,6 +352,7 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     """
     import torch
 
+    from speechtrain.commands._trial_steps import smallest_batches
     from speechtrain.compute_policy import apply_policy
     from speechtrain.config.build import build_precision
     from speechtrain.devices.recorder import Recorder
@@ -341,7 +364,7 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     apply_policy(task, policy)
     known = set[tuple[int, ...]]()
     task.train()
-    for number, batch in enumerate(batches_by_size(data, _RECORDED)):
+    for number, batch in enumerate(smallest_batches(data, _RECORDED)):
         shape = (*batch.audio.shape, *batch.labels.shape)
         for repeat in range(1 if shape in known else 2):  # the first step of a shape makes new tensors
             is_new = shape not in known
@@ -466,51 +489,6 @@ def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
     ]
     more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return Finding(GREEN, "shapes", f"rows × length × labels, with memory: {', '.join(told[:_SHOWN])}{more}")
-
-
-def batches_by_size(data: DataModule, count: int, largest: bool = False) -> list[Batch]:
-    """The ``count`` micro-batches of the first epoch with the least audio, padding included, or the most."""
-    from speechtrain.data.module import SpeechData
-
-    if not isinstance(data, SpeechData):
-        return list(itertools.islice(data.train(), count))
-    plan, sizes = data.sampler.plan(0), data.sampler.sizes(0)
-    order = (-sizes if largest else sizes).argsort(kind="stable")
-    return [data.decoder(plan[int(number)]) for number in order[:count]]
-
-
-def step(config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision) -> str:
-    """Run one training step on the largest batch. Raises ValueError if loss or gradient is not finite."""
-    import torch
-
-    from speechtrain.compute_policy import apply_policy
-    from speechtrain.config.build import build_optimizer
-
-    policy = device.policy(precision.dtype)
-    apply_policy(task, policy)
-    (largest,) = batches_by_size(data, 1, largest=True)
-    batch = task.prepare(largest, seed=0)
-    optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
-    _, optimizer = device.prepare(task, optimizer)
-    torch.manual_seed(0)
-    begun = time.perf_counter()
-    with policy.autocast(device.name):
-        loss = task.train()(device.move(batch))
-    torch.autograd.backward(loss.total)
-    device.mark_step()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in task.parameters() if p.grad is not None])
-    if not (torch.isfinite(loss.total) and torch.isfinite(norm)):
-        raise ValueError("the loss or the gradient of the largest batch is not finite")
-    optimizer.step()
-    device.mark_step()
-    device.synchronize()
-    seconds = int(batch.audio.shape[1]) / int(config.data.get("sample_rate") or 16_000)
-    rows, labels = batch.labels.shape
-    return (
-        f"largest batch, {rows} rows of up to {seconds:.1f} s and {labels} labels: "
-        f"loss {loss.total.item() / max(1.0, loss.weight.item()):.1f}, {time.perf_counter() - begun:.1f} s, "
-        f"peak memory {device.memory() / 2**20:.0f} MiB"
-    )
 
 
 main = console(run)
