@@ -112,7 +112,7 @@ def _restart(overrides: list[str], config_dir: str | None) -> None:
     from speechtrain.config.build import build_device
 
     with contextlib.suppress(SpeechtrainError):
-        restart_for(build_device(compose(overrides, config_dir)))
+        restart_for(build_device(compose(overrides, config_dir)), is_training=True)
 
 
 def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
