@@ -94,7 +94,7 @@ $(IPEX_VENV)/.stamp: setup.py tools/install_torch.py
 	$(IPEX_VENV)/bin/python tools/install_torch.py 2.8.0 $(CPU_INDEX) || \
 		$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.8.0
 	$(IPEX_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(IPEX_VENV)/constraints.txt intel_extension_for_pytorch==2.8.0 -e . pytest pytest-timeout hypothesis
+		-c $(IPEX_VENV)/constraints.txt -e '.[ipex]' pytest pytest-timeout hypothesis
 	touch $(IPEX_VENV)/.stamp
 
 # What others train with, as oracles: torchaudio imports beside torch's CUDA build of its own version only (6 GB),
@@ -108,7 +108,7 @@ $(PEERS_VENV)/.stamp: setup.py
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 torchaudio==2.11.0
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-e '.[interop]' accelerate pytest pytest-timeout pytest-xdist hypothesis
+		-e '.[interop,peers]' accelerate pytest pytest-timeout pytest-xdist hypothesis
 	touch $(PEERS_VENV)/.stamp
 
 clean:

@@ -32,7 +32,7 @@ setup(
         "speechtrain.launchers": ["templates/*"],
     },
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.7",  # the oldest in a vendor's current images (docs/devices.md)
         "numpy",
         "hydra-core>=1.3.8",
         "omegaconf>=2.3",
@@ -59,6 +59,8 @@ setup(
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "huggingface": ["datasets>=4"],  # corpus=huggingface; older ones run a program of the data set
         "notebook": ["jupyterlab"],  # of the image
+        "ipex": ["torch==2.8.*", "intel-extension-for-pytorch==2.8.*"],  # its last release is for torch 2.8
+        "peers": ["torchaudio"],  # the oracle of losses in `make test-peers`
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
         "dev": [
             "bitsandbytes>=0.46",

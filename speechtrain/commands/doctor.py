@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from speechtrain.data.base import DataModule
     from speechtrain.data.index import Index
     from speechtrain.data.module import SpeechData
-    from speechtrain.devices.base import Device
+    from speechtrain.devices.base import Device, DeviceFacts
     from speechtrain.precision import Precision
     from speechtrain.task import Task
     from speechtrain.text.vocabulary import Tokenizer
@@ -273,7 +273,7 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
     with contextlib.ExitStack() as stack:
         try:
             device, opened = build_device(config), None
-            yield from _host_memory(config, device)
+            yield from _vendor_requirements(config, device)
             try:
                 device, precision = opened = open_device(config, 0)
                 yield Finding(GREEN, what, f"{type(device).__name__}, precision={precision.name}")
@@ -328,6 +328,31 @@ def _device_failure(error: Exception, device: Device, overrides: list[str]) -> F
     finding = failure("device", error)
     is_typed = "device" in map(key_of, overrides)
     return replace(finding, state=AMBER) if is_typed and not device.on_host and device.absence(1) else finding
+
+
+def _vendor_requirements(config: DictConfig, device: Device) -> Iterator[Finding]:
+    """Findings on the torch version of the vendor's plugin, and on host memory."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if device.facts.plugin:
+            yield _plugin_release(device.facts, metadata.version(device.facts.plugin))
+    yield from _host_memory(config, device)
+
+
+def _plugin_release(facts: DeviceFacts, version: str) -> Finding:
+    """The finding on whether the vendor built its plugin for the installed version of torch."""
+    installed = metadata.version("torch")
+    plugin = f"{facts.plugin} {version}"
+    for release, torch_version in facts.plugin_torch.items():
+        if f"{version}.".startswith(f"{release}."):
+            line = f"{plugin} is built for torch {torch_version}, and torch is {installed}"
+            if f"{installed}.".startswith(f"{torch_version}."):
+                return Finding(GREEN, "release", line)
+            return Finding(
+                RED, "release", f"{line}; use an image of the vendor, and keep its torch (docs/devices.md)"
+            )
+    return Finding(
+        AMBER, "release", f"{plugin} is not in the table of docs/devices.md, and torch is {installed}"
+    )
 
 
 def _host_memory(config: DictConfig, device: Device) -> Iterator[Finding]:

@@ -58,6 +58,8 @@ class DeviceFacts:
     narrow_gathers: bool = False  # whether sharded parameters are sent in autocast's type
     operations: Operations = Operations()
     packages: tuple[str, ...] = ()  # patterns of the vendor's modules, named in the device's file only
+    plugin: str = ""  # the vendor's distribution that extends torch
+    plugin_torch: Mapping[str, str] = field(default_factory=dict)  # torch version by release of the plugin
 
     @property
     def backends(self) -> str:

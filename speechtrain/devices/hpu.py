@@ -31,6 +31,20 @@ _MODES = {"lazy": "1", "eager": "0", "compile": "0"}
 _BF16_OPS = ("addmm", "linear", "matmul", "mm", "mv", "conv1d", "conv2d", "instance_norm")
 _FP32_OPS = ("embedding", "nll_loss", "log_softmax", "softmax")
 
+# From the vendor's support matrix, from 1.20 on with the names of its images. docs/devices.md has the same
+# table with the images, Python versions and chips.
+_TORCH_OF_RELEASE = {
+    "1.17": "2.3",
+    "1.18": "2.4",
+    "1.19": "2.5",
+    "1.20": "2.6",
+    "1.21": "2.6",
+    "1.22": "2.7",
+    "1.23": "2.9",
+    "1.24.0": "2.10",
+    "1.24.1": "2.11",
+}
+
 # the bridge's own list (scripts/ops_list/ops.hpu and hpu_op.yaml of release 1.19), as far as training may use
 # it; and what torch decomposes into these before they reach a device
 _KNOWN = """
@@ -98,6 +112,8 @@ class HPU(Device):
             records=True,
         ),
         packages=(_PACKAGE,),
+        plugin="habana-torch-plugin",
+        plugin_torch=_TORCH_OF_RELEASE,
     )
 
     mode: str = "lazy"

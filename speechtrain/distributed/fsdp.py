@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state that are sharded over the ranks (FSDP2).
 
 Each rank keeps its rows of every parameter. A unit's parameters are gathered before its forward and its
-backward, and freed after it; a rank's gradients are its rows of the sums over the ranks. Everything
+backward, and freed after it. A rank's gradients are its rows of the sums over the ranks. Everything
 else, the model's code included, is as with DDP.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from speechtrain.devices.base import DeviceFacts
 from speechtrain.distributed.group import HOST, Status, TorchGroup
@@ -27,6 +28,9 @@ class ShardedGroup(TorchGroup):
     """A group in which each process holds its rows of every parameter."""
 
     def __init__(self, world: World, facts: DeviceFacts = HOST, timeout_seconds: float = 1800.0) -> None:
+        if TorchVersion(torch.__version__) < "2.8":  # it has no set_gradient_divide_factor
+            needs = "trainer.shard=parameters needs torch 2.8 or newer"
+            raise MachineError(f"{needs}, and this is {torch.__version__}; use trainer.shard=none")
         super().__init__(world, facts, timeout_seconds)
         self._module: nn.Module | None = None
 

@@ -8,20 +8,27 @@ import sys
 from collections.abc import Iterable
 from datetime import timedelta
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.torch_version import TorchVersion
 
 from speechtrain.launcher import World
 
 ADDRESS = "127.0.0.1"
+# The libuv server of torch 2.7 accepts no socket that already listens. The older server does.
+_USES_LIBUV = TorchVersion(torch.__version__) >= "2.9"
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def loopback_store(port: int = 0, is_server: bool = True, timeout: float = 300.0) -> TCPStore:
     """A store at ``port`` of the loopback address; 0 is any free port. Raises OSError if it is taken."""
-    # torch itself listens on all addresses, whatever the host's name
-    handle = socket.create_server((ADDRESS, port)).detach() if is_server else None
+    handle = None
+    if is_server:  # torch itself listens on all addresses, whatever the host's name
+        server = socket.create_server((ADDRESS, port))
+        port, handle = server.getsockname()[1], server.detach()
+    limit = timedelta(seconds=timeout)
     return TCPStore(
-        ADDRESS, port, None, is_server, timedelta(seconds=timeout), False, master_listen_fd=handle
+        ADDRESS, port, None, is_server, limit, False, master_listen_fd=handle, use_libuv=_USES_LIBUV
     )
 
 

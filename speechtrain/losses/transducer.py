@@ -116,7 +116,7 @@ def transducer_loss(
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
     costs = {"skip_below": skip_below, "chunk": chunk, "keep": keep}
     joint = _Joint(blank, activation, dropout, fastemit, dtype, **costs, durations=durations, sigma=sigma)  # type: ignore[arg-type]
-    is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given[:4])
+    is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     function = _StaticLoss if static else _RaggedLoss
     loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
     return loss
@@ -737,10 +737,11 @@ def _posteriors(
         posteriors = recursion(arcs[0], arcs[1], frames, symbols)
         is_impossible = posteriors.loss > -_NEVER / 2
     is_outside = is_impossible[:, None, None]
-    return posteriors._replace(
+    return _Posteriors(  # torch.compile of torch 2.7 does not trace _replace
         loss=posteriors.loss.masked_fill(is_impossible, torch.inf),
         occupancy=posteriors.occupancy.masked_fill(is_outside, 0),
         label_share=posteriors.label_share.masked_fill(is_outside, 0),
+        duration_shares=posteriors.duration_shares,
     )
 
 

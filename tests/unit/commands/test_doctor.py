@@ -171,6 +171,31 @@ def test_host_memory_is_for_the_ranks_of_one_host(launcher: tuple[str, ...], tmp
     assert finding.found.endswith("for 8 cards asks for 512 GiB a host")
 
 
+@pytest.mark.parametrize(
+    ("plugin", "torch_version", "state", "text"),
+    [
+        ("1.22.2.32", "2.7.1", "green", "is built for torch 2.7, and torch is 2.7.1"),
+        ("1.19.0.561", "2.7.1", "red", "is built for torch 2.5, and torch is 2.7.1; use an image"),
+        ("1.24.1.482", "2.10.0", "red", "is built for torch 2.11, and torch is 2.10.0; use an image"),
+        ("1.24.0.1007", "2.10.0a0+git1", "green", "is built for torch 2.10, and torch is 2.10.0a0+git1"),
+        ("1.99.0.1", "2.7.1", "amber", "is not in the table of docs/devices.md"),
+    ],
+)
+def test_the_release_of_a_vendors_plugin_fits_one_torch(
+    plugin: str, torch_version: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in (("habana_torch_plugin", plugin), ("torch", torch_version)):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        lines = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = compose([*GAUDI, "run_dir=run"])
+    finding = next(doctor._vendor_requirements(config, build_device(config)))
+    assert (finding.what, finding.state) == ("release", state)
+    assert text in finding.found
+
+
 def test_varying_shapes_are_unfit_for_gaudi(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = look(capsys, *GAUDI, "data.shapes=0")
     assert found["recorder"][0] == "red"

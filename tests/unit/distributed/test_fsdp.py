@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from speechtrain.checkpoint.whole import SHARDED, WHOLE, Checkpointer
 from speechtrain.distributed.group import Group, SingleProcess, TorchGroup
@@ -31,7 +32,8 @@ from speechtrain.precision import FP16, FP32, Precision
 from speechtrain.training.optimizer_step import HostCheckedUpdate, StepOutcome, Trained
 from speechtrain.training.recompute import checkpoint_layers
 
-pytestmark = pytest.mark.slow
+NEEDS_TORCH_2_8 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.8", reason="sharding needs 2.8")
+pytestmark = [pytest.mark.slow, NEEDS_TORCH_2_8]
 
 RANKS = 2
 STEPS = 20

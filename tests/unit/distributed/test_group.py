@@ -370,3 +370,11 @@ def test_the_group_is_bound_to_the_chip_that_the_device_names(monkeypatch: pytes
         TorchGroup(World(0, 2, 0, 2), facts)
         assert given["device_id"] == expected
     assert CUDA.facts.bound == "cuda"
+
+
+def test_sharding_names_the_torch_version_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from speechtrain.distributed.fsdp import ShardedGroup
+
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    with pytest.raises(MachineError, match=r"needs torch 2\.8 or newer, and this is 2\.7\.1\+cu126; use"):
+        ShardedGroup(World(0, 2, 0, 2))

@@ -111,7 +111,7 @@ def test_draws_follow_the_global_seed_and_not_the_padding() -> None:
 
 def test_unmasked_values_gradients_and_precision_pass_unchanged() -> None:
     torch.manual_seed(0)
-    x = torch.randn(4, 200, 80, dtype=torch.bfloat16, requires_grad=True)
+    x = (1 + torch.rand(4, 200, 80)).bfloat16().requires_grad_()  # A value of 0 would count as masked.
     y = SpecAugment().train()(x, torch.full((4,), 200))
     assert y.dtype == torch.bfloat16
     kept = y != 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from speechtrain.batch import Batch
 from speechtrain.commands._hydra_app import compose
@@ -37,6 +38,10 @@ KINDS = {
         "durations": [0, 1, 2, 3, 4],
     },
 }
+NEEDS_TORCH_2_8 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.8",
+    reason="the TDT loss of transformers gathers by int32 indices, which torch 2.7 refuses",
+)
 ENCODER = {
     "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4,
     "num_mel_bins": 16, "subsampling_factor": 4, "subsampling_conv_channels": 16, "layerdrop": 0.0,
@@ -134,7 +139,7 @@ def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", ["CTC", "RNNT", pytest.param("TDT", marks=NEEDS_TORCH_2_8)])
 @pytest.mark.parametrize("samples", [(8000, 8000), (8000, 6543, 3210)])
 def test_losses_and_gradients_are_theirs(kind: str, samples: tuple[int, ...], tmp_path: Path) -> None:
     theirs = published(kind, tmp_path)

@@ -1,0 +1,119 @@
+"""docs/promises.csv has an answer to each promise of the five reference systems."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import re
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from speechtrain.commands._command_line import read
+from speechtrain.commands._hydra_app import compose
+from speechtrain.config.check import check
+from speechtrain.errors import SpeechtrainError
+
+from .test_docs import Example, commands_of, parse, with_fixtures
+from .unit.commands.conftest import TINY, untrained
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = ["number", "system", "promise", "command", "test", "evidence"]
+COMMAND = re.compile(r"([A-Z_]+=\S+ )*speechtrain-|make ")
+ANSWER = re.compile(r"answered: .{40}")
+ISSUE = re.compile(r"awaits issue (17|21)")
+EVIDENCE = re.compile(r"CI|rehearsal only|hardware \d{4}-\d\d-\d\d")
+
+Row = dict[str, str]
+
+
+def rows() -> list[Row]:
+    with (ROOT / "docs" / "promises.csv").open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        assert reader.fieldnames == COLUMNS
+        return list(reader)
+
+
+@lru_cache
+def functions_of(path: Path) -> set[str]:
+    """Return the names of the functions of a Python file, without an import."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def example_of(row: Row) -> Example | None:
+    """Return the command of a row: the whole cell, or in an answer the text between backticks."""
+    text = row["command"]
+    if ANSWER.match(text):
+        text = "".join(re.findall(r"`([^`]+)`", text))
+    examples = list(commands_of(f"promise {row['number']}", text, is_sentence=False))
+    return examples[0] if examples else None
+
+
+def test_each_promise_has_a_command_an_answer_or_an_issue() -> None:
+    numbers = []
+    for row in rows():
+        numbers.append(int(row["number"]))
+        assert row["system"], row
+        assert row["promise"], row
+        kinds = [pattern for pattern in (COMMAND, ANSWER, ISSUE) if pattern.match(row["command"])]
+        assert len(kinds) == 1, row
+        if COMMAND in kinds:
+            assert row["test"], row
+        assert bool(EVIDENCE.fullmatch(row["evidence"])) == bool(row["test"]), row
+    assert numbers == list(range(1, 115))
+
+
+def test_each_test_of_a_promise_exists() -> None:
+    for row in rows():
+        if row["test"]:
+            path, function = row["test"].split("::")
+            assert function in functions_of(ROOT / path), row
+
+
+def test_each_make_target_of_a_promise_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [row["command"].removeprefix("make ") for row in rows() if row["command"].startswith("make ")]
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_each_command_of_a_promise_is_composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_conf").mkdir()
+    untrained(tmp_path / "RUN", *TINY)
+    commands: dict[Example, str] = {}
+    for row in rows():
+        example = example_of(row)
+        if example is not None:
+            commands.setdefault(replace(example, source=""), example.source)
+    faults = []
+    for example, source in commands.items():
+        with monkeypatch.context() as environment:
+            for name, value in example.variables:
+                environment.setenv(name, value)
+            fault = fault_of(example, tmp_path)
+        if fault:
+            faults.append(f"{source}: {fault}")
+    assert not faults, "\n".join(faults)
+    assert len(commands) > 70
+
+
+def fault_of(example: Example, folder: Path) -> str:
+    """Return the error of a command, or an empty text."""
+    words = with_fixtures(example.words, folder)
+    try:
+        if example.program == "train":
+            command = read(words)
+            config = compose(command.overrides, command.config_dir)
+            config.run_dir = str(folder / "new")
+            check(config)
+        else:
+            parse(example.program, words)
+    except SystemExit as end:
+        return str(end.code or "")
+    except SpeechtrainError as error:
+        return str(error)
+    return ""
