@@ -116,7 +116,7 @@ def _paths(spec: Any) -> Iterator[str]:
         for part in spec:
             yield from _paths(part)
     elif isinstance(spec, dict) and "_target_" not in spec:
-        yield from _paths(spec["path"] if "path" in spec else list(spec.values()))
+        yield from _paths(spec.get("path", list(spec.values())))
 
 
 def _corpus_needs(data: dict[str, Any]) -> dict[str, Need]:

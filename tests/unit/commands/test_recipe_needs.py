@@ -265,7 +265,7 @@ def test_a_tokenizer_alone_has_the_command_that_makes_it(
     ]
 
 
-@pytest.mark.parametrize("key", ["data", "dry_run", "world_size"])
+@pytest.mark.parametrize("key", ["dry_run", "world_size"])
 def test_a_removed_key_keeps_its_error(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, lines = start(capsys, "recipe=mlperf", f"~{key}")
     assert (code, len(lines)) == (2, 1)
