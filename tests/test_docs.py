@@ -25,6 +25,7 @@ from speechtrain.commands._continue_run import continued, run_to_continue
 from speechtrain.commands._corpus import Corpus, _merged, _written, made
 from speechtrain.commands._from_data import follow_data, typed_keys
 from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._recipe_needs import settle_needs
 from speechtrain.commands._start_jobs import _refuse_other_validation
 from speechtrain.commands._start_run import start_run
 from speechtrain.config.check import check
@@ -243,7 +244,7 @@ def new_config(command: Command) -> DictConfig:
     config = compose(command.overrides, command.config_dir)
     config.run_dir = str(command.run_dir or Path("new").resolve())
     with_whole_paths(config)
-    follow_data(config, typed_keys(command.overrides, {}))
+    follow_data(config, typed_keys(command.overrides, {}), is_plan=settle_needs(config))
     return config
 
 

@@ -22,6 +22,7 @@ from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._continue_run import new_run_line
 from speechtrain.commands._on_host import host_environment, refuse
+from speechtrain.commands._recipe_needs import plannable
 from speechtrain.commands._started_runs import remember, start_id
 from speechtrain.config.build import (
     build,
@@ -76,7 +77,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     plain = check(config)
     _settle_resume(config)
     _warn_of_unused_folder(plain["data"])
-    memory = dry_build(config)
+    memory = dry_build(plannable(config))
     device, launcher = build_device(config), command.together or build_launcher(config)
     device.check_precision(build_precision(config))
     if config.data.get("shapes") == 0:
@@ -95,13 +96,13 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
         return RunResult("dry run")
     earlier_result = _finished(config, command)
-    if earlier_result is not None:
+    if earlier_result:
         return earlier_result
 
     is_new = not (run_dir / CONFIG).exists()
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
-    is_named = command.run_dir is not None
-    _write(config, job, _about(run_dir, start, command, written), is_named=is_named)
+    about = _about(run_dir, start, command, written)
+    _write(config, job, about, is_named=command.run_dir is not None)
     remember(run_dir)
     try:
         ended = launcher.launch(job)

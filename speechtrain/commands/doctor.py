@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
 from speechtrain.files import whole_path
 
 if TYPE_CHECKING:
@@ -252,10 +252,13 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     from speechtrain.commands._command_line import rewrite
     from speechtrain.commands._from_data import follow_data, typed_keys
     from speechtrain.commands._hydra_app import compose
+    from speechtrain.commands._recipe_needs import needs_of
     from speechtrain.config.check import check
 
     found = compose(rewrite(overrides), config_dir)
     found.run_dir = run_dir
+    if needs := needs_of(found):
+        raise DataError("; ".join(map(str, needs)))
     check(found)
     follow_data(found, typed_keys(overrides, {}))
     config.append(found)
@@ -294,7 +297,7 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
             stack.callback(data.close)
             yield from _check_data(config, data, task, tokenizer=tokenizer)
         except Exception as error:  # a doctor reports whatever it finds
-            yield _data_failure(config, error) if what == "data" else failure(what, error)
+            yield failure(what, error)
             return
         if not device.on_host:
             watched, _ = build_task(config)
@@ -410,16 +413,6 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     if device.facts.operations.records:
         graphs = f", {len(segments)} graphs, {recorder.distinct} of them distinct, of up to {max(segments):,}"
     return f"{_RECORDED} micro-batches of {len(known)} shapes: {recorder.costs}{graphs}"
-
-
-def _data_failure(config: DictConfig, error: Exception) -> Finding:
-    """The red finding of a data error; it says so if DATASET_DIR is needed and not set."""
-    from omegaconf import OmegaConf
-
-    finding = failure("data", error)
-    if "DATASET_DIR" in os.environ or "oc.env:DATASET_DIR" not in OmegaConf.to_yaml(config.data):
-        return finding
-    return replace(finding, found=f"{finding.found} (DATASET_DIR is not set; set it to that folder)")
 
 
 def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:

@@ -24,7 +24,6 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
 from speechtrain.data.cut_files import (
-    FIX,
     Totals,
     check_room,
     cuts_of,
@@ -42,8 +41,7 @@ from speechtrain.data.sources import open_source
 from speechtrain.data.statistics import Statistics, hear, table
 from speechtrain.data.tars import file_of
 from speechtrain.errors import ConfigError, DataError, printable
-from speechtrain.files import atomic, whole_path, writing
-from speechtrain.text.normalise import normaliser
+from speechtrain.files import atomic, whole_path
 
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
 
@@ -55,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
         "recordings with transcripts. Several SOURCEs are read one after the other; "
         "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns. In place of a COMMAND, "
-        "corpus=NAME root=DIR out=DIR writes a public corpus as manifests; corpus=NAME --help lists them.",
+        "corpus=NAME writes a public corpus below DATASET_DIR as manifests; corpus=NAME --help lists them.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -146,28 +144,11 @@ def run(argv: list[str]) -> int:
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
-    from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
+    from speechtrain.commands._subwords import Subwords
 
-    out, coverage = arguments.out, arguments.character_coverage
-    if not 0 < coverage <= 1:
-        raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
-    normalise = normaliser(arguments.normaliser)
-    texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
-    with writing(out, FIX):
-        train_sentencepiece(texts, out, arguments.kind, size=arguments.size, character_coverage=coverage)
-    made = SentencePiece(str(out), arguments.normaliser)
-    unspelt = sum(bool(made.unknown(text)) for text in texts)
-    spoken = [text for text in texts if text]
-    labels = sum(len(made.encode(text)) for text in spoken if not made.unknown(text))
-    told = (
-        f"{out}: {made.size - 1} {arguments.kind} pieces from {len(spoken)} transcripts, "
-        f"{labels / max(1, len(spoken) - unspelt):.1f} labels each"
-    )
-    print(told)
-    if unspelt:
-        print(f"{unspelt} transcripts have symbols outside the coverage; training skips them")
-    other = f" tokenizer.normaliser={arguments.normaliser}" if arguments.normaliser != "lower" else ""
-    print(f"use it with: tokenizer=sentencepiece tokenizer.model={out.absolute()}{other}")
+    names = ("kind", "size", "normaliser", "character_coverage")
+    subwords = Subwords(**{name: getattr(arguments, name) for name in names})
+    subwords.train(cuts_of(named_source(arguments)), arguments.out)
     return 0
 
 
