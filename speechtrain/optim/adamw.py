@@ -16,9 +16,9 @@ _FORMS = ("torch", "fairseq", "intel")
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW (Loshchilov and Hutter, 2019), with its settings and its state.
 
-    ``form`` selects the bias correction of update t. ``torch`` adds ``eps`` to the corrected root of the second
-    moment. ``fairseq`` adds it to the uncorrected root. ``intel`` does this, too, and scales the weight decay by
-    the correction: ``p −= s · (weight_decay · p + m / (√v + eps))`` with ``s = lr · √(1 − b2^t) / (1 − b1^t)``.
+    ``form`` selects the bias correction of update t. ``torch`` adds ``eps`` to the corrected root of the
+    second moment. ``fairseq`` adds it to the uncorrected root. ``intel`` does this, too, and corrects the
+    weight decay: ``p −= s · (weight_decay · p + m / (√v + eps))``, ``s = lr · √(1 − b2^t) / (1 − b1^t)``.
     ``fused`` and ``foreach`` None leave the choice of the implementation to torch.
     """
 
@@ -36,7 +36,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         check_settings({"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas})
         if form not in _FORMS:
-            raise ValueError(f"form is {form!r}; choose {', '.join(_FORMS)}")
+            raise ValueError(f"form is {form!r}. Choose one of {', '.join(_FORMS)}")
         super().__init__(
             params, lr, (betas[0], betas[1]), eps, weight_decay, amsgrad, fused=fused, foreach=foreach
         )
@@ -44,8 +44,10 @@ class AdamW(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
+        if self.form == "torch":
+            return super().step(closure)
         settings = [(group["eps"], group["weight_decay"]) for group in self.param_groups]
-        for group in self.param_groups if self.form != "torch" else ():
+        for group in self.param_groups:
             self._correct(group)
         try:
             return super().step(closure)

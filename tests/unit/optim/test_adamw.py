@@ -1,4 +1,4 @@
-"""The forms of Adam's bias correction, against steps that were computed with 40 decimal digits."""
+"""The forms of Adam's bias correction, twinst steps that were computed with 40 decimal digits."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_a_resumed_run_of_intels_form_is_bit_equal() -> None:
     optimizer = optimizer_of(parameter, "intel")
     parameter.grad = torch.tensor([0.5, -0.25, 3.0])
     optimizer.step()
-    again = nn.Parameter(parameter.detach().clone())
-    resumed = optimizer_of(again, "intel")
+    twin = nn.Parameter(parameter.detach().clone())
+    resumed = optimizer_of(twin, "intel")
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    again.grad = parameter.grad.clone()
+    twin.grad = parameter.grad.clone()
     optimizer.step()
     resumed.step()
-    assert torch.equal(parameter, again)
+    assert torch.equal(parameter, twin)
 
 
 def test_an_unknown_form_is_refused_by_its_key() -> None:
     config = compose(["optimizer.form=apex"])
-    with pytest.raises(ConfigError, match=r"optimizer\.form is 'apex'; choose torch, fairseq, intel"):
+    with pytest.raises(ConfigError, match=r"optimizer\.form is 'apex'\. Choose one of torch, fairseq, intel"):
         build(config, "optimizer", params=[nn.Parameter(torch.ones(1))])
