@@ -346,7 +346,8 @@ class Converter:
     def bytes(self, seconds: float) -> float:
         """Return the largest size of a file."""
         share = _FLAC_SHARE if self.format == "flac" else 1.0
-        return seconds * 100 / self.percent * self.rate * 2 * share + 4096
+        samples = seconds * self.rate * 100 / self.percent
+        return samples * 2 * share + 4096
 
     def __call__(self, cut: Record) -> Record:
         """Write one file; return its cut. Raises Unusable for its audio, OSError if it cannot write."""
