@@ -76,20 +76,10 @@ def dataset_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def inherited_paths(name: str, folder: Path) -> list[str]:
-    """The paths that a recipe on the base ``mlperf`` gets from the command line."""
-    if not name.startswith("mlperf"):
-        return []
-    manifests = folder / "manifests" / "librispeech"
-    files = ",".join(f"{manifests}/{part}.jsonl.gz" for part in TRAINING)
-    valid = f"data.valid.dev-clean={manifests}/dev-clean.jsonl.gz"
-    return [f"data.train=[{files}]", valid, f"tokenizer.model={manifests}/tokenizer.model"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_its_corpus(name: str, dataset_dir: Path, tmp_path: Path) -> None:
-    overrides = [f"recipe={name}", *COMMON, *RECIPES[name], *inherited_paths(name, dataset_dir)]
+    overrides = [f"recipe={name}", *COMMON, *RECIPES[name]]
     if "contextnet" in name:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing (extra 'memory')")
     assert train.run([*overrides, f"run_dir={tmp_path / 'run'}"]) == 0
