@@ -337,9 +337,9 @@ def train(
     policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
     schedule, planned = _plan(config, settings, data)
+    _warn_of_crowded_labels(data, task)
     if not checkpointer.folders():
-        begun |= {"warm-up steps": schedule.warmup} if schedule.warmup else {}
-        begun |= {"from data": config.from_data} if config.from_data else {}
+        begun |= _first_facts(config, schedule)
     optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
@@ -419,6 +419,19 @@ def _keep_log_lines() -> MemoryHandler:
     logging.getLogger("speechtrain").handlers[:] = [early]
     logging.getLogger("speechtrain").propagate = False  # lhotse gives the root logger a handler
     return early
+
+
+def _first_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
+    """Return the facts that the start line of a new run adds."""
+    facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": config.from_data}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _warn_of_crowded_labels(data: DataModule, task: Task) -> None:
+    encoder = getattr(task, "encoder", None)
+    line = data.crowded(encoder.frames) if encoder else ""
+    if line:
+        _LOG.warning(line)
 
 
 def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tuple[Schedule, int | None]:

@@ -145,6 +145,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task = make()
     write_imported(describe(task, task.state_dict()), folder / "DIR")
     write_recordings(folder / "corpus")
+    for corpus in ("librispeech", "common_voice", "tedlium3", "switchboard"):
+        manifests = folder / "corpus" / "manifests" / corpus
+        manifests.mkdir(parents=True)
+        for name in ("tokenizer.model", "bpe1024.model"):
+            (manifests / name).symlink_to(model)
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "hosts").write_text("a\nb\n")
     (folder / "my_conf" / "model").mkdir(parents=True)

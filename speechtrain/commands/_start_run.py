@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain import errors, run_directory
@@ -26,7 +27,9 @@ from speechtrain.commands._recipe_needs import plannable
 from speechtrain.commands._started_runs import remember, start_id
 from speechtrain.config.build import (
     build,
+    build_data,
     build_device,
+    build_encoder,
     build_launcher,
     build_precision,
     build_tokenizer,
@@ -41,7 +44,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, read_text, write_json, write_text
-from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
+from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Launcher, Result, holds_secret
 from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
     ABOUT,
@@ -92,8 +95,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         job = replace(job, environment={**job.environment, **here})
     refuse(launcher.lacking(job), is_warning=is_dry)
     if is_dry:
-        lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
-        print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
+        _print_start(config, job, launcher)
         return RunResult("dry run")
     earlier_result = _finished(config, command)
     if earlier_result:
@@ -129,6 +131,17 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
+
+
+def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
+    """Print the lines that start a run. Warn of too few encoder frames, if its data can be read here."""
+    with contextlib.suppress(SpeechtrainError, RuntimeError):
+        with torch.device("meta"):
+            encoder = build_encoder(config)
+        data = build_data(config, build_tokenizer(config))
+        refuse(data.crowded(encoder.frames), is_warning=True)
+    lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
+    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
 
 
 def _warn_of_unused_folder(data: Any) -> None:

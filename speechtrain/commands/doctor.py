@@ -462,21 +462,15 @@ def transcripts(
     fix: str,
 ) -> Iterator[Finding]:
     """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
-    from speechtrain.data.index import label_count
+    from speechtrain.data.index import crowded, label_count
 
-    frames_of = getattr(getattr(task, "encoder", None), "frames", None)
-    unspelt, symbols, crowded, worst = 0, set[str](), 0, ""
+    unspelt, symbols = 0, set[str]()
     for row in rows:
         cut = index.cut(row)
         text = index.text(row, cut, tokenizer.normalise)
-        if (labels := label_count(text, tokenizer)) < 0:
+        if label_count(text, tokenizer) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)
-            continue
-        frames = frames_of(round(float(index.seconds[row]) * sample_rate)) if frames_of else labels
-        if labels > frames:
-            crowded += 1
-            worst = worst or f"{cut['id']!r} has {labels} labels and {frames} frames"
     if unspelt:
         shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
         fate = "are skipped" if name == "train" else "count as errors"
@@ -485,13 +479,10 @@ def transcripts(
     else:
         found = f"all of {len(rows)} transcripts can be spelled"
         yield Finding(GREEN, f"text {name}", found)
-    if crowded:
-        found = (
-            f"{crowded} of {len(rows)} have more labels than encoder frames ({worst}), which is hard to "
-            "learn, and impossible for CTC; lower encoder.stack_time, or train larger subwords "
-            "(speechtrain-prepare tokenizer)"
-        )
-        yield Finding(AMBER, f"lengths {name}", found)
+    encoder = getattr(task, "encoder", None)
+    line = crowded(index, rows, tokenizer, encoder.frames, sample_rate) if encoder else ""
+    if line:
+        yield Finding(AMBER, f"lengths {name}", line)
 
 
 def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:

@@ -26,7 +26,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.data.batches import REASONS, BatchLoader, collate
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.hold_out import GROUPS, held_out
-from speechtrain.data.index import Index, label_count, open_index
+from speechtrain.data.index import Index, crowded, label_count, open_index
 from speechtrain.data.manifests import digest
 from speechtrain.data.recordings import header
 from speechtrain.data.sampler import (
@@ -433,6 +433,13 @@ class SpeechData(DataModule):
             yield from _share(f"valid.{name}", index, index.seconds > np.float32(high), fact)
         yield from self._narrow_recordings()
         yield from self._copies()
+
+    def crowded(self, frames: Callable[[int], int]) -> str:
+        if not self.tokenizer.reads_text:
+            return ""
+        rows = self._sample(self._kept, _SAMPLED_TRANSCRIPTS).tolist()
+        line = crowded(self.index, rows, self.tokenizer, frames, self.sample_rate)
+        return f"data.train: {line}" if line else ""
 
     def _narrow_recordings(self) -> Iterator[str]:
         """Yield a line if all recordings have a lower rate than ``sample_rate``, so high bands are empty."""
