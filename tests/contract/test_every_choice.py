@@ -67,6 +67,16 @@ def skipped_without_extra() -> Iterator[None]:
 _composed = cache(composed)
 
 
+def write_subwords(folder: Path) -> None:
+    """Write a small model, also where the recipes look for the tokenizers of their corpora."""
+    train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
+    for corpus in ("librispeech", "common_voice", "tedlium3", "switchboard"):
+        manifests = folder / "manifests" / corpus
+        manifests.mkdir(parents=True)
+        for name in ("tokenizer.model", "bpe1024.model"):
+            (manifests / name).symlink_to(folder / "tiny.model")
+
+
 @pytest.fixture(scope="module")
 def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Values for what some choices leave to the user: ``???`` in their YAML, and the folder of data sets."""
@@ -75,7 +85,7 @@ def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     recordings.mkdir(parents=True)
     for name in itertools.product("0123456789", ("jackson", "theo"), ("0", "5", "6")):
         soundfile.write(recordings / f"{'_'.join(name)}.wav", [0.0] * 1600, 8000)
-    train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
+    write_subwords(folder)
     symbols = sorted(set("".join(TEXTS)))
     model = {"type": "BPE", "vocab": {symbol: label for label, symbol in enumerate(symbols)}, "merges": []}
     parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"))
