@@ -138,11 +138,17 @@ def label_count(text: str, tokenizer: Tokenizer) -> int:
 
 
 def crowded(
-    index: Index, rows: Iterable[int], tokenizer: Tokenizer, frames: Callable[[int], int], sample_rate: int
+    index: Index,
+    rows: Iterable[int],
+    tokenizer: Tokenizer,
+    frames: Callable[[int], int],
+    sample_rate: int,
+    tolerance: float = 0.0,
 ) -> str:
-    """Return a line on transcripts with more labels than encoder frames. It is empty if there are none.
+    """Return a line on transcripts with more labels than encoder frames.
 
-    ``frames`` maps samples at ``sample_rate`` to encoder frames.
+    The line is empty if their share is at most ``tolerance``. ``frames`` maps samples at ``sample_rate`` to
+    encoder frames.
     """
     transcripts, count, example = 0, 0, ""
     for row in rows:
@@ -155,7 +161,7 @@ def crowded(
         if labels > available:
             count += 1
             example = example or f"{cut['id']!r} has {labels} labels and {available} frames"
-    if not count:
+    if count <= tolerance * transcripts:
         return ""
     return (
         f"{count} of {transcripts} transcripts have more labels than encoder frames ({example}), which is "

@@ -53,6 +53,7 @@ _LOG = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for existence before training
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_HEADERS = 20  # a file on a slow disk takes 10 ms to open
+_CROWDED_SHARE = 0.01  # of transcripts with more labels than frames, which a run has without a warning
 _SAMPLED_TRANSCRIPTS = 10_000
 _MOST_COMPARED = 100_000  # recordings among which copies are looked for: 30 µs each for the manifest's line
 _WHERE_TRANSCRIPTS_ARE = (
@@ -438,7 +439,7 @@ class SpeechData(DataModule):
         if not self.tokenizer.reads_text:
             return ""
         rows = self._sample(self._kept, _SAMPLED_TRANSCRIPTS).tolist()
-        line = crowded(self.index, rows, self.tokenizer, frames, self.sample_rate)
+        line = crowded(self.index, rows, self.tokenizer, frames, self.sample_rate, _CROWDED_SHARE)
         return f"data.train: {line}" if line else ""
 
     def _narrow_recordings(self) -> Iterator[str]:
