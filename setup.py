@@ -59,6 +59,7 @@ setup(
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "huggingface": ["datasets>=4"],  # corpus=huggingface; older ones run a program of the data set
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
+        "wandb": ["wandb>=0.31"],  # older ones cannot look for a key without a prompt
         "dev": [
             "bitsandbytes>=0.46",
             "transformers>=4.57",
@@ -67,6 +68,7 @@ setup(
             "hydra-joblib-launcher",
             "hydra-submitit-launcher",
             "kubernetes>=37",  # its models check the manifests
+            "wandb>=0.31",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
