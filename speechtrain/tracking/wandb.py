@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.launcher import holds_secret
 from speechtrain.run_directory import CONFIG, read_stored_config
 from speechtrain.tracking.base import Tracker, scalars
@@ -33,7 +33,7 @@ class WandB(Tracker):
     ) -> None:
         """``module``: the package, wandb or trackio."""
         if module not in ("wandb", "trackio"):
-            raise ConfigError(f"module is {module!r}; it must be wandb or trackio")
+            raise ConfigError(f"module is {module!r}, but it must be wandb or trackio")
         self.run_dir = Path(run_dir)
         self.module = module
         self.project = project
@@ -64,6 +64,9 @@ class WandB(Tracker):
             self._run.finish(*self._exit_codes)
 
     def _open(self) -> Any:
+        folder = self.run_dir / "wandb"
+        if folder.is_symlink():  # wandb would write elsewhere
+            raise RunError(f"{folder} is a link; remove it")
         config = read_stored_config(self.run_dir / CONFIG)
         settings = {} if holds_secret(config.text) else config.values
         for name, value in _ENVIRONMENT.items():
@@ -73,12 +76,9 @@ class WandB(Tracker):
         if self.module == "wandb":  # trackio has no such options
             options["dir"] = str(self.run_dir)
             if self._resume == "allow":
-                options["id"] = self._stored_id()
+                # the latest folder has a name like run-20261125_120000-ID
+                names = [path.name.partition("run-")[2] for path in folder.glob("*run-*-*")]
+                options["id"] = max(names, default="").rpartition("-")[2] or None
             if "WANDB_MODE" not in os.environ and not module.login(prompt=False):
                 options["mode"] = "offline"
         return module.init(project=self.project, name=self.run_dir.name, **options)
-
-    def _stored_id(self) -> str | None:
-        """Return the id of the latest run in ``<run_dir>/wandb``, from a name like run-20261125_120000-ID."""
-        names = [path.name.partition("run-")[2] for path in self.run_dir.glob("wandb/*run-*-*")]
-        return max(names).rpartition("-")[2] if names else None

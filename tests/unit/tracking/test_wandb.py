@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError, MachineError, RunError
 from speechtrain.tracking.wandb import WandB
 
 PROGRAM = """
@@ -97,6 +97,12 @@ def test_the_service_does_not_get_a_config_with_a_secret(run_dir: Path) -> None:
     assert b"0123456789abcdef" not in content
 
 
+def test_a_folder_that_is_a_link_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "wandb").symlink_to(tmp_path)
+    with pytest.raises(RunError, match="wandb is a link; remove it"):
+        WandB(str(run_dir)).log("train", {"step": 1, "loss": 0.5})
+
+
 @needs("trackio")
 def test_trackio_has_the_same_interface(run_dir: Path) -> None:
     assert _track("trackio", run_dir).stderr == ""
@@ -108,7 +114,7 @@ def test_trackio_has_the_same_interface(run_dir: Path) -> None:
 
 
 def test_another_module_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"module is 'os'; it must be wandb or trackio"):
+    with pytest.raises(ConfigError, match=r"module is 'os', but it must be wandb or trackio"):
         WandB("run", "os")
 
 
