@@ -62,7 +62,7 @@ setup(
         "ipex": ["torch==2.8.*", "intel-extension-for-pytorch==2.8.*"],  # its last release is for torch 2.8
         "peers": ["torchaudio"],  # the oracle of losses in `make test-peers`
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
-        "wandb": ["wandb>=0.31"],  # older ones cannot look for a key without a prompt
+        "wandb": ["wandb>=0.31"],  # the oldest that was tried: it looks for a key without a prompt
         "dev": [
             "bitsandbytes>=0.46",
             "transformers>=4.57",

@@ -184,7 +184,7 @@ UTTERANCES = {
     "librispeech": 281_241,
     # buckets.train of "en" in datasets/cv-corpus-9.0-2022-04-27.json of common-voice/cv-dataset
     "common_voice": 890_116,
-    # segments of the training set of release 3, as catalogues of data sets list them. The corpus was not read here.
+    # segments of the training set of release 3, as catalogues of data sets list them; not counted here
     "tedlium": 268_263,
     # segments with words of the Mississippi State transcripts, as in RWTH's recipe for Switchboard
     "switchboard": 249_624,
