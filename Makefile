@@ -11,7 +11,7 @@ HARD_ARGS ?= -n 2 --dist loadfile
 PEERS_VENV := .venv-peers
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check bench wheel test-ipex peers test-peers clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-nightly test-cluster check bench wheel test-ipex peers test-peers clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -56,6 +56,10 @@ test-cluster: setup-dev
 # What a stranger's files try, by real commands; `make test` has the fast ones.
 test-attacks: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
+
+# What takes long and needs the network: the lines of the Dockerfile in an empty environment.
+test-nightly: setup-dev
+	$(BIN)/python -m pytest -q tests/nightly
 
 # The share of the two suites above that CI runs: the tests marked ci_share, each listed. A failure ends it. A slow
 # machine does not finish it within five minutes. It then says so, and that is no failure.

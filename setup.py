@@ -58,9 +58,11 @@ setup(
         "memory": ["bitsandbytes>=0.46"],  # optimizer=adamw8bit; the first with kernels for every device
         "interop": ["transformers>=4.57"],  # the other side of every conversion's proof
         "huggingface": ["datasets>=4"],  # corpus=huggingface; older ones run a program of the data set
+        "notebook": ["jupyterlab"],  # of the image
         "ipex": ["torch==2.8.*", "intel-extension-for-pytorch==2.8.*"],  # its last release is for torch 2.8
         "peers": ["torchaudio"],  # the oracle of losses in `make test-peers`
         "sweep": ["hydra-joblib-launcher", "hydra-submitit-launcher"],  # jobs of a sweep beside each other
+        "wandb": ["wandb>=0.31"],  # the oldest that was tried: it looks for a key without a prompt
         "dev": [
             "bitsandbytes>=0.46",
             "transformers>=4.57",
@@ -69,6 +71,7 @@ setup(
             "hydra-joblib-launcher",
             "hydra-submitit-launcher",
             "kubernetes>=37",  # its models check the manifests
+            "wandb>=0.31",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

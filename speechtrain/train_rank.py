@@ -72,7 +72,7 @@ from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog
-from speechtrain.tracking.group import Trackers
+from speechtrain.tracking.group import Trackers, is_hanging
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
 from speechtrain.training.autotune import resolve_policy
 from speechtrain.training.recompute import checkpoint_layers
@@ -337,9 +337,9 @@ def train(
     policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
 
     schedule, planned = _plan(config, settings, data)
+    _warn_of_crowded_labels(data, task)
     if not checkpointer.folders():
-        begun |= {"warm-up steps": schedule.warmup} if schedule.warmup else {}
-        begun |= {"from data": config.from_data} if config.from_data else {}
+        begun |= _first_facts(config, schedule)
     optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
     module, optimizer = device.prepare(task, optimizer)
     assert isinstance(module, Task)
@@ -421,6 +421,19 @@ def _keep_log_lines() -> MemoryHandler:
     return early
 
 
+def _first_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
+    """Return the facts that the start line of a new run adds."""
+    facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": config.from_data}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _warn_of_crowded_labels(data: DataModule, task: Task) -> None:
+    encoder = getattr(task, "encoder", None)
+    line = data.crowded(encoder.frames) if encoder else ""
+    if line:
+        _LOG.warning(line)
+
+
 def _plan(config: DictConfig, settings: TrainerConfig, data: DataModule) -> tuple[Schedule, int | None]:
     """The schedule and the number of planned updates; warns where they or the data cannot do their work."""
     per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
@@ -440,9 +453,9 @@ def _open_tracker(config: DictConfig, world: World, early: MemoryHandler) -> Tra
     """The trackers, which get the warnings so far and all later ones; other ranks have logs of their own."""
     tracker = Trackers()
     if not world.rank:
-        own: Tracker = build(config, "tracking")
-        tracker = Trackers({"output.log": TextLog(config.run_dir), "tracking": own})
-        tracker.visible |= isinstance(own, Trackers)  # which reports warnings itself
+        part: Tracker = build(config, "tracking")
+        tracker = part if isinstance(part, Trackers) else Trackers({"tracking": part})
+        tracker.add("output.log", TextLog(config.run_dir))
     logging.getLogger("speechtrain").handlers[:] = [_Warnings(tracker)]
     early.setTarget(_Warnings(tracker))
     early.close()
@@ -556,13 +569,12 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
         result = {**attempt.result(), "error": _message(error), "exit_code": code, **failure}
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             write_text(trace, traceback.format_exc(), durable=False)
-    attempt.end(result)
     try:
         write_json(folder / RESULT, result)
     except OSError as error:
-        told = one_line(f"speechtrain: error: {folder / RESULT} cannot be written: {error}")
-        print(told, file=sys.stderr)
-        return code or MachineError.exit_code
+        print(one_line(f"speechtrain: error: {folder / RESULT} cannot be written: {error}"), file=sys.stderr)
+        code = code or MachineError.exit_code
+    attempt.end(result)  # last: a tracker may take seconds, in which the launcher may kill this process
     return code
 
 
@@ -582,8 +594,12 @@ def _restart(failures: int = 0) -> dict[str, str]:
 
 
 def _exit(code: int) -> NoReturn:
-    """End the process; a failed rank ends at once, since its collectives may never end."""
-    if code and "RANK" in os.environ:
+    """End the process.
+
+    A failed rank ends at once, since its collectives may never end. So does one with a tracker that hangs,
+    since the tracker's library may wait for the same answer when Python exits.
+    """
+    if is_hanging() or (code and "RANK" in os.environ):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -16,9 +16,12 @@ SMALLEST = {
     "resampling": ("--seconds", "1", "--rounds", "1"),
     "features": ("--rows", "1", "--seconds", "1", "--rounds", "1"),
     "greedy": ("speechtrain/decoding/greedy.py", "--smoke"),
+    "ladder": ("--smoke",),
     "memory": ("--smoke",),
+    "negatives": ("--smoke",),
     "openmp": ("--smoke",),
     "scaling": ("--smoke",),
+    "stack_time": ("--smoke",),
     "transducer_loss": ("--smoke",),
     "wav2vec2": ("--smoke",),
 }

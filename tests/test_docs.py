@@ -25,6 +25,7 @@ from speechtrain.commands._continue_run import continued, run_to_continue
 from speechtrain.commands._corpus import Corpus, _merged, _written, made
 from speechtrain.commands._from_data import follow_data, typed_keys
 from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._recipe_needs import settle_needs
 from speechtrain.commands._start_jobs import _refuse_other_validation
 from speechtrain.commands._start_run import start_run
 from speechtrain.config.check import check
@@ -144,6 +145,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     task = make()
     write_imported(describe(task, task.state_dict()), folder / "DIR")
     write_recordings(folder / "corpus")
+    for corpus in ("librispeech", "common_voice", "tedlium3", "switchboard"):
+        manifests = folder / "corpus" / "manifests" / corpus
+        manifests.mkdir(parents=True)
+        for name in ("tokenizer.model", "bpe1024.model"):
+            (manifests / name).symlink_to(model)
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "hosts").write_text("a\nb\n")
     (folder / "my_conf" / "model").mkdir(parents=True)
@@ -243,7 +249,7 @@ def new_config(command: Command) -> DictConfig:
     config = compose(command.overrides, command.config_dir)
     config.run_dir = str(command.run_dir or Path("new").resolve())
     with_whole_paths(config)
-    follow_data(config, typed_keys(command.overrides, {}))
+    follow_data(config, typed_keys(command.overrides, {}), is_plan=settle_needs(config))
     return config
 
 

@@ -16,17 +16,21 @@ import yaml
 
 from speechtrain.commands._choices import corpora
 from speechtrain.commands._cli import Parser, say
+from speechtrain.commands._subwords import Subwords
 from speechtrain.config.check import check_node
 from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled, recipe_names
-from speechtrain.data.cut_files import write_cuts
+from speechtrain.data.cut_files import cuts_of, write_cuts
 from speechtrain.data.manifests import Record
+from speechtrain.data.sources import open_source
 from speechtrain.errors import ConfigError, DataError, nearest, one_line
 from speechtrain.files import read_json, small_yaml, whole_path, write_json, writing, yaml_text
 
 Node = TypeVar("Node")
 _KEPT = "corpus.json"
+MANIFESTS = "manifests"
+"""Folder of DATASET_DIR that has a folder of manifests for each corpus."""
 _FIX = "use another out="
 
 
@@ -35,11 +39,12 @@ class Corpus:
     """A corpus by name: what conf/corpus/NAME.yaml says of it, and what is typed."""
 
     corpus: str
-    out: str
+    out: str = ""
     root: str = ""
     download: bool = False
     jobs: int = 2
     parts: list[str] | None = None  # null: those that are in root; to download, all
+    title: str = ""
     page: str = ""
     language: str = ""
     folder: str = ""
@@ -51,6 +56,7 @@ class Corpus:
     valid: list[str] = field(default_factory=list)
     training: str = "scratch"
     normaliser: str = "unicode"
+    tokenizers: dict[str, dict[str, Any]] = field(default_factory=dict)
     url: str = ""
     archives: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -69,7 +75,7 @@ def prepare_corpus(argv: list[str]) -> int:
     name = pairs["corpus"]
     if name == "huggingface":
         return made(HuggingFace, _merged({}, pairs, HuggingFace)).write()
-    corpus = made(Corpus, _merged(_written(name, given.config_dir), pairs, Corpus))
+    corpus = corpus_by_name(pairs, given.config_dir)
     if corpus.jobs < 1:
         raise ConfigError(f"jobs={corpus.jobs}: it must be at least 1")
     if not (named := corpus.root or os.environ.get("DATASET_DIR", "")):
@@ -82,7 +88,7 @@ def prepare_corpus(argv: list[str]) -> int:
         raise DataError(f"{folder} is no folder; set root=DIR, or download=true")
     names = {"root": str(root), "folder": str(folder), "language": corpus.language}
     sets = _wanted(corpus, names)
-    out = whole_path(corpus.out)
+    out = whole_path(corpus.out or f"{os.environ.get('DATASET_DIR') or root}/{MANIFESTS}/{name}")
     origin = {"corpus": name, **names, "arguments": corpus.arguments}
     _check_origin(out, origin)
     left = {part: one for part, one in sets.items() if not part or not _manifest(out, part).exists()}
@@ -90,14 +96,21 @@ def prepare_corpus(argv: list[str]) -> int:
         say(f"{_manifest(out, part)} is there already; delete it to write it again")
     for part, cuts in cuts_by_part(left, names, corpus.jobs):
         _write_part(_manifest(out, part), iter(cuts), origin, is_optional="" in sets)
+    _train_tokenizers(corpus, out)
     say(_command(corpus, out, sets))
     return 0
+
+
+def corpus_by_name(pairs: Mapping[str, str], folder: str | None = None) -> Corpus:
+    """Return the corpus that ``pairs`` name, of the package or of ``folder``, with their other keys."""
+    return made(Corpus, _merged(_written(pairs["corpus"], folder), pairs, Corpus))
 
 
 def _help() -> str:
     return (
         f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "
-        "huggingface (name=… split=…), or a recipe of lhotse. Keys: root (else DATASET_DIR), out, "
+        "huggingface (name=… split=…), or a recipe of lhotse. Keys: root (else DATASET_DIR), "
+        f"out (else DATASET_DIR/{MANIFESTS}/NAME), "
         "download=true, parts=A,B, jobs, language, url (a mirror), arguments.KEY (of the recipe)."
     )
 
@@ -202,6 +215,22 @@ def _write_part(path: Path, cuts: Iterator[Record], origin: dict[str, Any], *, i
     write_cuts(path, ((cut, cut) for cut in chain([first] if first else [], cuts)))
     with writing(path.parent, _FIX):
         write_json(path.parent / _KEPT, origin)
+
+
+def _train_tokenizers(corpus: Corpus, out: Path) -> None:
+    """Train the corpus's tokenizers on the training parts in ``out``. A tokenizer that exists stays."""
+    manifests = [_manifest(out, part) for part in corpus.train]
+    sources = [str(manifest) for manifest in manifests if manifest.exists()]
+    for name, options in corpus.tokenizers.items():
+        path = out / name
+        subwords = made(Subwords, {**options, "normaliser": corpus.normaliser}, f"tokenizers.{name}")
+        if path.exists():
+            say(f"{path} is there already; delete it to make it again")
+        elif sources:
+            try:
+                subwords.train(cuts_of(open_source(sources)), path)
+            except DataError as error:  # The manifests of a small corpus are of use without it.
+                say(f"{path} is not made: {error}")
 
 
 def _check_origin(out: Path, origin: dict[str, Any]) -> None:

@@ -54,14 +54,15 @@ def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]
     return keys - {"data"}  # its choice says where the data is, and no values
 
 
-def follow_data(config: DictConfig, typed: Collection[str]) -> None:
+def follow_data(config: DictConfig, typed: Collection[str], *, is_plan: bool = False) -> None:
     """Set the keys of ``config`` that its training data decides, except ``typed`` keys.
 
-    A length among ``typed`` replaces a recipe's ``max_hours`` first. Raises ConfigError for a data set that
+    A length among ``typed`` replaces a recipe's ``max_hours`` first. A plan without its data gets no other
+    key. Raises ConfigError for a data set that
     does not list its transcripts, DataError for one without any, or that cannot be read on this host.
     """
     drop_recipe_hours(config, typed)
-    if config.from_data is None and not _has_open_alphabet(config):
+    if is_plan or (config.from_data is None and not _has_open_alphabet(config)):
         return
     check(config)  # An error in it costs less before the data is read.
     _check_table(config)

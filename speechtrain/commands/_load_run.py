@@ -173,13 +173,18 @@ def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
     """The node of ``key`` and its last part; a key newer than the run gets its constructor's default."""
     parent_key, _, leaf = key.rpartition(".")
     parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
-    if isinstance(parent, DictConfig) and leaf not in parent and "_target_" in parent:
+    if isinstance(parent, DictConfig) and "_target_" in parent and not _has_key(parent, leaf):
         known = inspect.signature(target_class(str(parent._target_), parent_key)).parameters.get(leaf)
         if known is not None and known.default is not known.empty:
             parent[leaf] = known.default
-    if not isinstance(parent, DictConfig) or leaf not in parent:
+    if not isinstance(parent, DictConfig) or not _has_key(parent, leaf):
         raise ConfigError(f"{key}: the run's config has no such key{_near(config, key)}")
     return parent, leaf
+
+
+def _has_key(node: DictConfig, key: str) -> bool:
+    """Return whether a node has the key, also if its value is ``???``, which ``in`` takes as absent."""
+    return OmegaConf.is_missing(node, key) or key in node
 
 
 def _near(config: DictConfig, key: str) -> str:

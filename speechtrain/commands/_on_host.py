@@ -36,8 +36,10 @@ def host_environment(
     return device.environment(processes)
 
 
-def restart_for(device: Device) -> None:
+def restart_for(device: Device, *, is_training: bool = False) -> None:
     """Start this command again with the variables that the device's libraries read before Python starts.
+
+    The device's ``evaluation_variables`` replace their namesakes unless the command trains.
 
     Returns if all variables are set, or if this process is a user's Python and not a command. A restart costs
     a second import of torch, 1.5 s of processor time. Raises MachineError if the device is missing.
@@ -45,7 +47,10 @@ def restart_for(device: Device) -> None:
     if not Path(sys.argv[0]).name.startswith("speechtrain-"):
         return
     device.check(1)
-    missing = {name: value for name, value in device.environment(1).items() if name not in os.environ}
+    variables = device.environment(1)
+    if not is_training:
+        variables |= device.facts.evaluation_variables
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
     if missing:
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})

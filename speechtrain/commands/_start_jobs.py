@@ -32,6 +32,7 @@ from speechtrain.commands._find_run import base_folder
 from speechtrain.commands._from_data import follow_data, typed_keys
 from speechtrain.commands._hydra_app import compose, explain
 from speechtrain.commands._init_from import FINETUNED, offer_finetuned
+from speechtrain.commands._recipe_needs import settle_needs
 from speechtrain.commands._start_run import start_run
 from speechtrain.commands._started_runs import require_started
 from speechtrain.config.resolved import with_whole_paths
@@ -151,7 +152,7 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
             config.init_from = pinned(config.init_from)
         if job.together and config.world_size == 1:
             config.world_size = job.together.world.size
-        follow_data(config, typed_keys(job.overrides, written))
+        follow_data(config, typed_keys(job.overrides, written), is_plan=settle_needs(config))
     return start_run(job, config, written)
 
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain import errors, run_directory
@@ -22,10 +23,13 @@ from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._continue_run import new_run_line
 from speechtrain.commands._on_host import host_environment, refuse
+from speechtrain.commands._recipe_needs import plannable
 from speechtrain.commands._started_runs import remember, start_id
 from speechtrain.config.build import (
     build,
+    build_data,
     build_device,
+    build_encoder,
     build_launcher,
     build_precision,
     build_tokenizer,
@@ -40,7 +44,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
 from speechtrain.files import atomic, read_text, write_json, write_text
-from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Result, holds_secret
+from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Launcher, Result, holds_secret
 from speechtrain.report.advice import advice
 from speechtrain.run_directory import (
     ABOUT,
@@ -76,7 +80,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     plain = check(config)
     _settle_resume(config)
     _warn_of_unused_folder(plain["data"])
-    memory = dry_build(config)
+    memory = dry_build(plannable(config))
     device, launcher = build_device(config), command.together or build_launcher(config)
     device.check_precision(build_precision(config))
     if config.data.get("shapes") == 0:
@@ -91,17 +95,16 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         job = replace(job, environment={**job.environment, **here})
     refuse(launcher.lacking(job), is_warning=is_dry)
     if is_dry:
-        lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
-        print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
+        _print_start(config, job, launcher)
         return RunResult("dry run")
     earlier_result = _finished(config, command)
-    if earlier_result is not None:
+    if earlier_result:
         return earlier_result
 
     is_new = not (run_dir / CONFIG).exists()
     start = {**run_directory.origin(command.argv), "seed": config.seed, "device": device.name}
-    is_named = command.run_dir is not None
-    _write(config, job, _about(run_dir, start, command, written), is_named=is_named)
+    about = _about(run_dir, start, command, written)
+    _write(config, job, about, is_named=command.run_dir is not None)
     remember(run_dir)
     try:
         ended = launcher.launch(job)
@@ -128,6 +131,17 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
     say(f"{run_dir}: {_describe(result)}")
     _conclude(config, command, result)
     return result
+
+
+def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
+    """Print the lines that start a run. Warn of too few encoder frames, if its data can be read here."""
+    with contextlib.suppress(SpeechtrainError, RuntimeError):
+        with torch.device("meta"):
+            encoder = build_encoder(config)
+        data = build_data(config, build_tokenizer(config))
+        refuse(data.crowded(encoder.frames), is_warning=True)
+    lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
+    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
 
 
 def _warn_of_unused_folder(data: Any) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import os
 import platform
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
@@ -21,13 +19,12 @@ from typing import TYPE_CHECKING
 from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError, one_line
+from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
 from speechtrain.files import whole_path
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from speechtrain.batch import Batch
     from speechtrain.data.base import DataModule
     from speechtrain.data.index import Index
     from speechtrain.data.module import SpeechData
@@ -115,7 +112,7 @@ def _restart(overrides: list[str], config_dir: str | None) -> None:
     from speechtrain.config.build import build_device
 
     with contextlib.suppress(SpeechtrainError):
-        restart_for(build_device(compose(overrides, config_dir)))
+        restart_for(build_device(compose(overrides, config_dir)), is_training=True)
 
 
 def tried(what: str, look: Callable[[], str]) -> Iterator[Finding]:
@@ -144,6 +141,7 @@ def machine() -> Iterator[Finding]:
     yield _threads()
     memory = psutil.virtual_memory().available / 2**30
     yield Finding(GREEN if memory >= 2 else AMBER, "memory", f"{memory:.1f} GiB available")
+    yield _links()
     yield _room("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
     from speechtrain.data.cache import cache_folder
 
@@ -162,6 +160,14 @@ def _threads() -> Finding:
     threads = os.environ.get("OMP_NUM_THREADS") or CPU().environment(1)["OMP_NUM_THREADS"]
     found = f"{threads} for a single rank; physical cores: {', '.join(shares) or 'none'}"
     return Finding(GREEN, "threads", found)
+
+
+def _links() -> Finding:
+    """The finding on network interfaces and accelerator cards: their drivers and states."""
+    from speechtrain.devices import links
+
+    are_up, line = links.describe(links.interfaces(), links.cards())
+    return Finding(GREEN if are_up else AMBER, "links", line)
 
 
 def _room(what: str, wanted: Path, variable: str) -> Finding:
@@ -246,10 +252,13 @@ def composed(config: list[DictConfig], overrides: list[str], config_dir: str | N
     from speechtrain.commands._command_line import rewrite
     from speechtrain.commands._from_data import follow_data, typed_keys
     from speechtrain.commands._hydra_app import compose
+    from speechtrain.commands._recipe_needs import needs_of
     from speechtrain.config.check import check
 
     found = compose(rewrite(overrides), config_dir)
     found.run_dir = run_dir
+    if needs := needs_of(found):
+        raise DataError("; ".join(map(str, needs)))
     check(found)
     follow_data(found, typed_keys(overrides, {}))
     config.append(found)
@@ -288,14 +297,30 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
             stack.callback(data.close)
             yield from _check_data(config, data, task, tokenizer=tokenizer)
         except Exception as error:  # a doctor reports whatever it finds
-            yield _data_failure(config, error) if what == "data" else failure(what, error)
+            yield failure(what, error)
             return
         if not device.on_host:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
-            yield from tried("one step", lambda: step(config, data, task, device=device, precision=opened[1]))
+            yield from _training(config, data, task, device=device, precision=opened[1])
+
+
+def _training(
+    config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision
+) -> Iterator[Finding]:
+    """Findings on a training step of the largest batch, and on the time of an epoch."""
+    from speechtrain.commands._trial_steps import TrialSteps
+
+    rate = int(config.data.get("sample_rate") or 16_000)
+    try:
+        train = TrialSteps(config, data, task, device, precision)
+        yield Finding(GREEN, "one step", train.on_largest(data, rate))
+    except Exception as error:  # a doctor reports whatever it finds
+        yield failure("one step", error)
+        return
+    yield from tried("epoch", lambda: train.epoch(data, config.world_size))
 
 
 def _device_failure(error: Exception, device: Device, overrides: list[str]) -> Finding:
@@ -355,6 +380,7 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     """
     import torch
 
+    from speechtrain.commands._trial_steps import smallest_batches
     from speechtrain.compute_policy import apply_policy
     from speechtrain.config.build import build_precision
     from speechtrain.devices.recorder import Recorder
@@ -366,7 +392,7 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     apply_policy(task, policy)
     known = set[tuple[int, ...]]()
     task.train()
-    for number, batch in enumerate(batches_by_size(data, _RECORDED)):
+    for number, batch in enumerate(smallest_batches(data, _RECORDED)):
         shape = (*batch.audio.shape, *batch.labels.shape)
         for repeat in range(1 if shape in known else 2):  # the first step of a shape makes new tensors
             is_new = shape not in known
@@ -387,16 +413,6 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     if device.facts.operations.records:
         graphs = f", {len(segments)} graphs, {recorder.distinct} of them distinct, of up to {max(segments):,}"
     return f"{_RECORDED} micro-batches of {len(known)} shapes: {recorder.costs}{graphs}"
-
-
-def _data_failure(config: DictConfig, error: Exception) -> Finding:
-    """The red finding of a data error; it says so if DATASET_DIR is needed and not set."""
-    from omegaconf import OmegaConf
-
-    finding = failure("data", error)
-    if "DATASET_DIR" in os.environ or "oc.env:DATASET_DIR" not in OmegaConf.to_yaml(config.data):
-        return finding
-    return replace(finding, found=f"{finding.found} (DATASET_DIR is not set; set it to that folder)")
 
 
 def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
@@ -446,21 +462,15 @@ def transcripts(
     fix: str,
 ) -> Iterator[Finding]:
     """Findings on transcripts that cannot be spelled, and on those with more labels than encoder frames."""
-    from speechtrain.data.index import label_count
+    from speechtrain.data.index import crowded, label_count
 
-    frames_of = getattr(getattr(task, "encoder", None), "frames", None)
-    unspelt, symbols, crowded, worst = 0, set[str](), 0, ""
+    unspelt, symbols = 0, set[str]()
     for row in rows:
         cut = index.cut(row)
         text = index.text(row, cut, tokenizer.normalise)
-        if (labels := label_count(text, tokenizer)) < 0:
+        if label_count(text, tokenizer) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)
-            continue
-        frames = frames_of(round(float(index.seconds[row]) * sample_rate)) if frames_of else labels
-        if labels > frames:
-            crowded += 1
-            worst = worst or f"{cut['id']!r} has {labels} labels and {frames} frames"
     if unspelt:
         shown = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
         fate = "are skipped" if name == "train" else "count as errors"
@@ -469,13 +479,10 @@ def transcripts(
     else:
         found = f"all of {len(rows)} transcripts can be spelled"
         yield Finding(GREEN, f"text {name}", found)
-    if crowded:
-        found = (
-            f"{crowded} of {len(rows)} have more labels than encoder frames ({worst}), which is hard to "
-            "learn, and impossible for CTC; lower encoder.stack_time, or train larger subwords "
-            "(speechtrain-prepare tokenizer)"
-        )
-        yield Finding(AMBER, f"lengths {name}", found)
+    encoder = getattr(task, "encoder", None)
+    line = crowded(index, rows, tokenizer, encoder.frames, sample_rate) if encoder else ""
+    if line:
+        yield Finding(AMBER, f"lengths {name}", line)
 
 
 def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
@@ -491,51 +498,6 @@ def shapes_of(config: DictConfig, data: DataModule, task: Task) -> Finding:
     ]
     more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return Finding(GREEN, "shapes", f"rows × length × labels, with memory: {', '.join(told[:_SHOWN])}{more}")
-
-
-def batches_by_size(data: DataModule, count: int, largest: bool = False) -> list[Batch]:
-    """The ``count`` micro-batches of the first epoch with the least audio, padding included, or the most."""
-    from speechtrain.data.module import SpeechData
-
-    if not isinstance(data, SpeechData):
-        return list(itertools.islice(data.train(), count))
-    plan, sizes = data.sampler.plan(0), data.sampler.sizes(0)
-    order = (-sizes if largest else sizes).argsort(kind="stable")
-    return [data.decoder(plan[int(number)]) for number in order[:count]]
-
-
-def step(config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision) -> str:
-    """Run one training step on the largest batch. Raises ValueError if loss or gradient is not finite."""
-    import torch
-
-    from speechtrain.compute_policy import apply_policy
-    from speechtrain.config.build import build_optimizer
-
-    policy = device.policy(precision.dtype)
-    apply_policy(task, policy)
-    (largest,) = batches_by_size(data, 1, largest=True)
-    batch = task.prepare(largest, seed=0)
-    optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
-    _, optimizer = device.prepare(task, optimizer)
-    torch.manual_seed(0)
-    begun = time.perf_counter()
-    with policy.autocast(device.name):
-        loss = task.train()(device.move(batch))
-    torch.autograd.backward(loss.total)
-    device.mark_step()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in task.parameters() if p.grad is not None])
-    if not (torch.isfinite(loss.total) and torch.isfinite(norm)):
-        raise ValueError("the loss or the gradient of the largest batch is not finite")
-    optimizer.step()
-    device.mark_step()
-    device.synchronize()
-    seconds = int(batch.audio.shape[1]) / int(config.data.get("sample_rate") or 16_000)
-    rows, labels = batch.labels.shape
-    return (
-        f"largest batch, {rows} rows of up to {seconds:.1f} s and {labels} labels: "
-        f"loss {loss.total.item() / max(1.0, loss.weight.item()):.1f}, {time.perf_counter() - begun:.1f} s, "
-        f"peak memory {device.memory() / 2**20:.0f} MiB"
-    )
 
 
 main = console(run)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
 from speechtrain.data.cut_files import (
-    FIX,
     Totals,
     check_room,
     cuts_of,
@@ -35,6 +35,7 @@ from speechtrain.data.cut_files import (
     write_cuts,
 )
 from speechtrain.data.folder import files_below
+from speechtrain.data.lhotse_cuts import Samples
 from speechtrain.data.manifests import Record, seconds_of, simple_cut, text_of
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
@@ -42,8 +43,7 @@ from speechtrain.data.sources import open_source
 from speechtrain.data.statistics import Statistics, hear, table
 from speechtrain.data.tars import file_of
 from speechtrain.errors import ConfigError, DataError, printable
-from speechtrain.files import atomic, whole_path, writing
-from speechtrain.text.normalise import normaliser
+from speechtrain.files import atomic, whole_path
 
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
         "recordings with transcripts. Several SOURCEs are read one after the other; "
         "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns. In place of a COMMAND, "
-        "corpus=NAME root=DIR out=DIR writes a public corpus as manifests; corpus=NAME --help lists them.",
+        "corpus=NAME writes a public corpus below DATASET_DIR as manifests; corpus=NAME --help lists them.",
         epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
@@ -103,12 +103,22 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser("convert", help="decode any source to WAV or FLAC, with a manifest")
-    _add_sources(convert)
-    convert.add_argument("--out", type=Path, required=True, metavar="DIR")
-    convert.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
-    convert.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
-    _add_jobs(convert)
+    _add_files(convert)
     convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
+    perturb = commands.add_parser(
+        "perturb", help="write copies of any source at other speeds, with a manifest"
+    )
+    _add_files(perturb)
+    perturb.add_argument("--speeds", default="0.9,1.1", metavar="X,Y", help="factors, 0.5 to 2 (0.9,1.1)")
+    perturb.set_defaults(act=perturb_speed)
+
+
+def _add_files(build: argparse.ArgumentParser) -> None:
+    _add_sources(build)
+    build.add_argument("--out", type=Path, required=True, metavar="DIR")
+    build.add_argument("--format", choices=("wav", "flac"), default="wav", help="16 bits per sample (wav)")
+    build.add_argument("--rate", type=int, default=16_000, metavar="HZ", help="sample rate (16000)")
+    _add_jobs(build)
 
 
 def _add_tsv(commands: Any) -> None:
@@ -146,28 +156,11 @@ def run(argv: list[str]) -> int:
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
-    from speechtrain.text.vocabulary import SentencePiece, train_sentencepiece
+    from speechtrain.commands._subwords import Subwords
 
-    out, coverage = arguments.out, arguments.character_coverage
-    if not 0 < coverage <= 1:
-        raise ConfigError(f"--character-coverage {coverage}: must be above 0, at most 1")
-    normalise = normaliser(arguments.normaliser)
-    texts = [normalise(text_of(cut)) for cut in cuts_of(named_source(arguments))]
-    with writing(out, FIX):
-        train_sentencepiece(texts, out, arguments.kind, size=arguments.size, character_coverage=coverage)
-    made = SentencePiece(str(out), arguments.normaliser)
-    unspelt = sum(bool(made.unknown(text)) for text in texts)
-    spoken = [text for text in texts if text]
-    labels = sum(len(made.encode(text)) for text in spoken if not made.unknown(text))
-    told = (
-        f"{out}: {made.size - 1} {arguments.kind} pieces from {len(spoken)} transcripts, "
-        f"{labels / max(1, len(spoken) - unspelt):.1f} labels each"
-    )
-    print(told)
-    if unspelt:
-        print(f"{unspelt} transcripts have symbols outside the coverage; training skips them")
-    other = f" tokenizer.normaliser={arguments.normaliser}" if arguments.normaliser != "lower" else ""
-    print(f"use it with: tokenizer=sentencepiece tokenizer.model={out.absolute()}{other}")
+    names = ("kind", "size", "normaliser", "character_coverage")
+    subwords = Subwords(**{name: getattr(arguments, name) for name in names})
+    subwords.train(cuts_of(named_source(arguments)), arguments.out)
     return 0
 
 
@@ -306,15 +299,25 @@ def _header_of(folder: Path, name: str) -> Header:
 
 @dataclass(frozen=True)
 class Converter:
-    """Decodes cuts to mono 16-bit files below ``folder``; keeps complete files that exist."""
+    """Decodes cuts to mono 16-bit files below ``folder``. Complete files that exist are kept.
+
+    A ``percent`` other than 100 changes the speed as in training. Ids then end with the factor.
+    """
 
     folder: Path
     format: str
     rate: int
+    percent: int = 100
+
+    def name(self, cut: Record) -> str:
+        """Return the id of a cut's copy."""
+        if self.percent == 100:
+            return str(cut["id"])
+        return f"{cut['id']}_sp{self.percent / 100:g}"
 
     def path(self, cut: Record) -> Path:
         """Return the path of a cut's audio: its id, with a hash if a file name cannot contain the id."""
-        name = str(cut["id"])
+        name = self.name(cut)
         safe = re.sub(r"[^\w.-]|^\.", "_", name)[:120]
         if safe != name:
             safe += f"-{key_of(name) & 0xFFFFFFFF:08x}"
@@ -323,26 +326,32 @@ class Converter:
 
     def bytes(self, seconds: float) -> float:
         """Return the largest size of a file."""
-        return seconds * self.rate * 2 * (_FLAC_SHARE if self.format == "flac" else 1.0) + 4096
+        share = _FLAC_SHARE if self.format == "flac" else 1.0
+        samples = seconds * self.rate * 100 / self.percent
+        return samples * 2 * share + 4096
 
     def __call__(self, cut: Record) -> Record:
         """Write one file; return its cut. Raises Unusable for its audio, OSError if it cannot write."""
-        from speechtrain.data.audio import read_cut
+        from speechtrain.data.audio import change_speed, read_cut
 
         path = self.path(cut)
         samples = self._done(cut, path)
         if samples is None:
-            audio = read_cut(cut, self.rate)
-            pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
-            buffer = io.BytesIO()  # libsndfile does not report a full disk
-            soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
-            with atomic(path, durable=False) as temporary:  # a sync for each of a million files takes hours
-                temporary.write_bytes(buffer.getvalue())
-            samples = len(pcm)
+            audio = change_speed(read_cut(cut, self.rate), self.percent, self.rate)
+            samples = self._write(audio, path)
         first = (cut.get("supervisions") or [{}])[0]
         told = {"speaker": first.get("speaker"), "language": first.get("language"), "text": text_of(cut)}
         seconds = samples / self.rate
-        return simple_cut(cut["id"], str(path.absolute()), 0.0, duration=seconds, rate=self.rate, **told)
+        return simple_cut(self.name(cut), str(path.absolute()), 0.0, duration=seconds, rate=self.rate, **told)
+
+    def _write(self, audio: Samples, path: Path) -> int:
+        """Write audio (S,) to a file. Return S."""
+        pcm = np.clip(np.rint(audio * 32768.0), -32768, 32767).astype(np.int16)
+        buffer = io.BytesIO()  # libsndfile does not report a full disk
+        soundfile.write(buffer, pcm, self.rate, format=self.format.upper(), subtype="PCM_16")
+        with atomic(path, durable=False) as temporary:  # a sync for each of a million files takes hours
+            temporary.write_bytes(buffer.getvalue())
+        return len(pcm)
 
     def _done(self, cut: Record, path: Path) -> int | None:
         """Return the samples of a file from an earlier call, if it is newer than its sources."""
@@ -358,24 +367,44 @@ class Converter:
         return int(info.frames) if info and (info.samplerate, info.channels) == (self.rate, 1) else None
 
 
-def convert_to_files(source: Source, arguments: argparse.Namespace, name: str) -> int:
-    """Convert a source (read twice: first for its size) and write the manifest ``name``.
+def perturb_speed(arguments: argparse.Namespace) -> int:
+    """Write a copy of the sources at each of the speeds; return 3 if a recording is bad, else 0."""
+    texts = arguments.speeds.split(",")
+    factors = [float(text) for text in texts if re.fullmatch(r"\d(\.\d\d?)?", text)]
+    percents = {round(factor * 100) for factor in factors if 0.5 <= factor <= 2 and factor != 1}
+    if len(percents) < len(texts):
+        fix = "give different factors from 0.5 to 2 with at most two decimals, such as 0.9,1.1"
+        raise ConfigError(f"--speeds {arguments.speeds}: {fix}")
+    return convert_to_files(named_source(arguments), arguments, "cuts.jsonl", sorted(percents))
+
+
+def convert_to_files(
+    source: Source, arguments: argparse.Namespace, name: str, percents: Sequence[int] = (100,)
+) -> int:
+    """Convert a source at each speed (read twice: first for its size) and write the manifest ``name``.
 
     Returns 3 if a recording is bad, else 0.
     """
     if not 1_000 <= arguments.rate <= 768_000:
         raise ConfigError(f"--rate {arguments.rate}: it must be 1000 to 768000 Hz, such as 16000")
-    converter = Converter(arguments.out, arguments.format, arguments.rate)
-    _check_room(converter, cuts_of(source))
-    bad = write_cuts(arguments.out / name, parallel(converter, cuts_of(source), arguments.jobs))
+    original = Converter(arguments.out, arguments.format, arguments.rate)
+    converters = [replace(original, percent=percent) for percent in percents]
+    _check_room(converters, source)
+    copies = (parallel(converter, cuts_of(source), arguments.jobs) for converter in converters)
+    bad = write_cuts(arguments.out / name, itertools.chain.from_iterable(copies))
     return DataError.exit_code if bad else 0
 
 
-def _check_room(converter: Converter, cuts: Iterable[Record]) -> None:
+def _check_room(converters: Sequence[Converter], source: Source) -> None:
     """Print the disk space that the conversion needs. Raises MachineError if less is free."""
-    need = sum(converter.bytes(seconds_of(cut)) for cut in cuts if not converter.path(cut).exists())
-    told = check_room(converter.folder, need, "up to ", "use another --out, or use --format flac")
-    print(told, flush=True)
+    need = 0.0
+    for cut in cuts_of(source):
+        seconds = seconds_of(cut)
+        for converter in converters:
+            if not converter.path(cut).exists():
+                need += converter.bytes(seconds)
+    fix = "use another --out, or use --format flac"
+    print(check_room(converters[0].folder, need, "up to ", fix), flush=True)
 
 
 main = console(run)

@@ -27,7 +27,7 @@ keys
   seed=N                     seed of every random decision
   run_dir=DIR                default runs/<model>-<data>-<hash>; run_dir=RUN alone continues the run RUN
   resume=auto|never|must     auto: continue if there are checkpoints; never: refuse them; must: require them
-  dry_run=true               print what would be started, and start nothing
+  dry_run=true               print what would be started, and what it needs; start nothing
   trainer.max_steps=N        optimizer updates; also max_epochs, max_hours, target (a WER as a fraction)
   trainer.max_hours=H        a limit; with max_steps and max_epochs null, the updates are planned to fill it
   trainer.accumulate=N       micro-batches per rank and update
@@ -39,7 +39,7 @@ keys
   --cfg job                  print the composed config, with every key that can be set, and exit
 
 environment
-  DATASET_DIR                folder of the corpus of data=fsdd, and of speechtrain-prepare corpus=NAME
+  DATASET_DIR                folder of corpora: data=fsdd, data=librispeech, speechtrain-prepare corpus=NAME
   OUTPUT_DIR                 folder of run directories, instead of runs/
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)

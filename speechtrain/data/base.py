@@ -50,6 +50,13 @@ class DataModule(ABC):
         """Yield a line for each fact that the user may not expect: recordings that are not used."""
         return iter(())
 
+    def crowded(self, frames: Callable[[int], int]) -> str:
+        """Return a line on training transcripts with more labels than encoder frames, or an empty one.
+
+        ``frames`` maps samples to encoder frames.
+        """
+        return ""
+
     def shapes(self) -> list[tuple[int, int, int]]:
         """Return the (batch, samples, labels) shapes of training if they are fixed, else an empty list."""
         return []

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -135,6 +135,39 @@ def label_count(text: str, tokenizer: Tokenizer) -> int:
         return len(tokenizer.encode(text))
     except (KeyError, ValueError):
         return -1
+
+
+def crowded(
+    index: Index,
+    rows: Iterable[int],
+    tokenizer: Tokenizer,
+    frames: Callable[[int], int],
+    sample_rate: int,
+    tolerance: float = 0.0,
+) -> str:
+    """Return a line on transcripts with more labels than encoder frames.
+
+    The line is empty if their share is at most ``tolerance``. ``frames`` maps samples at ``sample_rate`` to
+    encoder frames.
+    """
+    transcripts, count, example = 0, 0, ""
+    for row in rows:
+        transcripts += 1
+        cut = index.cut(row)
+        text = index.text(row, cut, tokenizer.normalise)
+        labels = label_count(text, tokenizer)
+        samples = float(index.seconds[row]) * sample_rate
+        available = frames(round(samples))
+        if labels > available:
+            count += 1
+            example = example or f"{cut['id']!r} has {labels} labels and {available} frames"
+    if count <= tolerance * transcripts:
+        return ""
+    return (
+        f"{count} of {transcripts} transcripts have more labels than encoder frames ({example}), which is "
+        "hard to learn, and impossible for CTC. Use shorter frames (encoder.stack_time, another encoder), or "
+        "larger subwords (speechtrain-prepare tokenizer)"
+    )
 
 
 def open_index(source: Source, cache: str = "") -> Index:

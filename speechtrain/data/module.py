@@ -26,7 +26,7 @@ from speechtrain.data.base import DataModule
 from speechtrain.data.batches import REASONS, BatchLoader, collate
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.hold_out import GROUPS, held_out
-from speechtrain.data.index import Index, label_count, open_index
+from speechtrain.data.index import Index, crowded, label_count, open_index
 from speechtrain.data.manifests import digest
 from speechtrain.data.recordings import header
 from speechtrain.data.sampler import (
@@ -53,6 +53,7 @@ _LOG = logging.getLogger(__name__)
 _SAMPLED_RECORDINGS = 1_000  # most recordings of a set that are checked for existence before training
 _ALL_TRANSCRIPTS = 100_000  # most transcripts that are all checked (2 s); of more, only the following number
 _SAMPLED_HEADERS = 20  # a file on a slow disk takes 10 ms to open
+_CROWDED_SHARE = 0.01  # of transcripts with more labels than frames, which a run has without a warning
 _SAMPLED_TRANSCRIPTS = 10_000
 _MOST_COMPARED = 100_000  # recordings among which copies are looked for: 30 µs each for the manifest's line
 _WHERE_TRANSCRIPTS_ARE = (
@@ -433,6 +434,13 @@ class SpeechData(DataModule):
             yield from _share(f"valid.{name}", index, index.seconds > np.float32(high), fact)
         yield from self._narrow_recordings()
         yield from self._copies()
+
+    def crowded(self, frames: Callable[[int], int]) -> str:
+        if not self.tokenizer.reads_text:
+            return ""
+        rows = self._sample(self._kept, _SAMPLED_TRANSCRIPTS).tolist()
+        line = crowded(self.index, rows, self.tokenizer, frames, self.sample_rate, _CROWDED_SHARE)
+        return f"data.train: {line}" if line else ""
 
     def _narrow_recordings(self) -> Iterator[str]:
         """Yield a line if all recordings have a lower rate than ``sample_rate``, so high bands are empty."""

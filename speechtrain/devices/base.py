@@ -43,6 +43,8 @@ class DeviceFacts:
     ddp_options: Mapping[str, Any] = field(default_factory=dict)  # of torch's DistributedDataParallel
     network_variables: tuple[str, ...] = ("GLOO_SOCKET_IFNAME",)  # they name the collectives' interface
     forwarded_variables: tuple[str, ...] = ()  # patterns of the vendor's, which remote ranks get, too
+    # values of ``Device.environment`` that commands other than training replace
+    evaluation_variables: Mapping[str, str] = field(default_factory=dict)
     # case-insensitive patterns in error texts: of allocators without memory, of collectives without a peer
     out_of_memory: str = (
         "out of memory|not enough memory|can't allocate memory|cannot allocate memory"

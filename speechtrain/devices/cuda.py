@@ -19,7 +19,7 @@ from speechtrain.devices import affinity, host
 from speechtrain.devices.base import Device, DeviceFacts, Prepared
 from speechtrain.errors import ConfigError, MachineError, one_line
 
-_BF16_CAPABILITY = (8, 0)  # Ampere
+_CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}  # Ampere and Volta
 # of the transducer loss, which launches kernels for every block of cells and every group of kept logits
 _LATTICE_CELLS, _LOGIT_BYTES = 65536, 4 * 2**30
 # NCCL's last collectives, written to a file when one times out; older torch reads the second name
@@ -153,15 +153,15 @@ class CUDA(Device):
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        if dtype != torch.bfloat16 or not torch.cuda.device_count():
+        if dtype == torch.float32 or not torch.cuda.device_count():
             return ""
         capability = torch.cuda.get_device_capability()
-        if capability >= _BF16_CAPABILITY:
+        if capability >= _CAPABILITY[dtype]:
             return ""
-        return (
-            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bf16, so training is in "
-            "fp32; precision=fp16 is faster"
-        )
+        gpu = f"this GPU (compute capability {capability[0]}.{capability[1]})"
+        if dtype == torch.float16:
+            return f"{gpu} has no tensor cores for fp16, so training is in fp32, which is as fast"
+        return f"{gpu} has no bf16, so training is in fp32; precision=fp16 is faster"
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         if self.compile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,10 +10,15 @@ import torch
 
 from speechtrain.optim.common import check_settings
 
+_FORMS = ("torch", "fairseq", "intel")
+
 
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW (Loshchilov and Hutter, 2019), with its settings and its state.
 
+    ``form`` selects the bias correction of update t. ``torch`` adds ``eps`` to the corrected root of the
+    second moment. ``fairseq`` adds it to the uncorrected root. ``intel`` does this, too, and corrects the
+    weight decay: ``p −= s · (weight_decay · p + m / (√v + eps))``, ``s = lr · √(1 − b2^t) / (1 − b1^t)``.
     ``fused`` and ``foreach`` None leave the choice of the implementation to torch.
     """
 
@@ -23,11 +29,38 @@ class AdamW(torch.optim.AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        form: str = "torch",
         amsgrad: bool = False,
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> None:
         check_settings({"lr": lr, "eps": eps, "weight_decay": weight_decay, "betas": betas})
+        if form not in _FORMS:
+            raise ValueError(f"form is {form!r}. Choose one of {', '.join(_FORMS)}")
         super().__init__(
             params, lr, (betas[0], betas[1]), eps, weight_decay, amsgrad, fused=fused, foreach=foreach
         )
+        self.form = form
+
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient."""
+        if self.form == "torch":
+            return super().step(closure)
+        settings = [(group["eps"], group["weight_decay"]) for group in self.param_groups]
+        for group in self.param_groups:
+            self._correct(group)
+        try:
+            return super().step(closure)
+        finally:
+            for group, (eps, weight_decay) in zip(self.param_groups, settings, strict=True):
+                group.update(eps=eps, weight_decay=weight_decay)
+
+    def _correct(self, group: dict[str, Any]) -> None:
+        """Set the ``eps`` and ``weight_decay`` with which torch's next update has this form."""
+        steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
+        number = max(steps, default=0.0) + 1
+        beta1, beta2 = group["betas"]
+        root = math.sqrt(1 - beta2**number)
+        group["eps"] /= root
+        if self.form == "intel":
+            group["weight_decay"] *= root / (1 - beta1**number)

@@ -23,6 +23,20 @@ def metrics_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ours}
 
 
+def scalars(event: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a ``train`` or ``valid`` event by tag, without its step.
+
+    >>> scalars("valid", {"step": 8, "set": "test", "seconds": 2.0, "wer": 0.03})
+    {'valid/test/wer': 0.03}
+    """
+    folder = event if event == "train" else f"{event}/{values['set']}"
+    numbers = {}
+    for name, value in values.items():
+        if isinstance(value, int | float) and name not in ("step", "steps", "seconds"):
+            numbers[f"{folder}/{name}"] = value
+    return numbers
+
+
 class Tracker(ABC):
     """Receives a run's events as plain mappings, on rank 0 only.
 
@@ -52,11 +66,15 @@ class Tracker(ABC):
     ``warning``
         ``message`` (one line), ``step`` where the warning has one.
     ``end``
-        the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``.
+        the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``. A tracker
+        that is not in the background also gets ``tracker_seconds`` and ``dropped`` (see ``Trackers``).
     """
 
     enabled: bool = True
     """A tracker that is not enabled receives no events and opens no files."""
+
+    background: bool = True
+    """Whether ``Trackers`` calls ``log`` and ``close`` in a thread of its own, with copies of the values."""
 
     visible: bool = False
     """Whether a person sees its warnings at once; without a visible tracker, warnings go to stderr."""

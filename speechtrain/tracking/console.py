@@ -33,6 +33,7 @@ class Console(Tracker):
     """
 
     visible = True
+    background = False  # warnings must stay between the lines that they belong to
 
     def __init__(self, mode: str = "auto", examples: int = 2, enabled: bool = True) -> None:
         """``mode``: live, plain, or auto (live on a terminal); ``examples``: worst ones shown per set."""
@@ -76,6 +77,8 @@ class Console(Tracker):
 @final
 class TextLog(Tracker):
     """Appends the plain lines of a console to ``<run_dir>/output.log``, each with its time (UTC)."""
+
+    background = False
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / "output.log"

@@ -1,83 +1,172 @@
-"""A run's trackers as one tracker: each receives every event, and none can stop training."""
+"""A run's trackers as one tracker: each receives every event, and none can delay or stop training."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from queue import SimpleQueue
 from typing import Any, final
 
 from speechtrain.errors import one_line
 from speechtrain.tracking.base import Tracker
+
+_MAX_RECORDS = 10_000  # in a queue, about 10 MB
+_CLOSING_SECONDS = 8.0  # the process must end within 10 s of its last step
+_THREAD = "tracker "
+_Record = tuple[str, Mapping[str, Any]]
+
+
+def is_hanging() -> bool:
+    """Return whether a tracker's thread still runs. At the end of a process, it hangs."""
+    return any(thread.name.startswith(_THREAD) for thread in threading.enumerate())
 
 
 @final
 class Trackers(Tracker):
     """Forwards events to its members; ``Trackers()`` has none and does nothing.
 
-    A member that raises is reported once, on stderr. After an ``OSError`` it still receives the next
-    event, since a full disk may get free space again; after any other error it is not used for the
-    rest of the run. The missed events are counted and reported on close.
+    A member with ``background`` has a queue and a daemon thread. A full queue drops records. The event
+    ``end`` closes these members, and waits at most 8 s for all of them.
+
+    The first failure of a member is reported on stderr. After an ``OSError`` the member still receives the
+    next event, since a full disk may get free space again. After any other error it is not used for the
+    rest of the run. The other members receive the event ``end`` with two more values: ``tracker_seconds``
+    that ``log`` took before, and the number of records that each member ``dropped``.
     """
+
+    background = False
 
     def __init__(self, trackers: dict[str, Tracker | None] | list[Tracker] | None = None) -> None:
         """``trackers``: by the name for reports (None: no tracker), or a plain list."""
+        self._queued: list[_Member] = []
+        self._direct: list[_Member] = []
+        self._seconds = 0.0
         if isinstance(trackers, Mapping):
             members = {name: tracker for name, tracker in trackers.items() if tracker is not None}
         else:
             members = {f"{i} ({type(t).__name__})": t for i, t in enumerate(trackers or [], 1)}
-        self._members = [_Guarded(name, tracker) for name, tracker in members.items() if tracker.enabled]
-        self.visible = any(member.tracker.visible for member in self._members)
+        for name, tracker in members.items():
+            self.add(name, tracker)
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Add a member if it is enabled."""
+        if tracker.enabled:
+            members = self._queued if tracker.background else self._direct
+            members.append(_Member(name, tracker))
+            self.visible |= tracker.visible
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
         """Send the event to every member; never raises."""
-        for member in self._members:
+        started = time.perf_counter()
+        for member in self._queued:
             member.log(event, values)
+        dropped: dict[str, int] = {}
+        if event == "end":
+            dropped = self._close_queued()
+            values = {**values, "tracker_seconds": round(self._seconds, 3), "dropped": dropped}
+        for member in self._direct:
+            member.log(event, values)
+        if dropped:
+            counts = ", ".join(f"{name} {count}" for name, count in dropped.items())
+            _report(f"warning: records dropped: {counts}")
         if event == "warning" and not self.visible:
             _report("warning: " + one_line(str(values.get("message", ""))))
+        self._seconds += time.perf_counter() - started
 
     def close(self) -> None:
         """Close every member; never raises."""
-        for member in self._members:
+        self._close_queued()
+        for member in self._direct:
             member.close()
 
+    def _close_queued(self) -> dict[str, int]:
+        """Close the members in the background. Return the number of dropped records by member."""
+        members, self._queued = self._queued, []
+        for member in members:
+            member.put(None)
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for member in members:
+            member.join(deadline)
+        return {member.name: member.dropped for member in members + self._direct if member.dropped}
 
-@dataclass(eq=False)
-class _Guarded:
-    """One member with its state, and the number of events it missed."""
 
-    name: str
-    tracker: Tracker
-    active: bool = True
-    failures: int = 0
+class _Member:
+    """One tracker, with the queue and the thread of a tracker in the background."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self.tracker = tracker
+        self._events = self._records = 0
+        self._is_off = self._has_warned = False
+        self._queue: SimpleQueue[_Record | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=_THREAD + name, daemon=True)
+
+    @property
+    def dropped(self) -> int:
+        """The number of events that have no record."""
+        return self._events - self._records
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        if not self.active:
-            self.failures += 1
-            return
-        try:
-            self.tracker.log(event, values)
-        except OSError as error:
-            self._failed(error, "the tracker tries again at each event")
-        except Exception as error:
-            self.active = False
-            self._failed(error, "the tracker is off from now on")
+        """Record an event, or put a copy of it into the queue."""
+        self._events += 1
+        if not self.tracker.background:
+            self._record(event, values)
+        elif self._queue.qsize() < _MAX_RECORDS:
+            self.put((event, dict(values)))
+        else:
+            self._warn(f"has {_MAX_RECORDS} records to write; training continues, further ones are dropped")
+
+    def put(self, item: _Record | None) -> None:
+        """Give the thread a copy of a record; None ends it."""
+        with self._guard():
+            self._queue.put(copy.deepcopy(item))
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def join(self, deadline: float) -> None:
+        """Wait for the thread until ``deadline``, in seconds of ``time.monotonic``."""
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(f"has not ended {_CLOSING_SECONDS:g} s after training; its last records are lost")
 
     def close(self) -> None:
-        missed = self.failures
-        try:
+        with self._guard():
             self.tracker.close()
-        except Exception as error:
-            self._failed(error, "its last events may be lost")
-        if missed:
-            _report(f"warning: tracker {self.name} missed {missed} event{'s' * (missed != 1)}")
 
-    def _failed(self, error: Exception, consequence: str) -> None:
-        self.failures += 1
-        if self.failures == 1:
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._record(*item)
+        self.close()
+
+    def _record(self, event: str, values: Mapping[str, Any]) -> None:
+        if not self._is_off:
+            with self._guard():
+                self.tracker.log(event, values)
+                self._records += 1
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """A context that reports an error of the tracker instead of raising it."""
+        consequence = "some of its records are lost"
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            if not isinstance(error, OSError):
+                self._is_off = True
+                consequence = "the tracker is off from now on"
             cause = one_line(f"{type(error).__name__}: {error}")
-            _report(f"warning: tracker {self.name} failed ({cause}); training continues, {consequence}")
+            self._warn(f"failed ({cause}); training continues, {consequence}")
+
+    def _warn(self, problem: str) -> None:
+        """Report the first problem of the tracker, and no other one."""
+        if not self._has_warned:
+            self._has_warned = True
+            _report(f"warning: tracker {self.name} {problem}")
 
 
 def _report(line: str) -> None:

@@ -21,6 +21,8 @@ class Jsonl(Tracker):
     Every line is written to the file at once and is valid JSON: a non-finite number becomes null.
     """
 
+    background = False  # a resumed run reads the record, and a killed one must have its last events
+
     def __init__(self, run_dir: str, enabled: bool = True) -> None:
         self.path = Path(run_dir) / METRICS
         self.enabled = enabled

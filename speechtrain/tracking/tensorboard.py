@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.files import write_text
-from speechtrain.tracking.base import PROGRESS, Tracker, metrics_of
+from speechtrain.tracking.base import Tracker, scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -75,12 +75,9 @@ class TensorBoard(Tracker):
 
     def _write(self, writer: Any, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("step")
-        if event == "train":
-            figures = {name: values.get(name) for name in PROGRESS if name not in ("step", "steps")}
-            self._write_scalars(writer, "train", {**figures, **metrics_of(values)}, step=step)
-        elif event == "valid":
-            self._write_scalars(writer, f"valid/{values['set']}", metrics_of(values), step=step)
-            writer.flush()
+        if event in ("train", "valid"):
+            for tag, value in scalars(event, values).items():
+                writer.add_scalar(tag, value, step)
         elif event == "examples":
             rows = [(row["reference"], row["hypothesis"]) for row in values["rows"][: self.examples]]
             table = _table("| reference, worst first | hypothesis |", rows)
@@ -89,13 +86,8 @@ class TensorBoard(Tracker):
             writer.add_text("warnings", _cell(values["message"]), step)
         elif event in ("start", "end"):
             writer.add_text(event, _table("| | |", values.items()), step)
+        if event in ("start", "valid", "end"):
             writer.flush()
-
-    @staticmethod
-    def _write_scalars(writer: Any, folder: str, figures: Mapping[str, Any], step: Any) -> None:
-        for name, value in figures.items():
-            if isinstance(value, int | float):
-                writer.add_scalar(f"{folder}/{name}", value, step)
 
     def close(self) -> None:
         """Flush and close the file; a later event opens a new file."""

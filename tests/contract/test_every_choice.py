@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
+from speechtrain.commands._choices import corpora
+from speechtrain.commands._corpus import corpus_by_name
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
@@ -67,6 +70,16 @@ def skipped_without_extra() -> Iterator[None]:
 _composed = cache(composed)
 
 
+def write_tokenizers(folder: Path) -> None:
+    """Write ``tiny.model``, and a copy for each tokenizer of a corpus, as recipes read them."""
+    train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
+    for corpus in corpora(None):
+        below = folder / "manifests" / corpus
+        below.mkdir(parents=True)
+        for name in corpus_by_name({"corpus": corpus}).tokenizers:
+            shutil.copy(folder / "tiny.model", below / name)
+
+
 @pytest.fixture(scope="module")
 def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Values for what some choices leave to the user: ``???`` in their YAML, and the folder of data sets."""
@@ -75,7 +88,7 @@ def required(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     recordings.mkdir(parents=True)
     for name in itertools.product("0123456789", ("jackson", "theo"), ("0", "5", "6")):
         soundfile.write(recordings / f"{'_'.join(name)}.wav", [0.0] * 1600, 8000)
-    train_sentencepiece(TEXTS, folder / "tiny.model", size=30)
+    write_tokenizers(folder)
     symbols = sorted(set("".join(TEXTS)))
     model = {"type": "BPE", "vocab": {symbol: label for label, symbol in enumerate(symbols)}, "merges": []}
     parts = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"))

@@ -142,8 +142,9 @@ def find_takes(root: str) -> list[Take]:
     ]
     if not takes:
         raise DataError(
-            f"{folder} has no recordings digit_speaker_index.wav; get them with 'git clone "
-            "https://github.com/Jakobovski/free-spoken-digit-dataset' and set root to that folder"
+            f"{folder} has no recordings digit_speaker_index.wav; get them with "
+            "'git clone https://github.com/Jakobovski/free-spoken-digit-dataset' and set root or DATASET_DIR "
+            "to that folder"
         )
     return takes
 

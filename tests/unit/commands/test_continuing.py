@@ -16,6 +16,7 @@ import soundfile
 from speechtrain.commands import train
 from speechtrain.commands._command_line import read
 from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._load_run import set_key
 from speechtrain.config.resolved import dump, load
 from speechtrain.config.resume_fields import typed_fields, with_whole_paths
 from speechtrain.errors import ConfigError, DataError, RunError
@@ -182,3 +183,11 @@ def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tm
         expected += f" init_from={tmp_path}"
     with pytest.raises(RunError, match=re.escape(expected) + "$"):
         train.run([f"run_dir={tmp_path}", override])
+
+
+def test_a_launcher_whose_key_has_no_value_gets_it_when_a_run_continues() -> None:
+    config = compose(["launcher=kubernetes"])
+    set_key(config, "launcher.image", "registry.example/speechtrain:1")
+    assert config.launcher.image == "registry.example/speechtrain:1"
+    with pytest.raises(ConfigError, match=r"launcher\.imag: the run's config has no such key"):
+        set_key(config, "launcher.imag", "x")

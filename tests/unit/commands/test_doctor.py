@@ -79,10 +79,13 @@ def test_a_sound_recipe_is_green_and_leaves_no_file(
         "data",
         "text train",
         "text unheard",
+        "links",
         "one step",
+        "epoch",
     ):
         assert found[what][0] == "green", found
     assert "largest batch, 8 rows" in found["one step"][1]
+    assert re.match(r"[\d.e-]+ hours for each epoch of \d+ micro-batches", found["epoch"][1])
     assert not [
         path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")
     ]  # torch's own

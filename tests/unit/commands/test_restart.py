@@ -41,7 +41,9 @@ def test_the_device_sets_the_variables_of_a_command(run_dir: Path, command: str,
     arguments = ["--worst", "0"]
     if command == "transcribe":
         arguments = [str(RECORDING), "--out", str(tmp_path)]
-    expected = CPU(threads=1).environment(1)
+    device = CPU(threads=1)
+    expected = {**device.environment(1), **device.facts.evaluation_variables}
+    assert expected["GOMP_SPINCOUNT"] == "3000"
     environment = {name: value for name, value in os.environ.items() if name not in expected}
     user_value = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "17"}
     line = [str(program), str(run_dir), *arguments, "device.threads=1"]

@@ -118,10 +118,9 @@ WRONG = [
     (["data.train.utterances=abc"], CONFIG, ["data.train.utterances", "integer"]),
     (["device.matmul=x"], CONFIG, ["matmul", "highest"]),
     # what must be given, and what must exist
-    (["data=manifest"], CONFIG, ["data.train is not set", "data.train="]),
     (["data.train=a.jsonl", "data.valid.dev=b.jsonl"], CONFIG, ["data=digits validates on", "data=manifest"]),
     (["data=fsdd", "data.train=a.jsonl"], CONFIG, ["data=fsdd validates on", "data=manifest"]),
-    (["tokenizer=sentencepiece"], CONFIG, ["tokenizer.model is not set", "tokenizer.model="]),
+    (["tokenizer=huggingface"], CONFIG, ["tokenizer.model is not set", "tokenizer.model="]),
     (
         ["tokenizer=sentencepiece", "tokenizer.model=/no/x.model"],
         DATA,

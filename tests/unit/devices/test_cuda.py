@@ -278,3 +278,23 @@ def test_real_kernels_keep_the_gradients_of_wav2vec2(tmp_path: Path) -> None:
         env={**os.environ, **own, "TMPDIR": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reason"),
+    [
+        ((6, 1), torch.float16, "(compute capability 6.1) has no tensor cores for fp16"),
+        ((7, 0), torch.float16, ""),
+        ((7, 5), torch.bfloat16, "(compute capability 7.5) has no bf16"),
+        ((8, 0), torch.bfloat16, ""),
+        ((6, 1), torch.float32, ""),
+    ],
+)
+def test_precision_fallback_reason_names_the_capability(
+    capability: tuple[int, int], dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    message = CUDA().precision_fallback_reason(dtype)
+    assert reason in message
+    assert bool(message) == bool(reason)

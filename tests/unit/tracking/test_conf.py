@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.config.build import build
 from speechtrain.tracking.base import Tracker
@@ -21,10 +21,16 @@ EVENTS = [
 ]
 
 
-def _build(choice: str, run_dir: Path, *overrides: str) -> Tracker:
+def _compose(choice: str, run_dir: Path, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF.parent), version_base="1.3"):
         config = compose(overrides=[f"+tracking={choice}", f"+run_dir={run_dir}", *overrides])
-    tracker = build(OmegaConf.create({"run_dir": str(run_dir), "tracking": config.tracking}), "tracking")
+    tracking: DictConfig = config.tracking
+    return tracking
+
+
+def _build(choice: str, run_dir: Path, *overrides: str) -> Tracker:
+    node = _compose(choice, run_dir, *overrides)
+    tracker = build(OmegaConf.create({"run_dir": str(run_dir), "tracking": node}), "tracking")
     assert isinstance(tracker, Tracker)
     return tracker
 
@@ -39,8 +45,15 @@ def _drive(tracker: Tracker) -> None:
 def test_every_choice_takes_every_event(
     choice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _drive(_build(choice, tmp_path))
+    _drive(_build(choice, tmp_path, "tracking.trackers.wandb.enabled=false"))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("choice", ["default", "jsonl", "none", "wandb"])
+def test_every_choice_lists_the_trackers_of_the_others(choice: str, tmp_path: Path) -> None:
+    trackers = _compose(choice, tmp_path).trackers
+    assert trackers.wandb.enabled == (choice == "wandb")
+    assert _compose(choice, tmp_path, "tracking.trackers.wandb.enabled=true").trackers.wandb.enabled
 
 
 @pytest.mark.parametrize(

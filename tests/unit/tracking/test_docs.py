@@ -28,7 +28,7 @@ def test_the_csv_tracker_writes_the_metrics_of_a_validation(
     monkeypatch.setenv(ALLOW_TARGETS, "csv_tracker")
     config = compose(["tracking=csv", "recipe=demo", f"run_dir={tmp_path}"], str(tmp_path / "conf"))
     check(config)
-    assert {"console", "jsonl", "tensorboard", "csv"} == set(config.tracking.trackers)
+    assert {"console", "jsonl", "tensorboard", "csv"} < set(config.tracking.trackers)
     tracker = build(config, "tracking")
     tracker.log("train", {"step": 1, "loss": 3.0})
     tracker.log("valid", {"step": 2, "set": "dev", "seconds": 0.5, "wer": 0.25, "loss": 2.0})
