@@ -44,8 +44,9 @@ class Validation:
         try:
             outcomes = self._of_all_sets(parts)
             named = list(outcomes.items())
-            first = next((o.metrics for _, o in named), {})  # it selects checkpoints; a sweep reads it
-            progress.metrics = {**first}
+            for outcome in list(outcomes.values())[:1]:
+                progress.metrics = {**outcome.metrics}  # they select checkpoints, and a sweep reads them
+                progress.decode_ms_per_audio_s = outcome.decode_ms_per_audio_s
             found = "target" if self.reached(parts) else ""
             if (status or found) and task.final_decoder is not None and task.final_decoder.searches:
                 usual, task.decoder = task.decoder, task.final_decoder
