@@ -14,7 +14,7 @@ PREFIX = ":::MLLOG "
 
 @dataclass(frozen=True)
 class MLLog:
-    """The lines of a log: those of the logger, and the three with times."""
+    """The lines of the logger, and the three lines with times."""
 
     lines: list[dict[str, Any]]
     times: list[str]
