@@ -118,7 +118,7 @@ class RunResult:
     wall_s: float | None = None
     skipped_updates: int = 0
     scale_skips: int = 0
-    speed: dict[str, float | None] | None = None  # the figures of ``SPEED``
+    speed: dict[str, float] | None = None  # the figures of ``SPEED``
     error: str | None = None
     exit_code: int | None = None
     rank: int = 0
@@ -413,13 +413,14 @@ def read_failure(run_dir: Path) -> RunResult | None:
     return min(failures, key=order, default=None)
 
 
-def outcome(metrics: Any, last_metrics: Any, checkpoint: Any) -> str:
+def outcome(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
     """The figures of a result: of the best checkpoint, and of the last validation where that is another."""
     best, last = _figures(metrics), _figures(last_metrics)
-    if best == last or not last:
-        return best
-    step = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
-    return f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
+    text = best
+    if last not in ("", best):
+        step = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
+        text = f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
+    return ", ".join(filter(None, (text, speed_text(speed))))
 
 
 SPEED = {
@@ -431,13 +432,10 @@ SPEED = {
 """Units of a result's throughput, seconds of an epoch, and milliseconds to decode a second of audio."""
 
 
-def speed_text(speed: Mapping[str, float | None] | None) -> str:
-    """``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without unknown figures."""
-    figures = []
-    for name, value in (speed or {}).items():
-        if value is not None and name in SPEED:
-            figures.append(f"{value:.4g} {SPEED[name]}")
-    return ", ".join(figures)
+def speed_text(speed: Mapping[str, float] | None) -> str:
+    """``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without figures that are 0."""
+    figures = {unit: (speed or {}).get(name) for name, unit in SPEED.items()}
+    return ", ".join(f"{value:.4g} {unit}" for unit, value in figures.items() if value)
 
 
 def _figures(metrics: Any) -> str:

@@ -431,7 +431,7 @@ def _log_environment(run_dir: Path, world: World, device: Device, tracker: Track
     environment = {
         **forwarded_environment(job, (*_ENVIRONMENT, *device.facts.network_variables)),
         "threads": str(torch.get_num_threads()),
-        "cpus": hex(sum(1 << cpu for cpu in usable_cpus())),
+        "cpus": str(len(usable_cpus())),
     }
     if not world.local_rank:
         note_environment(rank_folder(run_dir, world.rank), platform.node(), environment)
@@ -446,8 +446,8 @@ def _log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracke
     del parameters["_target_"]
     updates = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
     tracker.log("data", {**data.counts(), "updates_per_epoch": max(1, round(updates)), **parameters})
-    parameter_count, shapes = sum(p.numel() for p in task.parameters()), data.shapes()
-    tracker.log("start", {"parameters": parameter_count, **facts, "shapes": shapes, **data.report()})
+    facts |= {"parameters": sum(p.numel() for p in task.parameters()), "shapes": data.shapes()}
+    tracker.log("start", facts | data.report())
 
 
 def _keep_log_lines() -> MemoryHandler:

@@ -32,7 +32,7 @@ class Tracker(ABC):
     may be non-finite. Times are in seconds unless the name has a unit; shares and error rates are fractions.
 
     ``environment``
-        first, once per process: ``host`` and, as texts, its variables, ``threads`` and ``cpus`` (a bit mask).
+        first, once per process, as texts: ``host``, variables, ``threads`` and ``cpus`` (their number).
     ``data``
         before ``start``: ``train_samples`` and ``eval_samples`` (recordings), ``updates_per_epoch``, and the
         parameters of the front end and the augmentation under their names in the config.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import SPELLING, ConfigError, printable
 from speechtrain.files import append_line
-from speechtrain.run_directory import metric, outcome, shown, speed_text
+from speechtrain.run_directory import metric, outcome, shown
 from speechtrain.tracking.base import Tracker, metrics_of
 from speechtrain.tracking.dll import DLLines
 
@@ -171,7 +171,7 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     """An event in plain lines, with so many ``examples`` of transcripts; none for an event not shown."""
     if event in ("device", "plan", "environment", "data"):
         name = f"{event:<8}" if event in ("device", "plan") else f"{event}:"
-        facts = (f"{key} {value}" for key, value in values.items() if value is not None)
+        facts = (f"{key} {value}" for key, value in values.items())
         return [f"{name} {', '.join(facts)}"]
     if event == "resume":
         return [f"resume   after step {values['step']}"]
@@ -247,8 +247,7 @@ def end_line(values: Mapping[str, Any]) -> str:
         line += f" after {values['steps']} steps"
     if _known(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    metrics = outcome(values.get("metrics"), values.get("last_metrics"), values.get("checkpoint"))
-    figures = ", ".join(filter(None, (metrics, speed_text(values.get("speed")))))
+    figures = outcome(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
     return f"{line}  {figures}".rstrip() + (f": {values['error']}" if "error" in values else "")
 
 

@@ -107,7 +107,7 @@ class MLPerf(Tracker):
 
     def _evaluate(self, values: Mapping[str, Any], epoch: int) -> None:
         self._line("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
-        if values.get("wer") is not None:
+        if "wer" in values:
             self._line("eval_accuracy", values["wer"], epoch_num=epoch)
         self._line("eval_stop", epoch_num=epoch)
 

@@ -6,7 +6,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -36,12 +36,6 @@ class Outcome:
     examples: tuple[Example, ...]
     seconds: float
     contradiction: str = ""  # of loss and texts: what it is, and what to try
-    counts: Totals = field(default_factory=dict)  # of a task that writes text, as ``_expected`` says
-
-    @property
-    def decode_ms_per_audio_s(self) -> float:
-        """The time for each second of audio that all ranks decode together, or 0 without decoding."""
-        return 1000 * self.seconds / (sum(self.counts.get("audio", ())) or math.inf)
 
 
 def evaluate(
@@ -85,14 +79,11 @@ def evaluate(
                     kept = worst(kept, examples)
             sums.reduce(group.sum)
             expected.reduce(group.sum)
-            totals, counts = sums.totals(), expected.totals()
-            metrics = sums.means()
-            if task.writes_text:
-                metrics |= delays.medians(group.sum)
-            contradiction = _contradiction(task, totals, counts)
-            outcomes[name] = Outcome(
-                metrics, totals, tuple(kept), time.perf_counter() - begun, contradiction, counts
-            )
+            metrics, totals = sums.means(), sums.totals()
+            metrics |= delays.medians(group.sum) if task.writes_text else {}
+            told = _contradiction(task, totals, expected.totals())
+            seconds = time.perf_counter() - begun
+            outcomes[name] = Outcome(metrics, totals, tuple(kept), seconds, told)
     finally:
         task.train(training)
     return outcomes
@@ -110,21 +101,13 @@ _MOST_NATS, _LEAST_LENGTH = 0.35, 0.8
 
 
 def _expected(batch: Batch, examples: Iterable[Example]) -> Sums:
-    """Characters of hypotheses and references, and labels and rows, of what the loss counts; () float64.
-
-    ``audio`` has the seconds of all rows and nothing else.
-    """
+    """Characters of hypotheses and references, and labels and rows, of what the loss counts; () float64."""
     counted = {name for name, weight in zip(batch.ids, batch.weight.tolist(), strict=True) if weight}
     texts = [(e.hypothesis, e.reference) for e in examples if e.id in counted]
     lengths = [[len("".join(text.split())) for text in pair] for pair in texts]
     written, said = torch.tensor(lengths, dtype=torch.float64).reshape(-1, 2).sum(0)
     weight = batch.weight.double()
-    audio = torch.tensor(batch.seconds, dtype=torch.float64)
-    return {
-        "length": (written, said),
-        "labels": ((batch.label_lengths * weight).sum(), weight.sum()),
-        "audio": (audio, torch.zeros_like(audio)),
-    }
+    return {"length": (written, said), "labels": ((batch.label_lengths * weight).sum(), weight.sum())}
 
 
 def _contradiction(task: Task, totals: Totals, expected: Totals) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,14 +41,15 @@ class Progress:
     epoch_start_s: float = 0.0  # ``train_s`` when the epoch began
     decode_ms_per_audio_s: float = 0.0  # of the latest validation's first set
 
-    def speed(self) -> dict[str, float | None]:
-        """The figures of ``run_directory.SPEED``. An unknown one is None."""
-        seconds = self.train_s or math.inf
+    def speed(self) -> dict[str, float]:
+        """The figures of ``run_directory.SPEED``, none before the first update."""
+        if not self.train_s:
+            return {}
         return {
-            "utterances_per_s": self.utterances / seconds or None,
-            "audio_s_per_s": self.audio_s / seconds or None,
-            "epoch_s": self.train_s / (self.epochs or math.inf) or None,
-            "decode_ms_per_audio_s": self.decode_ms_per_audio_s or None,
+            "utterances_per_s": self.utterances / self.train_s,
+            "audio_s_per_s": self.audio_s / self.train_s,
+            "epoch_s": self.train_s / max(1e-9, self.epochs),
+            "decode_ms_per_audio_s": self.decode_ms_per_audio_s,
         }
 
     def state_dict(self) -> dict[str, Any]:

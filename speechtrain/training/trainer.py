@@ -292,9 +292,9 @@ class Trainer:
             progress.audio_s += ranks * batch.seconds
         if not later_updates:
             seconds = progress.train_s - progress.epoch_start_s
-            utterances = progress.utterances - progress.epoch_start_utterances
-            values = {"step": progress.step, "epoch": epoch, "seconds": seconds}
-            self.tracker.log("epoch", {**values, "utterances_per_s": utterances / max(1e-9, seconds)})
+            speed = (progress.utterances - progress.epoch_start_utterances) / max(1e-9, seconds)
+            values = {"step": progress.step, "epoch": epoch, "seconds": seconds, "utterances_per_s": speed}
+            self.tracker.log("epoch", values)
             progress.epoch_start_s = progress.train_s
             progress.epoch_start_utterances = progress.utterances
 

@@ -51,7 +51,8 @@ def end_epoch(tracker: Tracker, number: int) -> None:
 
 
 def validate(tracker: Tracker, step: int, wer: float | None = 0.5, name: str = "dev-clean") -> None:
-    tracker.log("valid", {"step": step, "set": name, "seconds": 0.5, "wer": wer})
+    values = {"step": step, "set": name, "seconds": 0.5}
+    tracker.log("valid", values if wer is None else {**values, "wer": wer})
 
 
 def epoch(tracker: Tracker, number: int, wer: float | None) -> None:
