@@ -239,8 +239,8 @@ class _Jobs:
         finally:
             with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
-        texts = {"shown": _metric_text(result), "speed": speed_text(result.speed)}
-        self._write(_Outcome(varied, result.status, result.metric, **texts), settings)
+        outcome = _Outcome(varied, result.status, result.metric, _metric_text(result))
+        self._write(replace(outcome, speed=speed_text(result.speed)), settings)
         return result.metric
 
     def _fail(self, error: Exception, varied: str, settings: Any) -> float:

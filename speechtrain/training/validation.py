@@ -101,7 +101,7 @@ class Validation:
 
 def _note_decoding(parts: Parts, name: str, seconds: float) -> None:
     """Keep how long the evaluation of a set took for each second of its audio, of a task that decodes."""
-    audio_s = getattr(parts.data.valid(0, 1)[name], "seconds", math.inf)
+    audio_s = getattr(parts.data.valid(0, 1)[name], "seconds", 0.0) or math.inf
     parts.progress.decode_ms_per_audio_s = 1000 * seconds / audio_s * parts.task.writes_text
 
 
