@@ -142,7 +142,7 @@ class Trainer:
         batches = parts.data.train(world.rank, world.size, config.accumulate)
         status = self._catch_up(parts)
         interval = Interval()
-        self._lap_start = interval.started
+        self._lap_start = time.perf_counter()
         while not status:
             step = progress.step + 1
             profiler.begin(step)
