@@ -25,7 +25,7 @@ class MLPerf(Tracker):
     """Appends lines of ``:::MLLOG`` and JSON to ``<run_dir>/mlperf.log``, and the three timing lines.
 
     Each epoch is a block. A later start of the run appends ``restart``, and ``resume`` with the step of its
-    checkpoint. A block that comes again was void before.
+    checkpoint. The lines of later steps were void. A block that was open or void begins again.
     """
 
     background = False  # a line takes microseconds, and its time is part of the record
