@@ -221,7 +221,9 @@ def names_in(run_dir: Path) -> set[str]:
         found |= json.loads((run_dir / name).read_text()).keys()
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         event = json.loads(line)
-        found |= {event["event"], *event}
+        found.add(event["event"])
+        if event["event"] not in ("environment", "data"):  # their fields are the environment's and the config's
+            found |= {*event}
     for folder in run_dir.glob("checkpoints/step-*"):
         found |= json.loads((folder / "checkpoint.json").read_text()).keys()
         state = torch.load(folder / "state.pt", weights_only=True)
