@@ -75,7 +75,8 @@ class Tracker(ABC):
         ``message`` (one line), ``step`` where the warning has one.
     ``end``
         the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``,
-        ``speed``. A tracker that is not in the background also gets ``tracker_seconds`` and ``dropped`` (see ``Trackers``).
+        ``speed``. A tracker that is not in the background also gets ``tracker_seconds`` and ``dropped``
+        (see ``Trackers``).
     """
 
     enabled: bool = True
