@@ -9,9 +9,10 @@ PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
 # the same for suites of real runs, which are measured on two cores
 HARD_ARGS ?= -n 2 --dist loadfile
 PEERS_VENV := .venv-peers
+MLPERF_VENV := .venv-mlperf
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-nightly test-cluster check bench wheel test-ipex peers test-peers clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check bench wheel test-ipex peers test-peers test-nightly clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -56,10 +57,6 @@ test-cluster: setup-dev
 # What a stranger's files try, by real commands; `make test` has the fast ones.
 test-attacks: setup-dev
 	$(BIN)/python -m pytest -q $(HARD_ARGS) tests/attacks
-
-# What takes long and needs the network: the lines of the Dockerfile in an empty environment.
-test-nightly: setup-dev
-	$(BIN)/python -m pytest -q tests/nightly
 
 # The share of the two suites above that CI runs: the tests marked ci_share, each listed. A failure ends it. A slow
 # machine does not finish it within five minutes. It then says so, and that is no failure.
@@ -111,5 +108,15 @@ $(PEERS_VENV)/.stamp: setup.py
 		-e '.[interop,peers]' accelerate pytest pytest-timeout pytest-xdist hypothesis
 	touch $(PEERS_VENV)/.stamp
 
+# The tests marked nightly: MLPerf's checker, and the Dockerfile's lines in an empty environment. MLPerf's checker needs PyYAML, and its other dependencies serve other programs.
+test-nightly: setup-dev $(MLPERF_VENV)/.stamp
+	SPEECHTRAIN_MLPERF_PYTHON=$(CURDIR)/$(MLPERF_VENV)/bin/python $(BIN)/python -m pytest -q -m nightly tests
+
+$(MLPERF_VENV)/.stamp:
+	$(PYTHON) -m venv $(MLPERF_VENV)
+	$(MLPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		mlperf-logging==4.1.68 pyyaml
+	touch $(MLPERF_VENV)/.stamp
+
 clean:
-	rm -rf $(VENV) $(IPEX_VENV) $(PEERS_VENV) .setup-stamp .setup-dev-stamp constraints.txt build dist *.egg-info
+	rm -rf $(VENV) $(IPEX_VENV) $(PEERS_VENV) $(MLPERF_VENV) .setup-stamp .setup-dev-stamp constraints.txt build dist *.egg-info

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -49,6 +50,7 @@ RESULT = "result.json"
 ABOUT = "run.json"
 DEVICE = "device.json"
 METRICS = "metrics.jsonl"
+MLPERF = "mlperf.log"
 SKIPPED = "skipped.jsonl"
 CHECKPOINT = "checkpoint.json"
 BEST = "checkpoints/best.json"
@@ -59,7 +61,9 @@ STUCK = "stuck"
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
 _MOST_LETTERS = 30_000  # of a value of a config: an alphabet of all Chinese characters has 21,000
 _MOST_ROWS = 600_000  # of a log that a report reads: in memory, short ones take a GB
-_ONE_PER_STEP = ("train", "valid", "examples", "checkpoint")
+_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")
+DATE = "%Y-%m-%d %I:%M:%S %p"
+"""The form of the dates in ``mlperf.log``, which are in UTC."""
 _DIGEST = "# sha256 of what follows: "
 _REFERENCE = re.compile(r"""\$\{oc\.env:\w+(,([^'"\\${}]*|'[^'\\$]*'))?\}""")
 _LOG = logging.getLogger(__name__)
@@ -87,6 +91,7 @@ class About:
     written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
     latest: dict[str, Fact] | None = None
     start_id: str = ""
+    hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # the environment by the host's name
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class RunResult:
     wall_s: float | None = None
     skipped_updates: int = 0
     scale_skips: int = 0
+    speed: dict[str, float] | None = None  # the figures of ``SPEED``
     error: str | None = None
     exit_code: int | None = None
     rank: int = 0
@@ -199,6 +205,13 @@ def damaged_config(path: Path, error: Exception) -> RunError:
 def read_about(run_dir: Path) -> About:
     """Read ``run.json``. Without one, ``argv`` is None."""
     return _read(run_dir / ABOUT, About) or About([])
+
+
+def note_environment(folder: Path, host: str, environment: dict[str, str]) -> None:
+    """Store the environment of a host in the ``run.json`` of a run's or a rank's folder. Raises OSError."""
+    path, about = folder / ABOUT, replace(read_about(folder), hosts={host: environment})
+    is_private = path.exists() and not path.stat().st_mode & 0o077
+    write_json(path, asdict(about), private=is_private)
 
 
 def read_device(run_dir: Path) -> DeviceRecord | None:
@@ -299,6 +312,14 @@ def read_metrics(run_dir: Path) -> Log:
     return Log(events[::-1], log.omitted)
 
 
+def timing_start(run_dir: Path) -> datetime | None:
+    """Read the date in the first line of ``mlperf.log``, or None without one. Raises OSError."""
+    line = next(log_lines(run_dir / MLPERF), b"").decode(errors="replace")
+    with contextlib.suppress(ValueError):
+        return datetime.strptime(f"{line.strip()} +0000", f"STARTING TIMING RUN AT {DATE} %z")
+    return None
+
+
 def read_skipped(run_dir: Path) -> Log:
     """Read the rows of ``skipped.jsonl``. Raises OSError as ``read_metrics``."""
     return _read_log(run_dir / SKIPPED)
@@ -392,13 +413,29 @@ def read_failure(run_dir: Path) -> RunResult | None:
     return min(failures, key=order, default=None)
 
 
-def outcome(metrics: Any, last_metrics: Any, checkpoint: Any) -> str:
+def outcome(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
     """The figures of a result: of the best checkpoint, and of the last validation where that is another."""
     best, last = _figures(metrics), _figures(last_metrics)
-    if best == last or not last:
-        return best
-    step = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
-    return f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
+    text = best
+    if last not in ("", best):
+        step = re.fullmatch(r".*-0*([0-9]+)", str(checkpoint))
+        text = f"best at step {step[1] if step else 'unknown'}: {best}; last {last}"
+    return ", ".join(filter(None, (text, speed_text(speed))))
+
+
+SPEED = {
+    "utterances_per_s": "utt/s",
+    "audio_s_per_s": "audio-s/s",
+    "epoch_s": "s/epoch",
+    "decode_ms_per_audio_s": "ms/audio-s",
+}
+"""Units of a result's throughput, seconds of an epoch, and milliseconds to decode a second of audio."""
+
+
+def speed_text(speed: Mapping[str, float] | None) -> str:
+    """``512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch, 4.12 ms/audio-s`` without figures that are 0."""
+    figures = {unit: (speed or {}).get(name) for name, unit in SPEED.items()}
+    return ", ".join(f"{value:.4g} {unit}" for unit, value in figures.items() if value)
 
 
 def _figures(metrics: Any) -> str:

@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 
 from speechtrain.batch import Footprint
 from speechtrain.checkpoint.whole import Checkpointer, validated
-from speechtrain.compute_policy import apply_policy
+from speechtrain.compute_policy import apply_policy, usable_cpus
 from speechtrain.config.build import (
     build,
     build_data,
@@ -46,7 +46,7 @@ from speechtrain.config.build import (
     rank_bytes,
 )
 from speechtrain.config.check import part_class
-from speechtrain.config.resolved import dump, load
+from speechtrain.config.resolved import dump, load, resolved
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -62,11 +62,20 @@ from speechtrain.errors import (
     one_line,
 )
 from speechtrain.files import finite, lost_output, open_append, whole_path, write_json, write_text
-from speechtrain.launcher import PARENT, World, is_number
+from speechtrain.launcher import PARENT, Job, World, forwarded_environment, is_number
 from speechtrain.optim.ema import EMA, NoEMA
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import CONFIG, ERROR, RESULT, STUCK, RunLock, rank_folder, run_of
+from speechtrain.run_directory import (
+    CONFIG,
+    ERROR,
+    RESULT,
+    STUCK,
+    RunLock,
+    note_environment,
+    rank_folder,
+    run_of,
+)
 from speechtrain.supervision.process_tree import ancestors_of, is_running, kill, kill_descendants, siblings_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
@@ -83,6 +92,8 @@ _LOG = logging.getLogger("speechtrain.train_rank")  # where this module is run, 
 _RANK0_HEAD_START_SECONDS = 1.0  # other ranks wait so long: rank 0 prints before torchrun kills all
 _BATCH_SHARE = 0.5  # predictions are within a factor of 2
 _MOST_EARLY = 1000  # warnings kept until the trackers exist
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD", "OMP_*", "KMP_*", "CCL_*", "I_MPI_PIN*")
+"""Patterns of the variables that are logged with the device's own."""
 
 
 class _Warnings(logging.Handler):
@@ -215,6 +226,7 @@ class Attempt:
             "wall_s": round(self.progress.wall_s, 3),
             "skipped_updates": self.progress.skipped_updates,
             "scale_skips": self.progress.scale_skips,
+            "speed": self.progress.speed(),
             "data": dict(self.content),
         }
 
@@ -349,10 +361,10 @@ def train(
     attempt.tracker = tracker = _open_tracker(config, world, early)
     if not world.rank:
         tokenizer.save(str(run_dir))
+    _log_environment(run_dir, world, device, tracker)
     tracker.log("device", chosen)
-    facts = {"parameters": sum(p.numel() for p in task.parameters()), **begun}
     counts = {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned}
-    tracker.log("start", {**facts, **counts, "shapes": data.shapes(), **data.report()})
+    _log_start(config, task, data, tracker, {**begun, **counts, "target": settings.target})
     trainer = Trainer(
         config=settings,
         device=device,
@@ -411,6 +423,31 @@ def _choose_batch_memory(config: DictConfig, device: Device, group: Group, *, ta
         fill_batch_memory(stored, lambda: chosen)
         write_text(path, dump(stored))
     return {"memory of a batch": f"{chosen} GiB"}
+
+
+def _log_environment(run_dir: Path, world: World, device: Device, tracker: Tracker) -> None:
+    """Log this rank's environment without secrets. The first rank of a host stores it."""
+    job = Job(run_dir / CONFIG, run_dir, forwarded=device.facts.forwarded_variables)
+    environment = {
+        **forwarded_environment(job, (*_ENVIRONMENT, *device.facts.network_variables)),
+        "threads": str(torch.get_num_threads()),
+        "cpus": str(len(usable_cpus())),
+    }
+    if not world.local_rank:
+        note_environment(rank_folder(run_dir, world.rank), platform.node(), environment)
+    tracker.log("environment", {"host": platform.node(), **environment})
+
+
+def _log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker, facts: Any) -> None:
+    """Log the data pipeline with the number of its recordings, and the start with its ``facts``."""
+    nodes = resolved(config)
+    features = {"sample_rate": task.sample_rate, **nodes["encoder"].get("features", {})}
+    parameters = features | nodes["augment"]
+    del parameters["_target_"]
+    updates = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
+    tracker.log("data", {**data.counts(), "updates_per_epoch": max(1, round(updates)), **parameters})
+    facts |= {"parameters": sum(p.numel() for p in task.parameters()), "shapes": data.shapes()}
+    tracker.log("start", facts | data.report())
 
 
 def _keep_log_lines() -> MemoryHandler:

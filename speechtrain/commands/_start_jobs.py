@@ -40,7 +40,7 @@ from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, one_line
 from speechtrain.files import read_json, write_json
-from speechtrain.run_directory import CONFIG, RunResult
+from speechtrain.run_directory import CONFIG, RunResult, speed_text
 from speechtrain.run_directory import metric as metric_text
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
@@ -195,6 +195,7 @@ class _Outcome:
     shown: str = "-"
     error: str = ""
     exit_code: int = 0
+    speed: str = ""
 
 
 def _metric_text(result: RunResult) -> str:
@@ -239,7 +240,8 @@ class _Jobs:
         finally:
             with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
                 Path(settings.runtime.output_dir).rmdir()
-        self._write(_Outcome(varied, result.status, result.metric, _metric_text(result)), settings)
+        outcome = _Outcome(varied, result.status, result.metric, _metric_text(result))
+        self._write(replace(outcome, speed=speed_text(result.speed)), settings)
         return result.metric
 
     def _fail(self, error: Exception, varied: str, settings: Any) -> float:
@@ -274,10 +276,11 @@ class _Jobs:
         """Print a table of several jobs. Raise the error of the command, or of the first job that failed."""
         if len(self.outcomes) > 1:
             metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
-            say(f"job      {'metric':>20}  {'status':<12} overrides")
+            say(f"job      {'metric':>20}  {'status':<12} {'speed':<62} overrides")
             for number, outcome in enumerate(self.outcomes, 1):
                 best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
-                say(f"job {number:>3}  {outcome.shown:>20}  {outcome.status:<12} {outcome.overrides}{best}")
+                figures = f"{outcome.shown:>20}  {outcome.status:<12} {outcome.speed:<62}"
+                say(f"job {number:>3}  {figures} {outcome.overrides}{best}")
         if self.error is not None:
             raise self.error
         failures = [outcome for outcome in self.outcomes if outcome.exit_code]

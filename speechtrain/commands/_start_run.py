@@ -350,5 +350,5 @@ def _error_of(result: RunResult, run_dir: Path) -> SpeechtrainError:
 
 
 def _describe(result: RunResult) -> str:
-    metrics = run_directory.outcome(result.metrics, result.last_metrics, result.checkpoint)
-    return f"{result.status} at step {result.steps}, {metrics}".rstrip(", ")
+    figures = (result.metrics, result.last_metrics, result.checkpoint, result.speed)
+    return f"{result.status} at step {result.steps}, {run_directory.outcome(*figures)}".rstrip(", ")

@@ -86,6 +86,13 @@ class DataModule(ABC):
         """
         return {}
 
+    def counts(self) -> dict[str, int]:
+        """Return ``train_samples`` and ``eval_samples``, the recordings of training and of the first set.
+
+        Empty for a module that does not know them.
+        """
+        return {}
+
     def report(self) -> dict[str, Any]:
         """Return the skipped recordings by reason, shares of padded and cropped audio, what is held out."""
         return {}

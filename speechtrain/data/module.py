@@ -541,6 +541,12 @@ class SpeechData(DataModule):
         index = self.index
         return {"recordings": len(index), "digest": digest(index.content, index.texts)}
 
+    def counts(self) -> dict[str, int]:
+        counts = {"train_samples": len(self._kept)}
+        for name in self._names[:1]:
+            counts["eval_samples"] = len(self._set(name).plan.rows)
+        return counts
+
     def report(self) -> dict[str, Any]:
         """Return recordings not used by reason, the shares of padded (fixed shapes) and cropped audio, what
         is held out, and the facts of each named set.

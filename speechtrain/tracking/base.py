@@ -45,6 +45,11 @@ class Tracker(ABC):
     The list below has the events and their values. An unknown value may be absent or None, and a float
     may be non-finite. Times are in seconds unless the name has a unit; shares and error rates are fractions.
 
+    ``environment``
+        first, once per process, as texts: ``host``, variables, ``threads`` and ``cpus`` (their number).
+    ``data``
+        before ``start``: ``train_samples`` and ``eval_samples`` (recordings), ``updates_per_epoch``, and the
+        parameters of the front end and the augmentation under their names in the config.
     ``start``
         once per process: ``parameters``, ``steps`` (planned in all), and other facts about the run.
     ``resume``
@@ -52,9 +57,12 @@ class Tracker(ABC):
         steps of earlier attempts are void.
     ``train``
         at every log interval: ``step``, ``steps``, ``epoch`` (a float), ``loss``, ``lr``,
-        ``grad_norm``, ``utterances_per_s``, ``audio_s_per_s``, ``data_wait`` (share of the time
-        spent waiting for batches), ``memory_mib``, ``eta_s``; any other number is a metric of the
-        task, under its own name (``PROGRESS`` lists the names above).
+        ``grad_norm``, ``seconds`` (since the line before), ``utterances_per_s``, ``audio_s_per_s``,
+        ``data_wait`` (share of the time spent waiting for batches), ``memory_mib``, ``eta_s``; any
+        other number is a metric of the task, under its own name (``PROGRESS`` lists the names above).
+    ``epoch``
+        after each epoch of ``updates_per_epoch`` updates and before its validation: ``step``, ``epoch`` (its
+        number, from 1), ``seconds`` (of its updates), ``utterances_per_s``.
     ``valid``
         one per validation set: ``step``, ``set``, ``seconds``; any other number is a metric
         (``loss``, ``wer``, ...).
@@ -66,8 +74,9 @@ class Tracker(ABC):
     ``warning``
         ``message`` (one line), ``step`` where the warning has one.
     ``end``
-        the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``. A tracker
-        that is not in the background also gets ``tracker_seconds`` and ``dropped`` (see ``Trackers``).
+        the content of ``result.json``: ``status``, ``steps``, ``metrics`` (by name), ``wall_s``,
+        ``speed``. A tracker that is not in the background also gets ``tracker_seconds`` and ``dropped``
+        (see ``Trackers``).
     """
 
     enabled: bool = True

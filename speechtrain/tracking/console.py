@@ -15,6 +15,7 @@ from speechtrain.errors import SPELLING, ConfigError, printable
 from speechtrain.files import append_line
 from speechtrain.run_directory import metric, outcome, shown
 from speechtrain.tracking.base import Tracker, metrics_of
+from speechtrain.tracking.dll import DLLines
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -35,16 +36,27 @@ class Console(Tracker):
     visible = True
     background = False  # warnings must stay between the lines that they belong to
 
-    def __init__(self, mode: str = "auto", examples: int = 2, enabled: bool = True) -> None:
-        """``mode``: live, plain, or auto (live on a terminal); ``examples``: worst ones shown per set."""
+    def __init__(
+        self, mode: str = "auto", examples: int = 2, enabled: bool = True, form: str = "speechtrain"
+    ) -> None:
+        """``mode``: live, plain, or auto (live on a terminal). ``examples``: worst ones shown per set.
+
+        If ``form`` is dll, the console is plain, and it prints the lines of ``DLLines``.
+        """
         if mode not in ("auto", "live", "plain"):
             raise ConfigError(f"mode is {mode!r}; it must be auto, live or plain")
-        self.mode = mode
+        if form not in ("speechtrain", "dll"):
+            raise ConfigError(f"form is {form!r}; it must be speechtrain or dll")
+        self.mode = "plain" if form == "dll" else mode
         self.examples = examples
         self.enabled = enabled
         self._display: _Display | None = None
+        self._dll = DLLines() if form == "dll" else None
 
     def log(self, event: str, values: Mapping[str, Any]) -> None:
+        if self._dll and (line := self._dll.line(event, values)):
+            self._say(line)
+            return
         if event == "start" and self._is_live():
             self._display = self._display or _Display(forced=self.mode == "live")
         elif event == "end":
@@ -160,8 +172,10 @@ class _Display:
 
 def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     """An event in plain lines, with so many ``examples`` of transcripts; none for an event not shown."""
-    if event in ("device", "plan"):
-        return [f"{event:<8} {', '.join(f'{name} {value}' for name, value in values.items())}"]
+    if event in ("device", "plan", "environment", "data"):
+        name = f"{event:<8}" if event in ("device", "plan") else f"{event}:"
+        facts = (f"{key} {value}" for key, value in values.items())
+        return [f"{name} {', '.join(facts)}"]
     if event == "resume":
         return [f"resume   after step {values['step']}"]
     if event == "examples":
@@ -190,7 +204,7 @@ def start_line(values: Mapping[str, Any]) -> str:
     for name, value in values.items():
         if name.endswith("_share"):
             facts.append(f"{100 * value:.1f} % {name.removesuffix('_share')}")
-        elif name not in ("parameters", "steps", "ranks", "accumulate", "shapes"):
+        elif name not in ("parameters", "steps", "ranks", "accumulate", "target", "shapes"):
             facts.append(f"{name} {value}" if isinstance(value, str) else f"{value:,} {name}")
     shapes = ", ".join("x".join(map(str, shape)) for shape in values.get("shapes") or ())
     line = f"start    {', '.join(facts)}".rstrip()
@@ -236,8 +250,8 @@ def end_line(values: Mapping[str, Any]) -> str:
         line += f" after {values['steps']} steps"
     if _known(values.get("wall_s")):
         line += f", {duration(values['wall_s'])}"
-    metrics = outcome(values.get("metrics"), values.get("last_metrics"), values.get("checkpoint"))
-    return f"{line}  {metrics}".rstrip() + (f": {values['error']}" if "error" in values else "")
+    figures = outcome(*map(values.get, ("metrics", "last_metrics", "checkpoint", "speed")))
+    return f"{line}  {figures}".rstrip() + (f": {values['error']}" if "error" in values else "")
 
 
 def duration(seconds: float) -> str:

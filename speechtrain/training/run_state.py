@@ -33,6 +33,24 @@ class Progress:
     scale_skips: int = 0  # updates skipped to lower fp16's loss scale
     validated: int = 0  # step of the latest complete validation
     metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
+    epochs: float = 0.0
+    utterances: int = 0  # of all ranks
+    audio_s: float = 0.0  # of all ranks
+    train_s: float = 0.0  # of updates, without the validations and checkpoints between them
+    epoch_start_utterances: int = 0  # ``utterances`` when the epoch began
+    epoch_start_s: float = 0.0  # ``train_s`` when the epoch began
+    decode_ms_per_audio_s: float = 0.0  # of the latest validation's first set
+
+    def speed(self) -> dict[str, float]:
+        """The figures of ``run_directory.SPEED``, none before the first update."""
+        if not self.train_s:
+            return {}
+        return {
+            "utterances_per_s": self.utterances / self.train_s,
+            "audio_s_per_s": self.audio_s / self.train_s,
+            "epoch_s": self.train_s / max(1e-9, self.epochs),
+            "decode_ms_per_audio_s": self.decode_ms_per_audio_s,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -80,7 +98,6 @@ class Interval:
     audio_s: float = 0.0
     waited_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
-    steps: int = 0
 
     def add(self, batch: Batch, loss: Loss) -> None:
         self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
@@ -88,8 +105,8 @@ class Interval:
         self.audio_s += batch.seconds
 
     def speed(self, world_size: int) -> dict[str, float]:
-        """What all ranks have done in a second, and the share of the time that this one waited for data."""
+        """The seconds, the work of all ranks in one of them, and the share that this rank waited for data."""
         seconds = max(1e-9, time.perf_counter() - self.started)
         found = {"utterances_per_s": self.utterances, "audio_s_per_s": self.audio_s}
         rates = {name: value * world_size / seconds for name, value in found.items()}
-        return {**rates, "data_wait": self.waited_s / seconds}
+        return {"seconds": seconds, **rates, "data_wait": self.waited_s / seconds}

@@ -71,6 +71,8 @@ class Trainer:
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
         planning = TimedPlanning if is_planned_by_time(config) else Planning
         self._started = 0.0  # when the run would have started, had it never been interrupted
+        self._lap_start = 0.0  # the clock when the latest update was counted, or a pause after it ended
+        self._updates_per_epoch = 0.0
         self.planning = planning(
             config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
         )
@@ -113,6 +115,8 @@ class Trainer:
             precision=self.precision,
             progress=self.progress,
         )
+        micro_batches = self.group.world.size * self.config.accumulate
+        self._updates_per_epoch = data.micro_batches_per_epoch / micro_batches
         self.group.rank_status.at(0, "resume")
         self.saving.restore(self.parts, resume)
         self.parts.wrapped = self.group.wrap(task)
@@ -129,16 +133,16 @@ class Trainer:
         """The loop, from where ``progress`` is; how it ended."""
         config, progress, world = self.config, self.progress, self.group.world
         profiler = StepProfiler(config.profile, self.run_dir)
-        per_epoch = parts.data.micro_batches_per_epoch / (world.size * config.accumulate)
         parts.task.train()
 
         self.group.rank_status.at(0, "warm-up")
         self._warm_up(parts)
-        self.planning.start(parts, per_epoch)
+        self.planning.start(parts, self._updates_per_epoch)
         save_every = config.save_every or math.inf
         batches = parts.data.train(world.rank, world.size, config.accumulate)
         status = self._catch_up(parts)
         interval = Interval()
+        self._lap_start = time.perf_counter()
         while not status:
             step = progress.step + 1
             profiler.begin(step)
@@ -151,7 +155,6 @@ class Trainer:
                 norm = self._step(parts, weight, healthy, rate=rate)
                 progress.step = step
                 progress.wall_s = self._wall_seconds()
-            interval.steps += 1
             self.planning.correct(parts)
             status = self.planning.status(step, stop, late)
             profiler.end(step, final=bool(status))
@@ -161,16 +164,17 @@ class Trainer:
             log_due = step % config.log_every == 0 or validate_due or save_due
             self.recovery.count(self.update.outcomes(log_due), parts)
             if log_due:
-                self._log(interval, step / per_epoch, rate, norm=norm)
+                self._log(interval, rate, norm=norm)
                 self.graphs.check(step)
                 self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
                 interval = Interval()
+            self._count_update(parts)
             if save_due or validate_due:
                 self.saving.save(parts, is_last=bool(status))
-            if validate_due:
-                status = self._validate(parts, status)
-            if save_due or validate_due:
-                interval.started = time.perf_counter()  # neither belongs to the training throughput
+                if validate_due:
+                    status = self._validate(parts, status)
+                # neither belongs to the training throughput
+                interval.started = self._lap_start = time.perf_counter()
         if status != "preempted" and 0 < progress.step == progress.skipped_updates:
             raise Diverged(f"none of {progress.step} updates had a finite loss; nothing was learnt")
         return status
@@ -276,12 +280,31 @@ class Trainer:
         self.planning.correct(parts)
         return self.planning.status(self.progress.step, stop=False, late=False)
 
-    def _log(self, interval: Interval, epoch: float, rate: float, norm: Tensor) -> None:
+    def _count_update(self, parts: Parts) -> None:
+        """Add the latest update to the progress. Log an event if it is the last one of an epoch."""
+        progress, ranks = self.progress, self.group.world.size
+        epoch, later_updates = divmod(progress.step, max(1, round(self._updates_per_epoch)))
+        start_s, self._lap_start = self._lap_start, time.perf_counter()
+        progress.train_s += self._lap_start - start_s
+        progress.epochs += 1 / self._updates_per_epoch
+        for batch in parts.micro_batches:
+            progress.utterances += ranks * batch.utterances
+            progress.audio_s += ranks * batch.seconds
+        if not later_updates:
+            seconds = progress.train_s - progress.epoch_start_s
+            speed = (progress.utterances - progress.epoch_start_utterances) / max(1e-9, seconds)
+            values = {"step": progress.step, "epoch": epoch, "seconds": seconds, "utterances_per_s": speed}
+            self.tracker.log("epoch", values)
+            progress.epoch_start_s = progress.train_s
+            progress.epoch_start_utterances = progress.utterances
+
+    def _log(self, interval: Interval, rate: float, norm: Tensor) -> None:
         self.group.rank_status.at(self.progress.step, "log")
         self.device.synchronize()  # the clock below measures finished work
         speed = interval.speed(self.group.world.size)
         interval.sums.reduce(self.group.sum)
-        where = {"step": self.progress.step, "steps": self.planning.updates, "epoch": epoch}
+        step = self.progress.step
+        where = {"step": step, "steps": self.planning.updates, "epoch": step / self._updates_per_epoch}
         values = {**where, **interval.sums.means(), "lr": rate, "grad_norm": float(norm.cpu()), **speed}
         values |= {"memory_mib": self.device.memory() / 2**20, **self.device.counts()}
         self.tracker.log("train", values | {"eta_s": self.planning.eta_s(self.progress)})

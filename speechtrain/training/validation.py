@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -44,8 +45,9 @@ class Validation:
         try:
             outcomes = self._of_all_sets(parts)
             named = list(outcomes.items())
-            first = next((o.metrics for _, o in named), {})  # it selects checkpoints; a sweep reads it
-            progress.metrics = {**first}
+            for name, outcome in list(outcomes.items())[:1]:
+                progress.metrics = {**outcome.metrics}  # they select checkpoints, and a sweep reads them
+                _note_decoding(parts, name, outcome.seconds)
             found = "target" if self.reached(parts) else ""
             if (status or found) and task.final_decoder is not None and task.final_decoder.searches:
                 usual, task.decoder = task.decoder, task.final_decoder
@@ -95,6 +97,12 @@ class Validation:
             if outcome.contradiction and name not in self._told:
                 self._told.add(name)
                 self.tracker.log("warning", {"step": step, "message": f"{name}: {outcome.contradiction}"})
+
+
+def _note_decoding(parts: Parts, name: str, seconds: float) -> None:
+    """Keep how long the evaluation of a set took for each second of its audio, of a task that decodes."""
+    audio_s = getattr(parts.data.valid(0, 1)[name], "seconds", 0.0) or math.inf
+    parts.progress.decode_ms_per_audio_s = 1000 * seconds / audio_s * parts.task.writes_text
 
 
 def _noting(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:

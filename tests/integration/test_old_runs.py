@@ -204,6 +204,12 @@ def test_what_changes_training_is_refused_by_name(copy_of: Callable[..., Command
     assert "is done: finished at step 891" in kept.stdout
 
 
+def stored_fields(event: dict[str, Any]) -> set[str]:
+    """The name and the fields of an event. Two events have names of the environment and of the config."""
+    is_open = event["event"] in ("environment", "data")
+    return {event["event"]} if is_open else {event["event"], *event}
+
+
 def names_in(run_dir: Path) -> set[str]:
     """The names that a run's files hold: a layer's number is N."""
     found: set[str] = set()
@@ -220,8 +226,7 @@ def names_in(run_dir: Path) -> set[str]:
     for name in ("run.json", "result.json"):
         found |= json.loads((run_dir / name).read_text()).keys()
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        found |= {event["event"], *event}
+        found |= stored_fields(json.loads(line))
     for folder in run_dir.glob("checkpoints/step-*"):
         found |= json.loads((folder / "checkpoint.json").read_text()).keys()
         state = torch.load(folder / "state.pt", weights_only=True)

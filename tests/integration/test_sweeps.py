@@ -59,8 +59,11 @@ def test_sweep_under_joblib_ends_with_the_table(sweep: Callable[..., CompletedPr
     command = sweep(*schedule, "trainer.max_steps=1", "optimizer.lr=1e-3,-1")
     assert command.returncode == 2, command.stderr
     heading, *table = [line.split() for line in command.stdout.splitlines()[-3:]]
-    assert heading == ["job", "metric", "status", "overrides"]
+    assert heading == ["job", "metric", "status", "speed", "overrides"]
     assert table[0][:2] == ["job", "1"]
-    assert table[0][-4:] == ["%", "finished", "optimizer.lr=0.001", "(best)"]
+    assert table[0][-2:] == ["optimizer.lr=0.001", "(best)"]
+    speed = table[0][table[0].index("finished") + 1 : -2]
+    assert speed[1::2] == ["utt/s,", "audio-s/s,", "s/epoch,", "ms/audio-s"]
+    assert all(float(figure) > 0 for figure in speed[::2])
     assert table[1] == ["job", "2", "-", "ConfigError", "optimizer.lr=-1"]
     assert "1 of 2 jobs failed; the first: optimizer.lr is -1" in command.stderr

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from speechtrain.run_directory import (
     RunLock,
     RunResult,
     git_state,
+    note_environment,
     origin,
     outcome,
     read_about,
@@ -38,6 +40,8 @@ from speechtrain.run_directory import (
     read_manifest,
     read_metrics,
     read_result,
+    speed_text,
+    timing_start,
     write_manifest,
 )
 from speechtrain.supervision import node_agent
@@ -134,6 +138,51 @@ def test_a_result_in_words_is_of_the_best_checkpoint_and_then_of_the_last() -> N
     assert outcome(metrics, latest, "step-00000012") == "best at step 12: dev/wer 10.00 %; last dev/wer -"
 
 
+def test_a_result_in_words_ends_with_its_speed() -> None:
+    speed = {
+        "utterances_per_s": 512.345,
+        "epoch_s": 35.2,
+        "decode_ms_per_audio_s": 0.0,
+        "of a later release": 1,
+    }
+    assert speed_text(speed) == "512.3 utt/s, 35.2 s/epoch"
+    assert speed_text(None) == ""
+    assert outcome({"dev/wer": 0.1}, None, None, speed) == "dev/wer 10.00 %, 512.3 utt/s, 35.2 s/epoch"
+    assert outcome(None, None, None, speed) == "512.3 utt/s, 35.2 s/epoch"
+
+
+def test_the_environment_of_a_host_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
+    about = About(["a=1"], ["a"], start_id="7")
+    path = tmp_path / "run.json"
+    for is_private in (True, False):
+        write_json(path, asdict(about), private=is_private)
+        mode = path.stat().st_mode
+        note_environment(tmp_path, "node-7", {"threads": "2"})
+        assert read_about(tmp_path) == replace(about, hosts={"node-7": {"threads": "2"}})
+        assert path.stat().st_mode == mode
+    note_environment(tmp_path / "ranks" / "8", "node-8", {"threads": "4"})
+    assert read_about(tmp_path / "ranks" / "8").hosts == {"node-8": {"threads": "4"}}
+
+
+def test_the_epochs_of_a_lost_attempt_are_void(tmp_path: Path) -> None:
+    rows = [("epoch", 7), ("valid", 7), ("epoch", 14), ("resume", 10), ("epoch", 14), ("epoch", 21)]
+    lines = [json.dumps({"event": event, "step": step, "place": n}) for n, (event, step) in enumerate(rows)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert [row["place"] for row in read_metrics(tmp_path).rows] == [0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("text", ["", "STARTING TIMING RUN AT noon\n", ":::MLLOG {}\n", "\udcff"])
+def test_a_log_without_a_date_has_not_started(tmp_path: Path, text: str) -> None:
+    assert timing_start(tmp_path) is None
+    (tmp_path / "mlperf.log").write_text(text, errors="surrogateescape")
+    assert timing_start(tmp_path) is None
+
+
+def test_the_date_of_a_log_is_in_utc(tmp_path: Path) -> None:
+    (tmp_path / "mlperf.log").write_text("STARTING TIMING RUN AT 2026-11-25 01:02:03 PM\n:::MLLOG {}\n")
+    assert timing_start(tmp_path) == datetime(2026, 11, 25, 13, 2, 3, tzinfo=UTC)
+
+
 def test_about_says_how_a_run_came_to_be(tmp_path: Path) -> None:
     said = origin(["seed=2"])
     assert said["argv"] == ["seed=2"]
@@ -146,13 +195,13 @@ OTHERS = (7, 1.5, True, "x", [7], [None], {"a": [1]}, {"a": {"b": {}}}, [["a"]],
 READERS: dict[str, tuple[Callable[[Path], Any], Any, Any]] = {
     "run.json": (
         read_about,
-        About(["a=1"], ["a"], {"dirty": True}, latest={"argv": ["a"]}),
+        About(["a=1"], ["a"], {"dirty": True}, latest={"argv": ["a"]}, hosts={"node-7": {"threads": "2"}}),
         About([]),
     ),
     "device.json": (read_device, DeviceRecord("cpu", "one", "fp32", {"lstm": "loop"}, {"plain": 1.5}), None),
     "result.json": (
         read_result,
-        RunResult("finished", 0.5, {"wer": 0.5, "x": None}, limits={"keep": 2}),
+        RunResult("finished", 0.5, {"wer": 0.5, "x": None}, speed={"epoch_s": 1.5}, limits={"keep": 2}),
         None,
     ),
     "checkpoint.json": (read_manifest, CheckpointManifest(1, 7, {"state.pt": "ab"}, 0.5, {"wer": 0.5}), None),

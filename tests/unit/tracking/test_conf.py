@@ -13,8 +13,11 @@ from speechtrain.tracking.base import Tracker
 
 CONF = Path(__file__).parents[3] / "conf" / "tracking"
 EVENTS = [
-    ("start", {"steps": 1, "parameters": 3}),
+    ("environment", {"host": "node-7", "threads": "2"}),
+    ("data", {"train_samples": 3, "eval_samples": 1, "updates_per_epoch": 1, "n_fft": 512}),
+    ("start", {"steps": 1, "parameters": 3, "ranks": 1, "accumulate": 1, "target": None}),
     ("train", {"step": 1, "loss": 1.0}),
+    ("epoch", {"step": 1, "epoch": 1, "seconds": 1.0, "utterances_per_s": 3.0}),
     ("valid", {"step": 1, "set": "a", "wer": 0.5, "seconds": 1.0}),
     ("examples", {"step": 1, "set": "a", "rows": [{"id": "x", "reference": "a", "hypothesis": "b"}]}),
     ("end", {"status": "finished", "steps": 1}),

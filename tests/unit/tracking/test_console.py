@@ -237,3 +237,59 @@ def test_the_start_tells_what_is_left_out_and_which_shapes_there_are() -> None:
     assert (
         start_line({"parameters": 10, "ranks": 1, "accumulate": 1, "shapes": []}) == "start    10 parameters"
     )
+
+
+def test_the_lines_of_the_start_name_the_environment_and_the_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console(mode="plain")
+    console.log("environment", {"host": "node-7", "OMP_NUM_THREADS": "2", "threads": "2", "cpus": "4"})
+    console.log("data", {"train_samples": 48, "sample_rate": 16000, "dither": 1e-5, "speed": [0.9, 1.1]})
+    assert capsys.readouterr().out.splitlines() == [
+        "environment: host node-7, OMP_NUM_THREADS 2, threads 2, cpus 4",
+        "data: train_samples 48, sample_rate 16000, dither 1e-05, speed [0.9, 1.1]",
+    ]
+
+
+def test_the_form_of_dll_has_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(form="dll")
+    console.log("data", {"updates_per_epoch": 40})
+    console.log("start", START)
+    console.log("train", {**TRAIN, "seconds": 1.948})
+    console.log("epoch", {"step": 80, "epoch": 2, "seconds": 47.61, "utterances_per_s": 41.7})
+    for name in ("test", "other", "test"):
+        console.log("valid", {**VALID, "step": 80, "set": name})
+    console.log("valid", {"step": 80, "set": "other", "seconds": 1.0, "loss": 2.0})
+    _, start, *lines = capsys.readouterr().out.splitlines()
+    assert start.startswith("start")
+    for line in lines:
+        assert re.match(r"DLL \d{4}-\d\d-\d\d \d\d:\d\d:\d\d - epoch    2 \| ", line)
+    assert [line.partition(" | ")[2] for line in lines] == [
+        "iter   10/40 | loss   12.35 | utts/s   512 | took  1.95 s | lrate 1.00e-03",
+        "avg train utts/s     42 | took 47.61 s",
+        "dev ema wer   3.21 | took  3.21 s",
+        "other ema wer   3.21 | took  3.21 s",
+        "dev ema wer   3.21 | took  3.21 s",
+        "other ema wer    nan | took  1.00 s",
+    ]
+
+
+def test_another_form_is_refused() -> None:
+    with pytest.raises(ConfigError, match="form is 'csv'; it must be speechtrain or dll"):
+        Console(form="csv")
+
+
+def test_the_last_line_has_the_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    speed = {
+        "utterances_per_s": 512.345,
+        "audio_s_per_s": 1024.0,
+        "epoch_s": 35.2,
+        "decode_ms_per_audio_s": 0.0,
+    }
+    console = Console(mode="plain")
+    console.log("end", {"status": "finished", "steps": 5, "metrics": {"dev/wer": 0.5}, "speed": speed})
+    console.log("end", {"status": "failed", "steps": 0, "speed": {}, "error": "no"})
+    assert capsys.readouterr().out.splitlines() == [
+        "end      finished after 5 steps  dev/wer 50.00 %, 512.3 utt/s, 1024 audio-s/s, 35.2 s/epoch",
+        "end      failed after 0 steps: no",
+    ]

@@ -202,6 +202,34 @@ def test_the_latest_batch_is_that_of_an_evaluation_while_one_is_made(tmp_path: P
     assert rig.trainer.latest.ids == rig.data.at(1001).ids
 
 
+def test_each_epoch_logs_an_event(tmp_path: Path) -> None:
+    """An epoch has seven micro-batches of 2, 3, 4, 2, 3, 4 and 2 rows, then 3, 4, …"""
+    rig = Rig(tmp_path, max_steps=16, log_every=5, validate_every=6)
+    events = rig.recorder.of("epoch")
+    assert [(event["step"], event["epoch"]) for event in events] == [(7, 1), (14, 2)]
+    for event, utterances in zip(events, (20, 21), strict=True):
+        assert event["utterances_per_s"] * event["seconds"] == pytest.approx(utterances)
+    assert [row["step"] for row in rig.recorder.of("train")] == [5, 6, 10, 12, 15, 16], "it adds no log line"
+    progress = rig.trainer.progress
+    assert (progress.utterances, progress.audio_s) == (47, 16.0)
+    assert progress.epochs == pytest.approx(16 / 7)
+    assert sum(event["seconds"] for event in events) < progress.train_s < progress.wall_s
+    assert progress.speed()["epoch_s"] == pytest.approx(progress.train_s * 7 / 16)
+
+
+def test_an_epoch_that_was_interrupted_counts_all_its_updates(tmp_path: Path) -> None:
+    Rig(tmp_path, max_steps=20, stop_at=4)
+    rig = Rig(tmp_path, max_steps=20)
+    event, _ = rig.recorder.of("epoch")
+    assert event["utterances_per_s"] * event["seconds"] == pytest.approx(20)
+    names = [name for name, _ in rig.recorder.events]
+    assert names.index("resume") < names.index("epoch")
+
+
+def test_the_speed_before_the_first_update_is_unknown() -> None:
+    assert Progress().speed() == {}
+
+
 def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"the line has collapsed; lower optimizer.lr .*since step 5"):
         Rig(tmp_path, max_steps=10, alarms=[6])

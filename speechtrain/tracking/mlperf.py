@@ -1,0 +1,146 @@
+"""A run's events as the lines of MLPerf's logger, in the order of the RNN-T reference."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, final
+
+import psutil
+
+from speechtrain.files import append_line, finite
+from speechtrain.run_directory import DATE, MLPERF, timing_start
+from speechtrain.tracking.base import Tracker
+
+_TYPES = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}
+
+
+@final
+class MLPerf(Tracker):
+    """Appends lines of ``:::MLLOG`` and JSON to ``<run_dir>/mlperf.log``, and the three timing lines.
+
+    Each epoch is a block. A later start of the run appends ``restart``, and ``resume`` with the step of its
+    checkpoint. The lines of later steps were void. A block that was open or void begins again.
+    """
+
+    background = False  # a line takes microseconds, and its time is part of the record
+
+    def __init__(self, run_dir: str, init: dict[str, Any], run: dict[str, Any], enabled: bool = True) -> None:
+        """``init`` and ``run``: the values of the keys before and after the start of the run, in order.
+
+        A key without a value is left out, and so are LAMB's keys for another optimizer. The events have the
+        values of ``train_samples``, ``eval_samples`` and ``gradient_accumulation_steps``, and the factors of
+        ``global_batch_size``. ``weights_initialization`` has a value for each tensor of the network.
+        """
+        self.path = Path(run_dir) / MLPERF
+        self.init = init
+        self.run = run
+        self.enabled = enabled
+        self._facts: dict[str, Any] = {}  # the values of the events until the start
+        self._block = 0  # the epoch whose block is open
+        self._evaluated_step = 0
+        self._time_s = 0.0  # of the latest line
+
+    def log(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append the lines of one event. Raises ``OSError`` if the file cannot be written."""
+        if self._time_s:
+            self._follow(event, values)
+            return
+        self._facts |= values
+        if event == "start":
+            self._start()
+
+    def _start(self) -> None:
+        """Begin or continue the log. A run begins with its first process."""
+        begin = timing_start(self.path.parent)
+        self._begin = begin or datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        if begin:
+            self._line("restart")
+            return
+        accumulate, batch = self._facts["accumulate"], self.init["global_batch_size"]
+        self._facts["global_batch_size"] = batch and batch * accumulate * self._facts["ranks"]
+        self._facts["gradient_accumulation_steps"] = accumulate
+        self._append(f"STARTING TIMING RUN AT {self._begin:{DATE}}")
+        self._line("init_start", time_s=self._begin.timestamp())
+        self._lines(self.init)
+        self._line("init_stop")
+        self._line("run_start")
+        self._lines(self.run)
+
+    def _lines(self, values: Mapping[str, Any]) -> None:
+        is_lamb = self.run["opt_name"].endswith("LAMB")
+        for key in values:
+            value = self._facts.get(key, values[key])
+            if key == "weights_initialization":
+                for tensor in filter(value.get, value):
+                    self._line(key, tensor=tensor)
+            elif value is not None and (is_lamb or "lamb" not in key):
+                self._line(key, "_alt_" in key or value)  # the schedule is there or not
+
+    def _follow(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append the lines of an event after the start."""
+        step, updates = values.get("step", 0), self._facts["updates_per_epoch"]
+        epoch = math.ceil(step / updates)
+        if event in ("train", "epoch") and epoch != self._block:
+            self._stop_block(self._block)
+            self._block = epoch
+            # it began at the time of the latest line
+            self._line("block_start", time_s=self._time_s, first_epoch_num=epoch, epoch_count=1)
+            self._line("epoch_start", time_s=self._time_s, epoch_num=epoch)
+        if event == "resume":
+            self._line("resume", step)
+        elif event == "epoch":
+            self._line("epoch_stop", epoch_num=epoch)
+            self._line("throughput", values["utterances_per_s"], epoch_num=epoch)
+        elif event == "valid" and step > self._evaluated_step:  # of the first set only
+            self._evaluated_step = step
+            self._evaluate(values, epoch)
+            if step % updates == 0:
+                self._stop_block(epoch)
+        elif event == "end" and values["status"] != "preempted":
+            self._end(values["status"])
+
+    def _evaluate(self, values: Mapping[str, Any], epoch: int) -> None:
+        self._line("eval_start", time_s=time.time() - values["seconds"], epoch_num=epoch)
+        if "wer" in values:
+            self._line("eval_accuracy", values["wer"], epoch_num=epoch)
+        self._line("eval_stop", epoch_num=epoch)
+
+    def _stop_block(self, epoch: int) -> None:
+        if epoch:
+            self._line("block_stop", first_epoch_num=epoch)
+        self._block = 0
+
+    def _end(self, status: str) -> None:
+        """End the log. A run with a target is a success if it has reached the target."""
+        self._stop_block(self._block)
+        successes = ("target",) if self._facts["target"] else ("finished", "time")
+        outcome = "success" if status in successes else "aborted"
+        self._line("run_stop", status=outcome)
+        end = datetime.now(UTC)
+        seconds, org = round((end - self._begin).total_seconds()), self.init["submission_org"]
+        result = f"RESULT,RNN_SPEECH_RECOGNITION,,{seconds},{org},{self._begin:{DATE}}"
+        self._append(f"ENDING TIMING RUN AT {end:{DATE}}\n{result}")
+
+    def _line(self, key: str, value: Any = None, time_s: float = 0.0, **metadata: Any) -> None:
+        """Append an event of MLPerf's logger. Without ``time_s`` it is of this moment."""
+        self._time_s = max(self._time_s, time_s or time.time())
+        if key in ("opt_name", "submission_benchmark"):
+            value = value.rpartition(".")[2].lower()  # of a class
+        line = {
+            "namespace": "",
+            "time_ms": int(1000 * self._time_s),
+            "event_type": _TYPES.get(key.rpartition("_")[2], "POINT_IN_TIME"),
+            "key": key,
+            "value": value,
+            "metadata": {"file": __file__, "lineno": sys._getframe(1).f_lineno, **metadata},
+        }
+        self._append(f":::MLLOG {json.dumps(finite(line))}")
+
+    def _append(self, line: str) -> None:
+        append_line(self.path, line.encode())
