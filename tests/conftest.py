@@ -119,8 +119,8 @@ def _threads() -> set[threading.Thread]:
 def _files() -> set[str]:
     names = set()
     for path in Path(tempfile.gettempdir()).iterdir():
-        # Up to torch 2.8, an import of torch.distributed.nn makes a folder, which the end of its process removes.
-        # The compiler's processes outlive a test.
+        # Up to torch 2.8, an import of torch.distributed.nn makes a folder for the life of its process. The
+        # compiler's processes outlive a test.
         is_of_torch = (path / "_remote_module_non_scriptable.py").exists()
         if not path.name.startswith(KEPT_FILES) and not is_of_torch:
             names.add(path.name)
