@@ -94,6 +94,8 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
 def _type_message(error: OmegaConfBaseException) -> str:
     """OmegaConf's message, in the words of ``config.check`` if it is about a number."""
     line = first_line(error)
+    if line == "Cannot merge DictConfig with ListConfig":
+        return "the config has a list here; write one, such as [{path: FILE, weight: 3}, FILE]"
     match = re.match(_CONVERSION, line)
     return f"{match[1]} is not {_KINDS[match[2]]}" if match else line
 

@@ -161,7 +161,7 @@ def test_the_header_of_gaudi_lists_each_difference_from_wav2vec2() -> None:
     differences = {}
     for key in pairs[0].keys() | pairs[1].keys():
         values = (pairs[0].get(key), pairs[1].get(key))
-        if values[0] != values[1] and not re.match(r"data\.(train|valid|hold_out)\b", key):
+        if values[0] != values[1] and not re.match(r"tracking\.|data\.(train|valid|hold_out)\b", key):
             differences[key] = values
     assert differences == GAUDI_DIFFERENCES
     header = (RECIPES / "gaudi_wav2vec2.yaml").read_text().partition("defaults:")[0]
@@ -204,3 +204,11 @@ def test_the_updates_of_the_contextnet_recipes_beside_the_sources_400_000() -> N
         assert schedule.rate(updates[corpus] + 1) == 0.0
         print(f"{corpus}: {updates[corpus]:,} updates, {updates[corpus] - 400_000:+,} to 400,000")
     assert updates == UPDATES
+
+
+@pytest.mark.parametrize("name", ["mlperf", "nemo_quartznet"])
+def test_a_mapping_of_sets_in_place_of_a_list_is_refused_with_the_form(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train: the config has a list here; write one, such as"):
+        compose([f"recipe={name}", "data.train={a: {path: a.jsonl, weight: 3}}"])
+    config = compose([f"recipe={name}", "data.train=[{path: a.jsonl, weight: 3}, b.jsonl]"])
+    assert config.data.train == [{"path": "a.jsonl", "weight": 3}, "b.jsonl"]
