@@ -276,11 +276,14 @@ class _Jobs:
         """Print a table of several jobs. Raise the error of the command, or of the first job that failed."""
         if len(self.outcomes) > 1:
             metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
-            say(f"job      {'metric':>20}  {'status':<12} {'speed':<62} overrides")
+            width = max(len(outcome.speed) for outcome in self.outcomes)
+            heading = "speed".ljust(width + 1) if width else ""
+            say(f"job      {'metric':>20}  {'status':<12} {heading}overrides")
             for number, outcome in enumerate(self.outcomes, 1):
                 best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
-                figures = f"{outcome.shown:>20}  {outcome.status:<12} {outcome.speed:<62}"
-                say(f"job {number:>3}  {figures} {outcome.overrides}{best}")
+                speed = outcome.speed.ljust(len(heading))
+                figures = f"{outcome.shown:>20}  {outcome.status:<12} {speed}"
+                say(f"job {number:>3}  {figures}{outcome.overrides}{best}")
         if self.error is not None:
             raise self.error
         failures = [outcome for outcome in self.outcomes if outcome.exit_code]
