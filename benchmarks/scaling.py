@@ -96,6 +96,7 @@ class Steps:
             progress=progress,
         )
         self.parts.wrapped = module
+        self.trainer._updates_per_epoch = 1.0
         self.interval = Interval()
 
     def step(self) -> float:
@@ -113,7 +114,7 @@ class Steps:
         for _ in range(LOG_EVERY):
             interval.sums.add(dict.fromkeys(("loss", "accuracy", "loss_bits"), (one, one)))
         begun = time.perf_counter()
-        self.trainer._log(interval, 0.0, 0.0, torch.zeros(()))
+        self.trainer._log(interval, 0.0, torch.zeros(()))
         return time.perf_counter() - begun
 
     def all_reduce_status(self) -> float:

@@ -16,7 +16,6 @@ SMALLEST = {
     "resampling": ("--seconds", "1", "--rounds", "1"),
     "features": ("--rows", "1", "--seconds", "1", "--rounds", "1"),
     "greedy": ("speechtrain/decoding/greedy.py", "--smoke"),
-    "ladder": ("--smoke",),
     "memory": ("--smoke",),
     "negatives": ("--smoke",),
     "openmp": ("--smoke",),
@@ -27,6 +26,7 @@ SMALLEST = {
 }
 # These train for minutes or hours, or need a run.
 TRAINS = {
+    "ladder",
     "decoders",
     "evaluation",
     "first_contact",

@@ -171,4 +171,5 @@ class _Member:
 
 def _report(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # stderr is closed: the line cannot be reported
-        print(one_line(f"speechtrain: {line}"), file=sys.stderr, flush=True)
+        text = one_line(f"speechtrain: {line}")
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, because threads share stderr

@@ -18,7 +18,7 @@ REFERENCE = [
     "recipe=mlperf",
     "tokenizer.model=l.model",
     "data.train=a.jsonl",
-    "+data.valid.dev-clean=d.jsonl",
+    "data.valid.dev-clean=d.jsonl",
 ]
 INIT = "tracking.trackers.mlperf.init"
 SUBMISSION = [f"{INIT}.submission_org=Acme", f"{INIT}.submission_platform=CPU"]
