@@ -10,6 +10,7 @@ from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, Tr
 from speechtrain.errors import ConfigError
 
 _LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
+_MOST_SYMBOLS = 1000  # labels of one frame, because a row has no other limit until its next frame
 _WINDOW = 3
 _STEPS_PER_READ = 4  # a device waits for every read by the host
 
@@ -33,6 +34,10 @@ class Greedy(Decoder):
         for name, size in sizes.items():
             if size is not None and size < 1:
                 raise ValueError(f"{name} is {size}; it must be at least 1")
+        if max_symbols_per_step > _MOST_SYMBOLS:
+            raise ValueError(
+                f"max_symbols_per_step is {max_symbols_per_step}; it must be at most {_MOST_SYMBOLS}"
+            )
         self.max_symbols_per_step = max_symbols_per_step
         self.max_symbols = max_symbols
 

@@ -232,7 +232,7 @@ def test_texts_are_those_that_transformers_generates(seed: int) -> None:
     joint.output, joint.prediction = model.joint.head, torch.nn.Identity()
     scorer = TransducerScorer(Letters(), 1.0, prediction=Theirs(model.decoder), joint=joint)
     lengths = encoded.attention_mask.sum(-1)
-    found = Greedy(max_symbols_per_step=10**6).decode(scorer, encoded.pooler_output, lengths)
+    found = Greedy(max_symbols_per_step=1000).decode(scorer, encoded.pooler_output, lengths)
     at = generated.durations.cumsum(1).roll(1, 1)  # the frame in which each was written
     at[:, 0] = 0
     for row, one in enumerate(found):
@@ -335,3 +335,8 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
 def test_no_decoder_writes_nothing() -> None:
     found = NoDecoder().decode(FRAMES, torch.zeros(2, 3, 4), torch.tensor([3, 3]))
     assert [h.text for h in found] == ["", ""]
+
+
+def test_a_limit_of_labels_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_symbols_per_step is 1000000000; it must be at most 1000"):
+        Greedy(max_symbols_per_step=10**9)
