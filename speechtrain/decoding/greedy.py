@@ -36,7 +36,7 @@ class Greedy(Decoder):
                 raise ValueError(f"{name} is {size}; it must be at least 1")
         if max_symbols_per_step > _MOST_SYMBOLS:
             raise ValueError(
-                f"max_symbols_per_step is {max_symbols_per_step}; it must be at most {_MOST_SYMBOLS}"
+                f"max_symbols_per_step is {max_symbols_per_step}, but it must be at most {_MOST_SYMBOLS}"
             )
         self.max_symbols_per_step = max_symbols_per_step
         self.max_symbols = max_symbols

@@ -338,5 +338,5 @@ def test_no_decoder_writes_nothing() -> None:
 
 
 def test_a_limit_of_labels_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_symbols_per_step is 1000000000; it must be at most 1000"):
+    with pytest.raises(ValueError, match=r"max_symbols_per_step is 1000000000, but it must be at most 1000"):
         Greedy(max_symbols_per_step=10**9)
