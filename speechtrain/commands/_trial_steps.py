@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, apply_policy
+from speechtrain.compute_policy import ComputePolicy, apply_policy, usable_cpus
 from speechtrain.config.build import build_optimizer
 from speechtrain.data.base import DataModule
 from speechtrain.data.module import SpeechData
@@ -99,11 +99,18 @@ class TrialSteps:
         )
 
     def epoch(self, data: DataModule, ranks: int) -> str:
-        """Predict the time of an epoch of ``ranks`` processes, without validation, from a few steps."""
-        seconds = []
-        for batch in _batches(data, _evenly):
+        """Predict the time of an epoch of ``ranks`` processes, without validation, from a few steps.
+
+        On a host's device, the workers that load batches compute on the same cores as the steps.
+        """
+        start = time.process_time()
+        batches = _batches(data, _evenly)
+        seconds = 0.0
+        if self.device.on_host:
+            seconds = (time.process_time() - start) / len(usable_cpus())
+        for batch in batches:
             self(batch)  # The first step of a shape builds kernels.
-            seconds.append(self(batch)[1])
+            seconds += self(batch)[1]
         steps = data.micro_batches_per_epoch / ranks
-        hours = steps * sum(seconds) / len(seconds) / 3600
+        hours = steps * seconds / len(batches) / 3600
         return f"{hours:.3g} hours for each epoch of {steps:,.0f} micro-batches of a rank, without validation"

@@ -15,7 +15,8 @@ from torch.torch_version import TorchVersion
 from speechtrain.launcher import World
 
 ADDRESS = "127.0.0.1"
-# The libuv server of torch 2.7 accepts no socket that already listens. The older server does.
+# The libuv server of torch 2.7 accepts no socket that already listens. The older server does. Torch 2.8 is
+# untried.
 _USES_LIBUV = TorchVersion(torch.__version__) >= "2.9"
 _INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -56,7 +56,10 @@ class AdamW(torch.optim.AdamW):
                 group.update(eps=eps, weight_decay=weight_decay)
 
     def _correct(self, group: dict[str, Any]) -> None:
-        """Set the ``eps`` and ``weight_decay`` with which torch's next update has this form."""
+        """Set the ``eps`` and ``weight_decay`` with which torch's next update has this form.
+
+        The group's oldest parameter counts. The host waits for steps that a fused kernel keeps on the device.
+        """
         steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
         number = max(steps, default=0.0) + 1
         beta1, beta2 = group["betas"]

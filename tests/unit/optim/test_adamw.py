@@ -1,4 +1,4 @@
-"""The forms of Adam's bias correction, twinst steps that were computed with 40 decimal digits."""
+"""The forms of Adam's bias correction, against steps that were computed with 40 decimal digits."""
 
 from __future__ import annotations
 
