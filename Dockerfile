@@ -3,7 +3,7 @@
 #   docker build -t speechtrain .                                                      # CPU
 #   docker build -t speechtrain --build-arg BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime .
 #   docker build -t speechtrain --build-arg BASE=vault.habana.ai/gaudi-docker/1.23.0/ubuntu24.04/habanalabs/pytorch-installer-2.9.0:latest .
-#   docker run --rm -v "$PWD/runs:/work/runs" speechtrain speechtrain-train recipe=demo
+#   docker run --rm -v "$PWD/runs:/work/runs" speechtrain speechtrain train recipe=demo
 #   docker run --rm -p 8888:8888 speechtrain jupyter lab --ip=0.0.0.0 examples/notebook.ipynb
 #
 # A base image's own torch stays. A base image without torch gets the CPU build.
@@ -21,7 +21,7 @@ WORKDIR /opt/speechtrain
 RUN python3 -c "import torch" 2>/dev/null || python3 tools/install_torch.py ${TORCH} https://download.pytorch.org/whl/cpu
 RUN python3 -c "import torch; print(f'torch=={torch.__version__}')" > constraints.txt
 RUN python3 -m pip install --quiet -c constraints.txt -e ".[${EXTRAS}]"
-RUN speechtrain-train --version
+RUN speechtrain train --version
 
 WORKDIR /work
-CMD ["speechtrain-train", "--help"]
+CMD ["speechtrain", "--help"]

@@ -86,6 +86,9 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": [f"speechtrain-{name} = speechtrain.commands.{name}:main" for name in COMMANDS]
+        "console_scripts": [
+            "speechtrain = speechtrain.commands.main:main",
+            *(f"speechtrain-{name} = speechtrain.commands.{name}:main" for name in COMMANDS),
+        ]
     },
 )

@@ -3,7 +3,7 @@
     python benchmarks/evaluation.py RUN --data MANIFEST --minutes 40
     python benchmarks/evaluation.py RUN --smoke          # one short evaluation
 
-``speechtrain-evaluate RUN decoder=beam`` runs alone and beside two processes that compute without end. The
+``speechtrain evaluate RUN decoder=beam`` runs alone and beside two processes that compute without end. The
 values of GOMP_SPINCOUNT take turns (A B A B ...). ``device`` stands for the value that the device sets.
 """
 

@@ -1,6 +1,6 @@
 """Transformers' own Parakeet and Trainer on the recordings and time that `recipe=scratch` gets.
 
-    speechtrain-prepare split MANIFEST --out DIR/split
+    speechtrain prepare split MANIFEST --out DIR/split
     make peers && .venv-peers/bin/python benchmarks/parakeet_speech.py --split DIR/split --out DIR
 
 The split holds out what `recipe=scratch` holds out. The encoder has the recipe's sizes (5 layers of 128,

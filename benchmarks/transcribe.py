@@ -1,4 +1,4 @@
-"""Memory and time of `speechtrain-transcribe` on a long recording, against a short one; errors of word times.
+"""Memory and time of `speechtrain transcribe` on a long recording, against a short one; errors of word times.
 
     python benchmarks/transcribe.py long RUN --audio FOLDER [KEY=VALUE …]
     python benchmarks/transcribe.py words RUN [KEY=VALUE …]

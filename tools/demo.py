@@ -53,7 +53,7 @@ def main() -> None:
         if argument.startswith("run_dir="):
             run = Path(argument.partition("=")[2])
     arguments = [argument for argument in arguments if not argument.startswith("run_dir=")]
-    step(["speechtrain-train", "recipe=demo", f"run_dir={run}", *arguments], end="")
+    step(["speechtrain", "train", "recipe=demo", f"run_dir={run}", *arguments], end="")
     try:
         result = json.loads((run / "result.json").read_text())
         rate = float(result["metrics"]["wer"])
@@ -61,8 +61,8 @@ def main() -> None:
         sys.exit(f"demo: {run / 'result.json'} names no word error rate ({type(error).__name__}: {error})")
     sample = run / "sample.wav"
     write_sample(sample)
-    step(["speechtrain-transcribe", str(run), str(sample)])
-    step(["speechtrain-report", str(run)])
+    step(["speechtrain", "transcribe", str(run), str(sample)])
+    step(["speechtrain", "report", str(run)])
     print(
         f"\nWER on voices never heard in training: {100 * rate:.2f} % "
         f"({result['steps']} steps, {result['wall_s']:.0f} s of training, "

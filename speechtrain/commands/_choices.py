@@ -26,7 +26,7 @@ def choices(folder: str | None) -> dict[str, list[str]]:
 
 
 CORPUS = "corpus"
-"""The folder of choices that are speechtrain-prepare's, and no group of a run."""
+"""The folder of choices that are speechtrain prepare's, and no group of a run."""
 
 
 def corpora(folder: str | None) -> dict[str, Path]:

@@ -7,8 +7,9 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +25,40 @@ from speechtrain.errors import (
 )
 from speechtrain.files import lost_output
 
+_HELP_WIDTH = 100
+
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises ConfigError for wrong usage, which is printed as one line like every error."""
+    """argparse with the layout of help that all commands share.
+
+    Wrong usage raises ConfigError, which is printed as one line like every error.
+    """
+
+    def __init__(
+        self, *, description: str = "", examples: Sequence[str] = (), exit_codes: str = "", **options: Any
+    ) -> None:
+        sections = []
+        if examples:
+            sections.append("\n  ".join(["examples:", *examples]))
+        if exit_codes:
+            sections.append(textwrap.fill(f"exit codes: {exit_codes}", _HELP_WIDTH))
+        super().__init__(
+            description=textwrap.fill(description, _HELP_WIDTH),
+            epilog="\n\n".join(sections),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+
+    def parse_with_run(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse arguments in which ``run_dir=RUN`` is another form of the first argument RUN."""
+        runs = []
+        remainder = []
+        for argument in argv:
+            if argument.startswith("run_dir="):
+                runs.append(argument.removeprefix("run_dir="))
+            else:
+                remainder.append(argument)
+        return self.parse_intermixed_args(runs + remainder)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
@@ -91,11 +123,11 @@ def guarded(command: Callable[[], int]) -> int:
                 return 0
             print(f"speechtrain: error: stdout: {cause}", file=sys.stderr)
             return MachineError.exit_code
-        if isinstance(found := disk_explained(error), MachineError):
-            print(one_line(f"speechtrain: error: {found}"), file=sys.stderr)
-            return found.exit_code
+        if isinstance(failure := disk_explained(error), MachineError):
+            print(one_line(f"speechtrain: error: {failure}"), file=sys.stderr)
+            return failure.exit_code
         path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
-        told = one_line(f"{type(error).__name__}: {error}", 300)
-        print(f"speechtrain: internal error: {told} (trace in {path})", file=sys.stderr)
+        message = one_line(f"{type(error).__name__}: {error}", 300)
+        print(f"speechtrain: internal error: {message} (trace in {path})", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The command line of speechtrain-train, read once: options, overrides, run directory and rank."""
+"""The command line of speechtrain train, read once: options, overrides, run directory and rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from speechtrain.commands._choices import config_dir
 from speechtrain.commands._external_launch import ExternalLaunch, started_together
 from speechtrain.config.resume_fields import swept_volatile
 from speechtrain.errors import ConfigError, nearest
+from speechtrain.run_directory import ABOUT
 
 # Hydra's options: the values that may follow, none if any may; None for an option without a value
 _FLAGS: dict[str, tuple[str, ...] | None] = {
@@ -49,7 +50,8 @@ def read(argv: Sequence[str]) -> Command:
 
     Raises ConfigError if several ranks were started together and ``argv`` does not name the run directory.
     """
-    flags, overrides = split(rewrite(argv))
+    flags, texts = split(rewrite(argv))
+    overrides = [_with_run_dir(text) for text in texts]
     is_sweep = bool({"-m", "--multirun"} & {*flags})
     run_dir = None if is_sweep else _typed_run_dir(overrides)
     together = started_together(run_dir)
@@ -62,6 +64,20 @@ def read(argv: Sequence[str]) -> Command:
         run_dir=run_dir,
         together=together,
     )
+
+
+def _with_run_dir(text: str) -> str:
+    """Return ``run_dir=RUN`` for a bare run directory, and each other text as it is.
+
+    Raises ConfigError for another path.
+    """
+    if "=" in text or text.startswith("~"):
+        return text
+    if Path(text, ABOUT).is_file():
+        return f"run_dir={_quoted(text)}"
+    if os.sep in text:
+        raise ConfigError(f"{text}: it is neither KEY=VALUE nor a run directory ({ABOUT} is missing)")
+    return text
 
 
 def _typed_run_dir(overrides: Sequence[str]) -> Path | None:
@@ -140,7 +156,7 @@ def check_flags(flags: Sequence[str]) -> None:
             if key := key_for_option(name):
                 raise ConfigError(f"unknown option {name}: write {key}={value or 'VALUE'}")
             raise ConfigError(
-                f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain-train --help lists them"
+                f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain train --help lists them"
             )
         choices = _FLAGS[name]
         if choices is None:

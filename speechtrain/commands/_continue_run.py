@@ -130,7 +130,7 @@ def new_run_line(about: About, command: Command, *overrides: str) -> str:
         if key_of(text) not in PER_START:
             by_key[key_of(text)] = text
     flags = command.flags or split(about.argv or [])[0]
-    return shlex.join(["speechtrain-train", *flags, *by_key.values()])
+    return shlex.join(["speechtrain", "train", *flags, *by_key.values()])
 
 
 def _other_run(run_dir: Path, about: About, command: Command) -> str:

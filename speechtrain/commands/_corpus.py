@@ -1,4 +1,4 @@
-"""speechtrain-prepare corpus=NAME: a public corpus on the disk as manifests that data.train reads."""
+"""speechtrain prepare corpus=NAME: a public corpus on the disk as manifests that data.train reads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Corpus:
 
 def prepare_corpus(argv: list[str]) -> int:
     """Write a manifest for each part, after a download if asked; returns the exit code."""
-    build = Parser(prog="speechtrain-prepare corpus=NAME", description=_help())
+    build = Parser(prog="speechtrain prepare corpus=NAME", description=_help())
     build.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
     build.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
     given = build.parse_intermixed_args(argv)
@@ -256,9 +256,9 @@ def _command(corpus: Corpus, out: Path, sets: Mapping[str, Set]) -> str:
         train = [part for part in files if "train" in part] or [*files]
         valid = [part for part in files if part not in train and re.fullmatch(r"[\w-]+", part)]
     if not train:
-        typed = ["speechtrain-evaluate", "RUN", *(f"--set {shlex.quote(f'{p}={files[p]}')}" for p in files)]
+        typed = ["speechtrain evaluate RUN", *(f"--set {shlex.quote(f'{p}={files[p]}')}" for p in files)]
         return " ".join(["score a run with:", *typed])
     pairs = [f"recipe={corpus.training}", "data.train=" + ",".join(str(files[part]) for part in train)]
     pairs += [f"data.valid.{part}={files[part]}" for part in valid]
     pairs += [f"tokenizer.normaliser={corpus.normaliser}"] if corpus.normaliser else []
-    return " ".join(["train with: speechtrain-train", *map(shlex.quote, pairs)])
+    return " ".join(["train with: speechtrain train", *map(shlex.quote, pairs)])

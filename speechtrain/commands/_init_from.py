@@ -19,7 +19,7 @@ from speechtrain.run_directory import CONFIG, run_of
 
 _USUAL = {"model": "ctc", "encoder": "wav2vec2", "tokenizer": "auto"}  # for weights that come without a run
 FINETUNED = "finetuned"
-_IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain-export --from has written
+_IMPORTED = Path("encoder", "imported.yaml")  # in a folder that speechtrain export --from has written
 
 
 def offer_finetuned(overrides: Sequence[str]) -> None:

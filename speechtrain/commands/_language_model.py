@@ -1,4 +1,4 @@
-"""speechtrain-prepare lm: an n-gram model of transcripts, for decoder.lm."""
+"""speechtrain prepare lm: an n-gram model of transcripts, for decoder.lm."""
 
 from __future__ import annotations
 

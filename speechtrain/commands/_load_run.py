@@ -89,7 +89,7 @@ def open_run(
     RunError if there is no run or no usable checkpoint, ConfigError for a key that the config lacks.
     """
     if not (run_dir / CONFIG).is_file():
-        raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain-train printed")
+        raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain train printed")
     config = _config_for_use(run_dir)
     apply_overrides(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
@@ -133,7 +133,7 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
 
 
 def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
-    """Set KEY=VALUE pairs in a config, as speechtrain-train reads them. Raises ConfigError."""
+    """Set KEY=VALUE pairs in a config, as speechtrain train reads them. Raises ConfigError."""
     for override in overrides:
         key, _, text = override.partition("=")
         if key in _CHOICES and text:

@@ -280,7 +280,7 @@ def _in_full_scale(samples: np.ndarray, name: str) -> Samples:
 def load(
     run: str | Path, *overrides: str, checkpoint: str = "best", config_dir: str | None = None
 ) -> LoadedRun:
-    """Load a run: the directory that speechtrain-train printed.
+    """Load a run: the directory that speechtrain train printed.
 
     ``overrides`` are KEY=VALUE on the run's config, such as ``"device.threads=1"`` or ``"device=cuda"``;
     ``checkpoint`` is ``best``, ``last`` or a folder's name, and ``config_dir`` a folder of one's own

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -44,7 +45,7 @@ def restart_for(device: Device, *, is_training: bool = False) -> None:
     Returns if all variables are set, or if this process is a user's Python and not a command. A restart costs
     a second import of torch, 1.5 s of processor time. Raises MachineError if the device is missing.
     """
-    if not Path(sys.argv[0]).name.startswith("speechtrain-"):
+    if not re.fullmatch("speechtrain(-.+)?", Path(sys.argv[0]).name):
         return
     device.check(1)
     variables = device.environment(1)

@@ -25,7 +25,7 @@ from speechtrain.text.vocabulary import NoText
 
 _RECORDINGS, _MODEL = "FOLDER_OR_MANIFEST", "FILE.model"  # placeholders in a plan
 _UNSET = "???"
-_SUBWORDS = {"kind": "unigram", "size": 1023}  # defaults of speechtrain-prepare tokenizer
+_SUBWORDS = {"kind": "unigram", "size": 1023}  # defaults of speechtrain prepare tokenizer
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _command(corpus: Corpus, parts: list[str]) -> str:
     places = [filled(corpus.place, {"part": part}) for part in parts]
     is_unpacked = all(Path(folder, name).exists() for name in places)
     download = " download=true" if corpus.archives and not is_unpacked else ""
-    return f"speechtrain-prepare corpus={corpus.corpus}{download} parts={','.join(parts)}"
+    return f"speechtrain prepare corpus={corpus.corpus}{download} parts={','.join(parts)}"
 
 
 def _missing_subwords(tokenizer: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _tokenizer_need(tokenizer: dict[str, Any], sources: list[str], corpus_needs:
     is_of_corpus = name and {whole_path(source).parent for source in sources} == {model.parent}
     subwords = {**_missing_subwords(tokenizer), "normaliser": tokenizer.get("normaliser")}
     options = " ".join(f"--{key} {value}" for key, value in subwords.items())
-    command = f"speechtrain-prepare tokenizer {shlex.join(sources) or 'SOURCE'} {options} --out "
+    command = f"speechtrain prepare tokenizer {shlex.join(sources) or 'SOURCE'} {options} --out "
     if not is_of_corpus:
         return Need("a tokenizer", f"{command}{_MODEL}, then add tokenizer.model={_MODEL}")
     if name in corpus_needs:

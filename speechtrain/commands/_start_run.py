@@ -245,7 +245,7 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
         machine = ("device", "precision", "launcher", "world_size")
         kept = [o for o in command.overrides if key_of(o).partition(".")[0] in machine]
         own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
-        line = f"your own recordings: {shlex.join(['speechtrain-train', *own, *kept])}"
+        line = f"your own recordings: {shlex.join(['speechtrain', 'train', *own, *kept])}"
         print(errors.printable(line))
 
 

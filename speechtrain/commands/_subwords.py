@@ -1,4 +1,4 @@
-"""Training of a SentencePiece model, for speechtrain-prepare tokenizer and for the tokenizers of a corpus."""
+"""Training of a SentencePiece model, for speechtrain prepare tokenizer and for the tokenizers of a corpus."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""speechtrain-doctor: checks whether this machine, and a given recipe, can train."""
+"""speechtrain doctor: checks whether this machine, and a given recipe, can train."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -41,19 +40,20 @@ _SHOWN = 8  # shapes
 _FILTERS = ("too_long", "too_short", "untranscribed")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     build = Parser(
-        prog="speechtrain-doctor",
-        description="Check this machine, and a recipe on it. Takes speechtrain-train's arguments; without "
-        "arguments it checks the defaults. Prints a line for each check: green (fine), amber (works, with a "
-        "drawback), red (does not work, and what to do). The last lines are about the recipe: its config, "
-        "model, recordings and transcripts, its shapes with their predicted memory, and one training step of "
+        prog="speechtrain doctor",
+        description="Check this machine, and a recipe on it. Takes the arguments of speechtrain train. "
+        "Without arguments it checks the defaults. Prints a line for each check: green (fine), amber (works, "
+        "with a drawback), red (does not work, and what to do). The last lines are about the recipe: its "
+        "config, model, recordings and transcripts, its shapes with their predicted memory, and one training step of "
         "its largest batch. For an accelerator, steps also run on the CPU under a "
         "recorder, with or without that device: does it refuse an operation, a type or a value, does "
         "the host read a value back, does a shape depend on data? If so, the line of code is named; else "
         "operations, bytes and graphs are counted. Writes no file except the data cache that training would "
         "also write (SPEECHTRAIN_CACHE).",
-        epilog="exit codes: 0 no line is red, else that of the first red line: 2 config, 3 data, 4 machine "
+        examples=["speechtrain doctor", "speechtrain doctor recipe=mlperf device=hpu"],
+        exit_codes="0 if no line is red, else the code of the first red line: 2 config, 3 data, 4 machine "
         "or training step",
     )
     build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="also GROUP=CHOICE: the recipe")

@@ -1,4 +1,4 @@
-"""speechtrain-evaluate: score a run's checkpoint on evaluation sets."""
+"""speechtrain evaluate: score a run's checkpoint on evaluation sets."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ if TYPE_CHECKING:
 _FIX = "name a file in a writable folder"  # for --out
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     build = Parser(
-        prog="speechtrain-evaluate",
+        prog="speechtrain evaluate",
         description="Score a run's checkpoint, with the same code and the same figures as in training. "
         "The run may be in progress, and may have been moved.",
-        epilog="KEY=VALUE sets a key of the run's config, such as device.threads=1 or "
-        "data.valid_batch.count=4, or precision=, device= or decoder=CHOICE. Exit codes: 0 done, 2 usage, "
-        "3 data, 4 machine, 5 no run or no usable checkpoint.",
+        examples=[
+            "speechtrain evaluate RUN",
+            "speechtrain evaluate RUN --set mine=FOLDER --out texts.jsonl",
+            "speechtrain evaluate run_dir=RUN decoder=beam decoder.lm=lm.arpa device.threads=1",
+        ],
+        exit_codes="0 done, 2 usage, 3 data, 4 machine, 5 no run or no usable checkpoint",
     )
-    build.add_argument("run", type=Path, help="run directory")
-    build.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the run's config")
+    build.add_argument("run", type=Path, metavar="RUN", help="run directory, also as run_dir=RUN")
+    build.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="a key of the run's config, or precision=, device= or decoder=CHOICE",
+    )
     build.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
     build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument(
@@ -59,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str]) -> int:
     """Evaluate and print; returns the exit code. Raises a SpeechtrainError."""
-    arguments = parser().parse_intermixed_args(argv)
+    arguments = parser().parse_with_run(argv)
     named = _named_sets(arguments.set)
     if arguments.out:
         _check_writable(arguments.out)

@@ -1,4 +1,4 @@
-"""speechtrain-export: convert wav2vec 2.0 models between runs, fairseq and Hugging Face."""
+"""speechtrain export: convert wav2vec 2.0 models between runs, fairseq and Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,24 +17,36 @@ _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     build = Parser(
-        prog="speechtrain-export",
+        prog="speechtrain export",
         description="Convert wav2vec 2.0 models: a run to fairseq or Hugging Face (--to), one of their "
         "checkpoints to ours (--from), or theirs to each other (both). Every conversion runs Hugging Face's "
         "model and ours on the same audio, and writes nothing if they differ by more than 1e-4.",
-        epilog="To train what --from alone writes: speechtrain-train --config-dir DIR model=imported "
-        "init_from=DIR, or encoder=imported with a recogniser. Exit codes: 0 done, 2 usage, 3 a file that "
-        "cannot be used or models that differ, 4 transformers is missing or --out cannot be written, 5 no "
-        "run or no usable checkpoint.",
+        examples=[
+            "speechtrain export RUN --to huggingface --out FOLDER",
+            "speechtrain export checkpoint.pt --from fairseq --out DIR",
+            "speechtrain train --config-dir DIR model=imported init_from=DIR    # or encoder=imported",
+        ],
+        exit_codes="0 done, 2 usage, 3 a file that cannot be used or models that differ, "
+        "4 transformers is missing or --out cannot be written, 5 no run or no usable checkpoint",
     )
-    build.add_argument("source", type=Path, help="run directory, fairseq .pt file or Hugging Face directory")
+    build.add_argument(
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="run directory (also run_dir=RUN), fairseq .pt file or Hugging Face directory",
+    )
     build.add_argument(
         "--from", dest="source_form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}: a run"
     )
     build.add_argument("--to", dest="form", choices=_FORMATS, default=_OURS, help=f"default {_OURS}")
     build.add_argument(
-        "--out", type=Path, required=True, help="directory to write; a .pt file with --to fairseq"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="directory to write; a .pt file with --to fairseq",
     )
     build.add_argument("--checkpoint", default="best", help="of a run: best (default), last or a name")
     build.add_argument("--encoder", action="store_true", help="write the encoder only (Wav2Vec2Model)")
@@ -44,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str]) -> int:
     """Convert and print what was checked. Raises a SpeechtrainError; then no file is written."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_with_run(argv)
     if arguments.source_form == arguments.form:
         raise ConfigError(
             f"--from and --to are both {arguments.form}; name another format, such as --to huggingface"

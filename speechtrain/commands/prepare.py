@@ -1,4 +1,4 @@
-"""speechtrain-prepare: tokenizers, manifests and converted recordings; `--help` does not import torch."""
+"""speechtrain prepare: tokenizers, manifests and converted recordings; `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -46,17 +46,23 @@ from speechtrain.errors import ConfigError, DataError, printable
 from speechtrain.files import atomic, whole_path
 
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
+_EXAMPLES = (
+    "speechtrain prepare stats FOLDER",
+    "speechtrain prepare tokenizer FOLDER --size 500 --out pieces.model",
+    "speechtrain prepare corpus=librispeech download=true",
+)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     build = Parser(
-        prog="speechtrain-prepare",
+        prog="speechtrain prepare",
         description="Prepare data for training. A SOURCE is anything that data.train accepts: a lhotse, "
         "NeMo, MLPerf or fairseq manifest, a CSV or TSV with a header, a Kaldi directory, or a folder of "
         "recordings with transcripts. Several SOURCEs are read one after the other; "
         "'{path: FILE, audio: COLUMN, text: COLUMN}' names columns. In place of a COMMAND, "
         "corpus=NAME writes a public corpus below DATASET_DIR as manifests; corpus=NAME --help lists them.",
-        epilog="exit codes: 0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
+        examples=_EXAMPLES,
+        exit_codes="0 done, 2 usage, 3 data (also: done, but some recordings are bad), 4 disk",
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -83,16 +89,14 @@ def parser() -> argparse.ArgumentParser:
     _add_sources(split)
     split.add_argument("--out", type=Path, required=True, metavar="DIR", help="for train.jsonl, valid.jsonl")
     split.add_argument("--share", type=float, default=0.05, metavar="X", help="held out, 0 to 1 (0.05)")
-    told = "what is held out whole (speaker, if each recording names one of ten or more)"
-    split.add_argument("--by", choices=("speaker", "recording"), help=told)
+    unit = "the unit that is held out (speaker, if each recording names one of ten or more)"
+    split.add_argument("--by", choices=("speaker", "recording"), help=unit)
     split.set_defaults(act=write_split)
 
     stats = commands.add_parser("stats", help="tell what any source holds, with its likely errors")
     _add_sources(stats)
     stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
-    stats.add_argument(
-        "--no-audio", action="store_true", help="decode nothing: no silent, clipped or bad ones"
-    )
+    stats.add_argument("--no-audio", action="store_true", help="decode nothing: no silent or bad ones")
     _add_jobs(stats)
     stats.set_defaults(act=write_stats)
 

@@ -1,19 +1,18 @@
-"""speechtrain-report: one HTML page of a run, or of several for comparison. Imports no torch."""
+"""speechtrain report: one HTML page of a run, or of several for comparison. Imports no torch."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from speechtrain.commands._cli import console
+from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import RunError, printable
 from speechtrain.files import write_text
 
 
 def run(argv: Sequence[str]) -> int:
     """Write the page and print its path. Raises RunError; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_with_run(argv)
     from speechtrain.report.page import page
     from speechtrain.report.run import hold_secrets, read_run, runs_in
 
@@ -32,14 +31,17 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="speechtrain-report",
+def _parser() -> Parser:
+    parser = Parser(
+        prog="speechtrain report",
         description="Write one self-contained HTML page: outcome, curves, transcripts with their errors "
         "marked, skipped recordings, config. The run may be in progress, and may have failed.",
-        epilog="exit codes: 0 done, 2 usage, 5 no run in the directory, or the page cannot be written",
+        examples=["speechtrain report RUN", "speechtrain report runs --out comparison.html"],
+        exit_codes="0 done, 2 usage, 5 no run in the directory, or the page cannot be written",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder of them")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory (also run_dir=RUN), or a folder of them"
+    )
     parser.add_argument(
         "--out",
         metavar="FILE",

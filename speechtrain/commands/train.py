@@ -1,4 +1,4 @@
-"""speechtrain-train: compose a config, start its ranks, report how they ended."""
+"""speechtrain train: compose a config, start its ranks, report how they ended."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from speechtrain.commands._choices import choices, config_dir
 from speechtrain.commands._cli import console
 from speechtrain.commands._command_line import check_flags, read
 
-HELP = f"""speechtrain-train {__version__}: train a speech model.
+HELP = """usage: speechtrain train [-h] [-m] [--config-dir DIR] [--cfg job] [--version] [RUN] [KEY=VALUE ...]
 
-usage: speechtrain-train [GROUP=CHOICE ...] [KEY=VALUE ...] [-m] [--config-dir DIR] [--cfg job] [--help]
+Train a speech model, or continue a run. The same command continues its run, and a run that has ended
+returns its result.
 
-  speechtrain-train model=rnnt device=cpu precision=bf16
-  speechtrain-train recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5
-  speechtrain-train data=manifest data.train=a.jsonl,b.jsonl data.valid.dev=dev.jsonl
-  speechtrain-train -m model=rnnt optimizer.lr=1e-3,4e-3
+positional arguments:
+  RUN                        run directory, also as run_dir=RUN: continue this run
+  KEY=VALUE                  a key of the config, or GROUP=CHOICE
 
-groups (the choices of each follow; those of your --config-dir add to them)
-{{groups}}
+options:
+  -h, --help                 show this help message and exit
+  -m, --multirun             train one run for each of several values (KEY=A,B)
+  --config-dir DIR           a folder of your own choices for GROUP=CHOICE
+  --cfg job                  print the composed config, with every key that can be set, and exit
+  --version                  print the version and exit
 
-keys
+groups, each with its choices and those of your --config-dir:
+{groups}
+
+keys:
   world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
   launcher=NAME              how the ranks are started; auto is local for one rank, torchrun for several
   seed=N                     seed of every random decision
@@ -34,17 +41,22 @@ keys
   trainer.simulate_world=N   micro-batches per update over all ranks: accumulate follows from world_size
   data.train=FILE[,FILE]     with data=manifest: manifests, tables or folders, their union in order
   data.valid.NAME=FILE       with data=manifest: an evaluation set
-  'data.train={{a: {{path: FILE, weight: 3}}, b: FILE}}'   sets with a weight, a normaliser, a language
+  'data.train={a: {path: FILE, weight: 3}, b: FILE}'   sets with a weight, a normaliser, a language
   allow_targets=MODULE       let _target_ name classes of your own module (this line and the environment only)
-  --cfg job                  print the composed config, with every key that can be set, and exit
 
-environment
-  DATASET_DIR                folder of corpora: data=fsdd, data=librispeech, speechtrain-prepare corpus=NAME
+environment:
+  DATASET_DIR                folder of corpora: data=fsdd, data=librispeech, speechtrain prepare corpus=NAME
   OUTPUT_DIR                 folder of run directories, instead of runs/
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)
   XDG_STATE_HOME             folder of the list of runs that you have started (default ~/.local/state)
   SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
+
+examples:
+  speechtrain train model=rnnt device=cpu precision=bf16
+  speechtrain train recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5
+  speechtrain train data=manifest data.train=a.jsonl,b.jsonl data.valid.dev=dev.jsonl
+  speechtrain train -m model=rnnt optimizer.lr=1e-3,4e-3
 
 exit codes: 0 done, 1 internal error, 2 config, 3 data, 4 machine, 5 run directory, 6 diverged,
 75 saved after a signal (the same command continues), 130 killed

@@ -1,4 +1,4 @@
-"""speechtrain-transcribe: transcribe recordings with a run."""
+"""speechtrain transcribe: transcribe recordings with a run."""
 
 from __future__ import annotations
 
@@ -31,20 +31,28 @@ Output = Callable[[Transcript, str], None]
 _SUFFIXES = {"text": ".txt"}  # The other formats are their own suffixes.
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
     build = Parser(
-        prog="speechtrain-transcribe",
+        prog="speechtrain transcribe",
         description="Transcribe recordings (WAV, FLAC, MP3 and others of libsndfile; any rate, any channels, "
         "any length), folders of them and manifests. Prints NAME<tab>TEXT in the order given; NAME is the "
         "file, or the id in a manifest.",
-        epilog="KEY=VALUE among the recordings sets a key of the run's config, such as device.threads=1, "
-        "precision=bf16, device=cpu or decoder=beam. What cannot be read is one line on stderr; the rest is "
-        "transcribed, and the exit code is 3. Other codes: 0 done, 2 usage, 4 machine, 5 no run or no "
-        "usable checkpoint.",
+        examples=[
+            "speechtrain transcribe RUN talk.mp3 FOLDER",
+            "speechtrain transcribe run_dir=RUN talk.mp3 --format srt",
+            "speechtrain transcribe RUN talk.mp3 decoder=beam device.threads=1",
+        ],
+        exit_codes="0 done, 2 usage, 3 some recordings cannot be read and the others are transcribed, "
+        "4 machine, 5 no run or no usable checkpoint",
     )
-    build.add_argument("run", type=Path, help="run directory")
-    build.add_argument("audio", nargs="+", metavar="AUDIO", help="files of audio, folders, manifests")
+    build.add_argument("run", type=Path, metavar="RUN", help="run directory, also as run_dir=RUN")
+    build.add_argument(
+        "audio",
+        nargs="+",
+        metavar="AUDIO",
+        help="a file of audio, a folder or a manifest; KEY=VALUE sets a key of the run's config",
+    )
     build.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
     build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument(
@@ -73,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: list[str]) -> int:
     """Transcribe and print, in the order given. Returns the exit code. Raises a SpeechtrainError."""
-    arguments = parser().parse_intermixed_args(argv)
+    arguments = parser().parse_with_run(argv)
     overrides = [name for name in arguments.audio if _OVERRIDE.match(name) and not Path(name).exists()]
     names = [name for name in arguments.audio if name not in overrides]
     _check(arguments, names)
@@ -111,7 +119,7 @@ def _check(arguments: argparse.Namespace, names: list[str]) -> None:
     if not arguments.piece_seconds >= 1:
         raise ConfigError(f"--piece-seconds {arguments.piece_seconds:g}: it must be at least 1")
     if not names:
-        raise ConfigError("name one or more recordings; speechtrain-transcribe --help shows the usage")
+        raise ConfigError("name one or more recordings; speechtrain transcribe --help shows the usage")
     if arguments.out:
         with writing(f"--out {arguments.out}", _FIX):
             arguments.out.mkdir(parents=True, exist_ok=True)

@@ -166,7 +166,7 @@ def crowded(
     return (
         f"{count} of {transcripts} transcripts have more labels than encoder frames ({example}), which is "
         "hard to learn, and impossible for CTC. Use shorter frames (encoder.stack_time, another encoder), or "
-        "larger subwords (speechtrain-prepare tokenizer)"
+        "larger subwords (speechtrain prepare tokenizer)"
     )
 
 

@@ -468,7 +468,7 @@ class SpeechData(DataModule):
             yield (
                 f"data.train: {count} recordings are copies of others, such as {groups[0][0]} and "
                 f"{groups[0][1]}. A copy may be held out while the other is trained on. "
-                "speechtrain-prepare stats lists them"
+                "speechtrain prepare stats lists them"
             )
 
     def _check_transcripts(self) -> None:

@@ -20,7 +20,7 @@ from speechtrain.devices.base import Device, DeviceFacts, Operations, Prepared
 from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
-_REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain-doctor device=hpu checks the recipe"
+_REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
 _ADVICE = (
     "it comes with the vendor's container (vault.habana.ai/gaudi-docker) or as habana-torch-plugin; "
     f"{_REHEARSAL}"

@@ -182,7 +182,7 @@ def _advice(weights: Mapping[str, Tensor]) -> str:
     if "encoder.mask_embedding" in shapes:
         return (
             "no encoder= choice has its shapes: set the keys below encoder. as in the run that wrote "
-            "it, or import it with speechtrain-export --from, which writes a choice that fits"
+            "it, or import it with speechtrain export --from, which writes a choice that fits"
         )
     return "use the encoder= of the run that wrote it"
 

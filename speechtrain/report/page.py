@@ -154,7 +154,7 @@ def _facts(run: Run) -> dict[str, str]:
     seed = run.config.get("seed") if about.seed is None else about.seed
     metrics = ((run.result and run.result.metrics) or {}).items()
     return {
-        "command": _CODE.format(shlex.join(["speechtrain-train", *argv])) if argv is not None else "",
+        "command": _CODE.format(f"speechtrain train {shlex.join(argv)}") if argv is not None else "",
         "overrides": "" if overrides == argv else Markup(" ").join(map(_CODE.format, overrides)),
         "seed": "" if seed is None else str(seed),
         "commit": _CODE.format(commit) if commit else "",

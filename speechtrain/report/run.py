@@ -210,7 +210,7 @@ def read_run(folder: str | Path) -> Run:
     """Read a run directory. Raises RunError where there is none."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise RunError(f"{folder}: no such directory; give a run directory, as speechtrain-train printed it")
+        raise RunError(f"{folder}: no such directory; give a run directory, as speechtrain train printed it")
     if not any((folder / name).is_file() for name in (METRICS, RESULT, CONFIG)):
         raise RunError(f"{folder}: no run in it ({METRICS}, {RESULT} and {CONFIG} are all missing)")
     try:

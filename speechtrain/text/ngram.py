@@ -70,7 +70,7 @@ class NGram:
 
     def _bad(self, what: str) -> DataError:
         return DataError(
-            f"decoder.lm: {self.path}{what}; give an ARPA file, as speechtrain-prepare lm writes it"
+            f"decoder.lm: {self.path}{what}; give an ARPA file, as speechtrain prepare lm writes it"
         )
 
     def _is_last(self, line: str) -> bool:

@@ -83,7 +83,7 @@ class Characters(Tokenizer):
     """A tokenizer with one label for each character of an alphabet, in its order.
 
     The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T). With null, which
-    ``speechtrain-train`` replaces by the characters of the training transcripts, there is no label yet.
+    ``speechtrain train`` replaces by the characters of the training transcripts, there is no label yet.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class SentencePiece(FileTokenizer):
     saved_name = "tokenizer.model"
 
     def __init__(self, model: FilePath, normaliser: str = "lower") -> None:
-        super().__init__(model, "train a model with speechtrain-prepare tokenizer")
+        super().__init__(model, "train a model with speechtrain prepare tokenizer")
         try:
             if not self._content:
                 raise RuntimeError

@@ -1,4 +1,4 @@
-"""Evaluation: one code path for training, ``speechtrain-evaluate`` and the report."""
+"""Evaluation: one code path for training, ``speechtrain evaluate`` and the report."""
 
 from __future__ import annotations
 

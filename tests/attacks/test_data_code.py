@@ -155,7 +155,7 @@ def test_no_recording_manifest_runs_code(forks: Forks, place: Place, kind: str) 
 
 @pytest.mark.parametrize("name", ["a response by command", "a reference", "a command"])
 def test_a_strangers_run_names_a_manifest(forks: Forks, place: Place, good: Path, name: str) -> None:
-    """Plain ``speechtrain-evaluate RUN``: the set stands in the run's config.yaml."""
+    """Plain ``speechtrain evaluate RUN``: the set stands in the run's config.yaml."""
     import shutil
 
     run_dir = place.folder / "run"

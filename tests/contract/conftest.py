@@ -26,7 +26,7 @@ ALL = sorted(
     (path.parent.name, path.stem)
     for conf in FOLDERS
     for path in conf.glob("*/[!_]*.yaml")
-    if path.parent.name != "corpus"  # of speechtrain-prepare: no group of a run
+    if path.parent.name != "corpus"  # of speechtrain prepare: no group of a run
 )
 
 

@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Command:
-    """``speechtrain-train`` with the tiny recipe on one run directory."""
+    """``speechtrain train`` with the tiny recipe on one run directory."""
 
     def __init__(self, run_dir: Path, environment: dict[str, str], overrides: list[str]) -> None:
         self.run_dir = run_dir

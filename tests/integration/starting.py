@@ -77,7 +77,7 @@ class Starter:
         self._numbers = count()
 
     def start(self, argv: list[str], environment: Mapping[str, str]) -> Started:
-        """``speechtrain-train`` with these arguments."""
+        """``speechtrain train`` with these arguments."""
         if self._process is None:
             self._folder = tempfile.TemporaryDirectory(prefix="started-")
             pipe = subprocess.PIPE

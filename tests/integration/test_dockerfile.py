@@ -56,7 +56,7 @@ def test_the_run_lines_make_an_environment_in_which_the_demo_starts(tmp_path: Pa
     for step in steps:
         run(["sh", "-c", step], folder, environment)
     (command,) = lines_of("CMD")
-    assert "speechtrain-train" in command
-    demo = ["speechtrain-train", "recipe=demo", "trainer.max_steps=2", f"run_dir={run_dir}"]
+    assert "speechtrain" in command
+    demo = ["speechtrain", "train", "recipe=demo", "trainer.max_steps=2", f"run_dir={run_dir}"]
     run(demo, tmp_path, environment)
     assert (run_dir / "result.json").is_file()

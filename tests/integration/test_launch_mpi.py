@@ -85,7 +85,7 @@ def test_a_signal_saves_a_rank_that_dies_ends_all_and_nothing_outlives_the_comma
 def test_a_command_that_is_one_of_several_joins_the_others(
     engine: str, tmp_path: Path, environment: dict[str, str], alone: Command
 ) -> None:
-    """``mpirun -n 2 speechtrain-train …``: as sites do that start everything so."""
+    """``mpirun -n 2 speechtrain train …``: as sites do that start everything so."""
     skip_twice(engine)
     run = Command(tmp_path / "run", prepared(engine, environment), [*SIZES, "trainer.simulate_world=2"])
     program = "mpirun" if engine == "intel" else f"mpirun.{engine}"

@@ -164,7 +164,7 @@ def listed(options: list[str]) -> str:
 
 
 class FromTheFirst(Command):
-    """``speechtrain-train`` with two ranks, given on the first host; by default over ssh."""
+    """``speechtrain train`` with two ranks, given on the first host; by default over ssh."""
 
     def __init__(
         self, run_dir: Path, environment: dict[str, str], hosts: Hosts, *overrides: str, launcher: str = "ssh"

@@ -68,7 +68,7 @@ class HuggingFace:
 
         manifest = out / f"{name}.jsonl.gz"
         bad = write_cuts(manifest, cuts())
-        print(f"train with: speechtrain-train recipe=scratch data.train={manifest}")
+        print(f"train with: speechtrain train recipe=scratch data.train={manifest}")
         return DataError.exit_code if bad else 0
 
     def _load(self) -> Any:

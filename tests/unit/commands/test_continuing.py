@@ -151,9 +151,9 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
     """U15: the second one was refused, because it continued the run of the first."""
     runs = {}
     for line in Path(__file__).parents[3].joinpath("README.md").read_text().splitlines():
-        if "speechtrain-train" not in line or not line.startswith("    "):
+        if "speechtrain train" not in line or not line.startswith("    "):
             continue
-        words = shlex.split(line.partition("speechtrain-train")[2], comments=True)
+        words = shlex.split(line.partition("speechtrain train")[2], comments=True)
         command = read([word for word in words if not word.startswith("allow_targets=")])
         if command.is_sweep or command.run_dir is not None or not command.overrides:
             continue
@@ -178,7 +178,7 @@ def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tm
     (tmp_path / CONFIG).write_text(dump(config))
     about = {"argv": ["--config-dir", "conf", "recipe=demo"], "overrides": ["recipe=demo", "seed=3"]}
     (tmp_path / "run.json").write_text(json.dumps(about))
-    expected = f"this {advice}: speechtrain-train --config-dir conf recipe=demo seed=3 run_dir=NEW {override}"
+    expected = f"this {advice}: speechtrain train --config-dir conf recipe=demo seed=3 run_dir=NEW {override}"
     if "weights" in advice:
         expected += f" init_from={tmp_path}"
     with pytest.raises(RunError, match=re.escape(expected) + "$"):

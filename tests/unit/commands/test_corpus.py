@@ -1,4 +1,4 @@
-"""speechtrain-prepare corpus=NAME: each corpus as it lies on the disk, to manifests, to a WER."""
+"""speechtrain prepare corpus=NAME: each corpus as it lies on the disk, to manifests, to a WER."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_corpus_as_it_lies_on_the_disk_is_scored(
     trained = [
         part for part in yaml.safe_load((CONF / f"{name}.yaml").read_text())["train"] if part in expected
     ]
-    typed = shlex.split(command.removeprefix("train with: speechtrain-train "))
+    typed = shlex.split(command.removeprefix("train with: speechtrain train "))
     assert "data.train=" + ",".join(str(tmp_path / f"out/{part}.jsonl.gz") for part in trained) in typed
     assert train.run([*typed, "--cfg", "job"]) == 0  # what it says can be typed
     capsys.readouterr()
@@ -131,7 +131,7 @@ def test_a_corpus_of_ones_own_from_its_download_to_a_wer(
     monkeypatch.setenv("DATASET_DIR", "root")
     assert prepare.run(["corpus=tiny", "out=out", "download=true", f"url={url}", "--config-dir", "conf"]) == 0
     command = capsys.readouterr().out.splitlines()[-1]
-    typed = shlex.split(command.removeprefix("train with: speechtrain-train "))
+    typed = shlex.split(command.removeprefix("train with: speechtrain train "))
     assert train.run([*typed, *TRAIN, "run_dir=run"]) == 0
     assert json.loads(Path("run/result.json").read_text())["metrics"]["dev-clean-2/wer"] >= 0
 
@@ -275,7 +275,7 @@ def test_prepare_corpus_reads_the_folder_that_its_yaml_names(
     (tmp_path / "conf" / "corpus").mkdir(parents=True)
     (tmp_path / "conf" / "corpus" / "local.yaml").write_text(yaml.safe_dump(node))
     assert prepare.run(["corpus=local", "out=out", "--config-dir=conf"]) == 0
-    assert "train with: speechtrain-train" in capsys.readouterr().out
+    assert "train with: speechtrain train" in capsys.readouterr().out
 
 
 def speech(number: int, kind: str = "WAV") -> bytes:

@@ -1,4 +1,4 @@
-"""speechtrain-doctor: what it finds right and wrong, and that nothing is left behind."""
+"""speechtrain doctor: what it finds right and wrong, and that nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""speechtrain-evaluate: the figures of training, on any set, of a run wherever it lies."""
+"""speechtrain evaluate: the figures of training, on any set, of a run wherever it lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""speechtrain-prepare perturb: copies of recordings at other speeds."""
+"""speechtrain prepare perturb: copies of recordings at other speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""speechtrain-prepare: each subcommand in this process, on a folder of its own."""
+"""speechtrain prepare: each subcommand in this process, on a folder of its own."""
 
 from __future__ import annotations
 

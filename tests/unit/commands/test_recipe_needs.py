@@ -19,7 +19,7 @@ from speechtrain.config.build import build_data, build_tokenizer, dry_build
 from .corpora import common_voice, librispeech, said
 
 DRY = "dry_run=true"
-PREPARE = "speechtrain-prepare corpus=librispeech download=true parts="
+PREPARE = "speechtrain prepare corpus=librispeech download=true parts="
 PARTS = ("train-clean-100", "train-clean-360", "train-other-500", "dev-clean")
 SIZES = "train-clean-100 (6.4 GB), train-clean-360 (23.1 GB), train-other-500 (30.6 GB), dev-clean (0.4 GB)"
 UNSET = "in DATASET_DIR, which is not set (export DATASET_DIR=FOLDER)"
@@ -84,7 +84,7 @@ def test_parts_that_are_unpacked_are_not_downloaded(
     librispeech(tmp_path)
     path = tmp_path / "manifests" / "librispeech" / "dev-clean.jsonl.gz"
     _, _, lines = start(capsys, "data=manifest", f"data.train={path}", DRY)
-    command = "speechtrain-prepare corpus=librispeech parts=dev-clean"
+    command = "speechtrain prepare corpus=librispeech parts=dev-clean"
     assert lines == [f"speechtrain: needs LibriSpeech dev-clean (0.4 GB) in DATASET_DIR: {command}"]
 
 
@@ -96,7 +96,7 @@ def test_a_corpus_without_a_download_names_its_page(
     files[1] = files[1].replace("/valid.", "/dev.")
     model = "tokenizer.model=/corpora/manifests/common_voice/tokenizer.model"
     code, _, lines = start(capsys, "data=manifest", *files, "tokenizer=sentencepiece", model, DRY)
-    command = "speechtrain-prepare corpus=common_voice parts=train,dev"
+    command = "speechtrain prepare corpus=common_voice parts=train,dev"
     page = "https://commonvoice.mozilla.org/datasets"
     assert (code, lines) == (
         0,
@@ -122,7 +122,7 @@ def test_a_corpus_without_a_download_names_its_page(
         (
             ["tokenizer=sentencepiece"],
             [
-                "a tokenizer: speechtrain-prepare tokenizer SOURCE --kind unigram --size 1023 --normaliser "
+                "a tokenizer: speechtrain prepare tokenizer SOURCE --kind unigram --size 1023 --normaliser "
                 "lower --out FILE.model, then add tokenizer.model=FILE.model"
             ],
         ),
@@ -232,13 +232,13 @@ def test_the_command_of_a_line_makes_the_recipe_ready(
     monkeypatch.setenv("DATASET_DIR", str(tmp_path / "corpora"))
     librispeech(tmp_path / "corpora", PARTS)
     _, _, lines = start(capsys, "recipe=mlperf", DRY)
-    program, *words = shlex.split(lines[0].rpartition(": ")[2])
-    assert (program, "download=true" in words) == ("speechtrain-prepare", False)
+    program, command, *words = shlex.split(lines[0].rpartition(": ")[2])
+    assert (program, command, "download=true" in words) == ("speechtrain", "prepare", False)
     assert prepare.run([*words, SUBWORDS]) == 0
     out = capsys.readouterr().out
     folder = tmp_path / "corpora" / "manifests" / "librispeech"
     assert f"{folder}/bpe1024.model is not made: tokenizer: 1024 pieces are too many" in out
-    assert out.splitlines()[-1].startswith("train with: speechtrain-train recipe=scratch data.train=")
+    assert out.splitlines()[-1].startswith("train with: speechtrain train recipe=scratch data.train=")
     config = compose(["recipe=mlperf", "run_dir=r"])
     assert build_tokenizer(config).size == 19
     assert needs_of(config) == []
@@ -260,7 +260,7 @@ def test_a_tokenizer_alone_has_the_command_that_makes_it(
     sources = " ".join(f"{folder}/{part}.jsonl.gz" for part in PARTS[:3])
     assert lines == [
         "speechtrain: needs the tokenizer manifests/librispeech/tokenizer.model in DATASET_DIR: "
-        f"speechtrain-prepare tokenizer {sources} --kind unigram --size 1023 --normaliser english "
+        f"speechtrain prepare tokenizer {sources} --kind unigram --size 1023 --normaliser english "
         f"--out {folder}/tokenizer.model"
     ]
 

@@ -388,7 +388,7 @@ def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     report, line = capsys.readouterr().out.splitlines()
     assert report == f"report: {run_dir / 'report.html'}"
     own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
-    assert line.endswith(f": speechtrain-train {own} precision=bf16")
+    assert line.endswith(f": speechtrain train {own} precision=bf16")
     config = load(run_dir / "config.yaml")
     for own_files in (
         ["a.jsonl", "b.jsonl"],

@@ -124,7 +124,7 @@ WRONG = [
     (
         ["tokenizer=sentencepiece", "tokenizer.model=/no/x.model"],
         DATA,
-        ["/no/x.model", "speechtrain-prepare"],
+        ["/no/x.model", "speechtrain prepare"],
     ),
     (["device=hpu", "data.shapes=0", DRY], CONFIG, ["data.shapes=0", "set data.shapes=8"]),
     (["precision=fp16", "device=cpu"], MACHINE, ["precision=fp16", "precision=bf16"]),

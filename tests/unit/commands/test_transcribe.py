@@ -1,4 +1,4 @@
-"""speechtrain-transcribe: text of any audio file, whatever lies beside it."""
+"""speechtrain transcribe: text of any audio file, whatever lies beside it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "Skipped recordings 8 in all",
         "unreadable 7 cut-0 lost sync",
         "and 2 more in skipped.jsonl",
-        "command speechtrain-train -m seed=1,2 overrides seed=1 seed 7",
+        "command speechtrain train -m seed=1,2 overrides seed=1 seed 7",
         "abc123 with uncommitted changes",
         "torch 2.13.0",
         "lr: 0.004",

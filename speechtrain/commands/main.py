@@ -1,0 +1,55 @@
+"""speechtrain: the program whose first argument names a command. Its --help imports no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from speechtrain import __version__
+from speechtrain.commands._cli import console
+from speechtrain.errors import ConfigError, nearest
+
+COMMANDS = {
+    "train": "train a model, continue a run, or run a sweep",
+    "prepare": "tokenizers, manifests, statistics and public corpora",
+    "evaluate": "score a run on evaluation sets",
+    "transcribe": "transcribe recordings with a run",
+    "export": "convert a run to other systems' formats, and their models to runs",
+    "report": "write an HTML page of one run or of several",
+    "doctor": "check whether this machine and a recipe can train",
+}
+"""The line of each command in ``speechtrain --help``."""
+
+
+def run(argv: list[str]) -> int:
+    """Run the command that the first argument names. Returns its exit code. Raises ConfigError."""
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"speechtrain {__version__}")
+        return 0
+    if not name:
+        raise ConfigError(f"name a command: {', '.join(COMMANDS)}. speechtrain --help describes them")
+    if name not in COMMANDS:
+        raise ConfigError(
+            f"{name!r} is not a command{nearest(name, COMMANDS)} (speechtrain --help lists the commands)"
+        )
+    result: int = import_module(f"speechtrain.commands.{name}").run(argv[1:])
+    return result
+
+
+def _help() -> str:
+    lines = ["usage: speechtrain COMMAND ...", "", "Train and use speech models.", "", "commands:"]
+    for name, meaning in COMMANDS.items():
+        lines.append(f"  {name:<12} {meaning}")
+    lines += ["", "options:", "  -h, --help   show this help, or the help of a command behind its name"]
+    lines += ["  --version    print the version", "", "examples:", "  speechtrain train recipe=demo"]
+    lines += ["  speechtrain transcribe RUN talk.mp3", "  speechtrain evaluate --help"]
+    return "\n".join(lines)
+
+
+main = console(run)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""speechtrain: one program for all commands, with one style of help and of naming a run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speechtrain.commands._command_line import read
+from speechtrain.commands.evaluate import parser
+from speechtrain.commands.main import COMMANDS, run
+from speechtrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = Path(sys.executable).parent
+HEAVY = ("torch", "hydra", "omegaconf", "lhotse")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["evaluate", "--help"]]
+)
+def test_help_imports_no_heavy_library(arguments: list[str]) -> None:
+    program = (
+        "import sys; from speechtrain.commands.main import run\n"
+        "try:\n    run(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        f"print(sorted(set(sys.modules) & {set(HEAVY)}), file=sys.stderr)"
+    )
+    line = [sys.executable, "-c", program, *arguments]
+    process = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert process.stderr == "[]\n"
+    assert process.stdout
+
+
+def test_the_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    listed = re.findall(r"^  (\w+) +\w", capsys.readouterr().out, re.M)
+    setup = ast.parse((ROOT / "setup.py").read_text())
+    names = next(
+        ast.literal_eval(node.value)
+        for node in setup.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
+    )
+    assert tuple(COMMANDS) == names
+    assert listed[: len(names)] == list(names)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_has_the_same_sections(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        run([name, "--help"])
+    text = capsys.readouterr().out
+    sections = [
+        "usage: speechtrain " + name,
+        "positional arguments:",
+        "options:",
+        "examples:",
+        "exit codes: ",
+    ]
+    places = [text.find(section) for section in sections]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert f"\n  speechtrain {name}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a command: train, prepare"),
+        (["trian"], "did you mean 'train'"),
+        (["recipe=demo"], "is not a command"),
+    ],
+)
+def test_another_name_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(arguments)
+
+
+def test_the_program_and_its_other_name_print_the_same() -> None:
+    texts = []
+    for line in (["speechtrain", "report"], ["speechtrain-report"]):
+        process = subprocess.run([SCRIPTS / line[0], *line[1:], "nix"], capture_output=True, text=True)
+        assert process.returncode == 5
+        texts.append(process.stderr)
+    assert texts[0] == texts[1]
+    assert "nix: no such directory" in texts[0]
+
+
+def test_a_run_has_two_forms_in_every_command(tmp_path: Path) -> None:
+    build = parser()
+    options = ["--worst", "1", "decoder=beam"]
+    for words in (["runs/a b", *options], [*options, "run_dir=runs/a b"]):
+        arguments = build.parse_with_run(words)
+        assert (arguments.run, arguments.overrides) == (Path("runs/a b"), ["decoder=beam"])
+    run_dir = tmp_path / "it's a run"
+    run_dir.mkdir()
+    (run_dir / "run.json").write_text("{}")
+    command = read([str(run_dir), "trainer.max_steps=3"])
+    assert command.run_dir == run_dir
+    assert command.overrides[1:] == ["trainer.max_steps=3"]
+    with pytest.raises(ConfigError, match=r"neither KEY=VALUE nor a run directory"):
+        read([str(tmp_path)])
