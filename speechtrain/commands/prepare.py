@@ -85,6 +85,23 @@ def parser() -> Parser:
 
     _add_convert(commands)
 
+    _add_split(commands)
+
+    stats = commands.add_parser("stats", help="tell what any source holds, with its likely errors")
+    _add_sources(stats)
+    stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
+    stats.add_argument(
+        "--no-audio", action="store_true", help="decode nothing, so find no silent, clipped or bad ones"
+    )
+    _add_jobs(stats)
+    stats.set_defaults(act=write_stats)
+
+    add_lm(commands, _add_sources, lambda given: map(text_of, cuts_of(named_source(given))))
+    _add_tsv(commands)
+    return build
+
+
+def _add_split(commands: Any) -> None:
     split = commands.add_parser("split", help="write any source as two manifests, one of them held out")
     _add_sources(split)
     split.add_argument("--out", type=Path, required=True, metavar="DIR", help="for train.jsonl, valid.jsonl")
@@ -92,17 +109,6 @@ def parser() -> Parser:
     unit = "the unit that is held out (speaker, if each recording names one of ten or more)"
     split.add_argument("--by", choices=("speaker", "recording"), help=unit)
     split.set_defaults(act=write_split)
-
-    stats = commands.add_parser("stats", help="tell what any source holds, with its likely errors")
-    _add_sources(stats)
-    stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
-    stats.add_argument("--no-audio", action="store_true", help="decode nothing: no silent or bad ones")
-    _add_jobs(stats)
-    stats.set_defaults(act=write_stats)
-
-    add_lm(commands, _add_sources, lambda given: map(text_of, cuts_of(named_source(given))))
-    _add_tsv(commands)
-    return build
 
 
 def _add_convert(commands: Any) -> None:
