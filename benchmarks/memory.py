@@ -37,6 +37,7 @@ TRANSFORMER = (
     *("model=ctc", "encoder=wav2vec2", "encoder.layers=8", "encoder.width=256", "encoder.feed_forward=1024"),
     *("encoder.heads=4", "encoder.conv_layers=[[64,10,5],[128,8,8],[256,8,8]]", "encoder.layer_drop=0"),
 )
+DEVICE = ("device=cpu", "device.autotune=false")
 LSTM = ("model=rnnt", "encoder=lstm_small", "augment=none", "encoder.hidden=512")
 
 
@@ -88,7 +89,7 @@ def measure(
 ) -> tuple[float, float]:
     """MiB beyond the built model, and the median seconds of a step."""
     torch.set_num_threads(1)
-    config = compose([*recipe, "device.autotune=false"])
+    config = compose([*recipe, *DEVICE])
     task, _ = build_task(config)
     policy = build_device(config).policy(build_precision(config).dtype)
     apply_policy(task, policy)

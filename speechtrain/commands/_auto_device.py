@@ -85,11 +85,8 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
         return
     launcher = build_launcher(config)
     if not launcher.is_here(Job(Path(), Path(), world_size=config.world_size)):
-        name = type(launcher).__name__.lower()
-        raise ConfigError(
-            f"launcher={name} may start ranks on other hosts, whose devices are unknown here. Add device=cpu, "
-            "cuda or hpu"
-        )
+        line = f"launcher={type(launcher).__name__.lower()} may start ranks on other hosts"
+        raise ConfigError(f"{line}, whose devices are unknown here. Add device=cpu, cuda or hpu")
 
 
 def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: Launcher | None) -> None:
@@ -105,8 +102,7 @@ def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: L
 
 def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:
     """Raise ConfigError if ``auto`` is another device than ``name``, its meaning where the sweep started."""
-    device = auto_device()
-    if group_choices.get("device") == AUTO and device.name != name:
-        raise ConfigError(
-            f"device=auto is {name} where the sweep started, and not here ({device}). Add device=NAME"
-        )
+    meaning = auto_device()
+    if group_choices.get("device") == AUTO and meaning.name != name:
+        line = f"device=auto is {name} where the sweep started, and not on this host ({meaning})"
+        raise ConfigError(f"{line}. Add device=NAME")

@@ -165,13 +165,13 @@ def test_a_launcher_of_a_package_says_itself_where_its_ranks_run(
     check_launcher(group_choices, config)
 
 
-@pytest.mark.parametrize("more", [[], ["dry_run=true"], ["-m", "seed=1,2"]])
+@pytest.mark.parametrize("form", [[], ["dry_run=true"], ["-m", "seed=1,2"]])
 def test_the_command_refuses_before_it_starts_a_job(
-    more: list[str], rule: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: list[str], rule: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
-        train.run(["recipe=demo", "launcher=slurm", *more])
+        train.run(["recipe=demo", "launcher=slurm", *form])
     assert not [*tmp_path.rglob("config.yaml")]
 
 
@@ -268,7 +268,7 @@ def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: 
     check_same_device({"device": "auto"}, "cuda")
     check_same_device({"device": "cpu"}, "hpu")
     with pytest.raises(
-        ConfigError, match=r"device=auto is cpu where the sweep started, and not here \(device: cuda"
+        ConfigError, match=r"device=auto is cpu where the sweep started, and not on this host \(device: cuda"
     ):
         check_same_device({"device": "auto"}, "cpu")
 
@@ -347,6 +347,6 @@ def test_a_device_that_is_present_stays(
 def test_the_line_is_printed_once_by_a_command_that_starts_again(gpu_run: Path, rule: None) -> None:
     """A device's variables are set by a second start of the command."""
     program = Path(sys.executable).parent / "speechtrain-evaluate"
-    done = subprocess.run([program, gpu_run, "--json"], capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines().count(FALLBACK) == 1
-    assert json.loads(done.stdout)
+    result = subprocess.run([program, gpu_run, "--json"], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines().count(FALLBACK) == 1
+    assert json.loads(result.stdout)
