@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -92,11 +93,16 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
 def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: Launcher | None) -> None:
     """Print which device ``auto`` means, if it is the choice. Raise what ``check_launcher`` raises.
 
-    ``ranks`` are those that run already. No launcher starts them.
+    ``ranks`` are those that run already. No launcher starts them. The stdout of a dry run is lines for a
+    shell, so its line is on stderr.
     """
-    if group_choices.get("device") == AUTO:
-        if ranks is None:
-            check_launcher(group_choices, config)
+    if group_choices.get("device") != AUTO:
+        return
+    if ranks is None:
+        check_launcher(group_choices, config)
+    if config.dry_run:
+        print(auto_device(), file=sys.stderr)
+    else:
         say(str(auto_device()))
 
 
