@@ -24,7 +24,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-BASE = ("data=digits", "trainer.log_every=1", "tracking=jsonl", "tracking.trackers.jsonl.enabled=true")
+BASE = (
+    *("data=digits", "device=cpu", "trainer.log_every=1"),
+    *("tracking=jsonl", "tracking.trackers.jsonl.enabled=true"),
+)
 STOCK = ("model=rnnt_mlperf",)
 SMALLER = ("model=rnnt_aidk", "encoder.feature_norm=false", "encoder.layer_norm=false")
 NO_NORMS = (*SMALLER, "model.prediction.layer_norm=false")

@@ -35,9 +35,14 @@ MiB = 2**20
 EVEN, RAGGED = (6.0,) * 8, (12.0, 11.0, 10.0, 5.0, 4.0, 4.0, 3.0, 3.0)
 TRANSFORMER = (
     *("model=ctc", "encoder=wav2vec2", "encoder.layers=8", "encoder.width=256", "encoder.feed_forward=1024"),
-    *("encoder.heads=4", "encoder.conv_layers=[[64,10,5],[128,8,8],[256,8,8]]", "encoder.layer_drop=0"),
+    *(
+        "device=cpu",
+        "encoder.heads=4",
+        "encoder.conv_layers=[[64,10,5],[128,8,8],[256,8,8]]",
+        "encoder.layer_drop=0",
+    ),
 )
-LSTM = ("model=rnnt", "encoder=lstm_small", "augment=none", "encoder.hidden=512")
+LSTM = ("model=rnnt", "device=cpu", "encoder=lstm_small", "augment=none", "encoder.hidden=512")
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ PAIRS = (
     Pair("split_segments, ragged rows", LSTM, "", "encoder.split_segments=true", seconds=RAGGED),
     Pair(
         "adamw8bit, 47.9 M weights",
-        ("model=rnnt_intel",),
+        ("model=rnnt_intel", "device=cpu"),
         "optimizer=adamw",
         "optimizer=adamw8bit",
         seconds=(2.0,),

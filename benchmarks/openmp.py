@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ENCODERS = {"LSTM": (), "FastConformer": ("encoder=fastconformer_tiny",)}
-BASE = ("recipe=demo", "trainer.log_every=5", "tracking=jsonl", "device.autotune=false")
+BASE = ("recipe=demo", "trainer.log_every=5", "tracking=jsonl", "device=cpu", "device.autotune=false")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from speechtrain.supervision.process_tree import children_of
 
 SMALL = [
     *("recipe=demo", "schedule=constant", "schedule.warmup_steps=60"),
-    *("device.threads=1", "device.matmul=highest", "tracking=jsonl"),
+    *("device=cpu", "device.threads=1", "device.matmul=highest", "tracking=jsonl"),
     *("data.workers=0", "data.train.utterances=400", "data.valid.unheard.utterances=12"),
     *("data.batch.count=4", "trainer.max_epochs=null", "trainer.log_every=1", "allow_targets=survival"),
     *("data._target_=survival.RecordedData", "trainer.validate_every=1000000"),

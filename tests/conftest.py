@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["SPEECHTRAIN_CACHE"] = os.path.join(os.environ["TMPDIR"], "cache")
     for name in USERS:
         os.environ.pop(name, None)
+    os.environ["SPEECHTRAIN_DEVICE"] = "cpu"  # of every command of the suite that chooses no device
 
 
 # the same examples every time: a suite that passed passes again

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from speechtrain.commands import doctor, evaluate, export, prepare, report, train, transcribe
+from speechtrain.commands._auto_device import VARIABLE, check_launcher
 from speechtrain.commands._choices import choices, corpora
 from speechtrain.commands._command_line import Command, check_flags, read, rewrite
 from speechtrain.commands._continue_run import continued, run_to_continue
 from speechtrain.commands._corpus import Corpus, _merged, _written, made
 from speechtrain.commands._from_data import follow_data, typed_keys
-from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._hydra_app import compose, compose_with_choices
 from speechtrain.commands._recipe_needs import settle_needs
 from speechtrain.commands._start_jobs import _refuse_other_validation
 from speechtrain.commands._start_run import start_run
@@ -246,11 +248,19 @@ def first_job(overrides: Sequence[str]) -> list[str]:
 
 def new_config(command: Command) -> DictConfig:
     """Compose the config of a new run, with the keys that its data decides."""
-    config = compose(command.overrides, command.config_dir)
+    config, group_choices = compose_with_choices(command.overrides, command.config_dir)
+    check_device(group_choices, config)
     config.run_dir = str(command.run_dir or Path("new").resolve())
     with_whole_paths(config)
     follow_data(config, typed_keys(command.overrides, {}), is_plan=settle_needs(config))
     return config
+
+
+def check_device(group_choices: Mapping[str, Any], config: DictConfig) -> None:
+    """Raise ConfigError if a launcher of other hosts gets no device. The suite's variable does not count."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv(VARIABLE)
+        check_launcher(group_choices, config)
 
 
 def composed(overrides: Sequence[str]) -> None:

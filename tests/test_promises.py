@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from speechtrain.commands._command_line import read
-from speechtrain.commands._hydra_app import compose
+from speechtrain.commands._hydra_app import compose_with_choices
 from speechtrain.config.check import check
 from speechtrain.errors import SpeechtrainError
 
-from .test_docs import Example, commands_of, parse, with_fixtures
+from .test_docs import Example, check_device, commands_of, parse, with_fixtures
 from .unit.commands.conftest import TINY, untrained
 
 ROOT = Path(__file__).parent.parent
@@ -107,7 +107,8 @@ def fault_of(example: Example, folder: Path) -> str:
     try:
         if example.program == "train":
             command = read(words)
-            config = compose(command.overrides, command.config_dir)
+            config, group_choices = compose_with_choices(command.overrides, command.config_dir)
+            check_device(group_choices, config)
             config.run_dir = str(folder / "new")
             check(config)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from speechtrain.commands._auto_device import announce_auto
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command, split
 from speechtrain.commands._find_run import find_run, folders_of, text_of, values_of
@@ -103,13 +104,19 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
             set_key(config, key, value)
         elif (before := stored_value(config, key)) not in (value, whole_value(value)):
             refused.append(f"{key}: {before} in the run, {value} now")
-    if about == About([]) and "was not typed" in str(refused):
-        raise RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
     if refused:
-        advice = _other_run(run_dir, about, command)
-        raise RunError(f"{run_dir} belongs to another config ({_shown(refused)}); {advice}")
+        raise _refusal(run_dir, about, command, refused)
+    announce_auto(changes, config, command.together)
     _settle_limits(config, command.overrides, about.overrides, new)
     return config
+
+
+def _refusal(run_dir: Path, about: About, command: Command, refused: Sequence[str]) -> RunError:
+    """Return the error of a command with keys that the run in ``run_dir`` cannot change."""
+    if about == About([]) and "was not typed" in str(refused):
+        return RunError(f"{run_dir / ABOUT} is damaged or missing; run_dir={run_dir} alone continues the run")
+    advice = _other_run(run_dir, about, command)
+    return RunError(f"{run_dir} belongs to another config ({_shown(refused)}); {advice}")
 
 
 def _new_overrides(about: About, command: Command) -> list[str]:

@@ -12,9 +12,10 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from speechtrain.commands._auto_device import offer_auto
 from speechtrain.commands._choices import choices, refuse_bases
 from speechtrain.commands._init_from import offer_finetuned
 from speechtrain.config import schema  # noqa: F401 - registers the typed root with Hydra
@@ -27,19 +28,35 @@ _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 def compose(overrides: list[str], config_dir: str | None = None) -> DictConfig:
     """Compose one job's config from the package's groups and ``config_dir``. Raises ConfigError."""
+    return compose_with_choices(overrides, config_dir)[0]
+
+
+def compose_with_choices(
+    overrides: list[str], config_dir: str | None = None
+) -> tuple[DictConfig, dict[str, Any]]:
+    """Compose one job's config. Return it with the choice of each group. Raises ConfigError."""
     try:
         return _compose(overrides, config_dir)
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, overrides, config_dir) from None
 
 
-def _compose(overrides: list[str], config_dir: str | None) -> DictConfig:
-    refuse_bases(overrides, config_dir)
-    offer_finetuned(overrides)
+def _compose(overrides: list[str], config_dir: str | None) -> tuple[DictConfig, dict[str, Any]]:
+    offer_choices(overrides, config_dir)
     GlobalHydra.instance().clear()
     search = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
     with hydra.initialize_config_module("speechtrain.conf", version_base="1.3"):
-        return hydra.compose("config", [*search, *overrides])
+        config = hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+    with open_dict(config):
+        settings = config.pop("hydra")
+    return config, dict(settings.runtime.choices)
+
+
+def offer_choices(overrides: Sequence[str], config_dir: str | None) -> None:
+    """Set Hydra's choices that no file has. Raises ConfigError for an override that chooses a base YAML."""
+    refuse_bases(overrides, config_dir)
+    offer_finetuned(overrides)
+    offer_auto(overrides, config_dir)
 
 
 def override_value(text: str) -> Any:
@@ -138,13 +155,13 @@ def _near_key(key: str, known: set[str]) -> str:
 def key_for_option(option: str) -> str:
     """Return the key that an option such as ``--max-steps`` names, or an empty text."""
     name = option.lstrip("-").replace("-", "_")
-    keys = [key for key in sorted(_known_keys([], None)) if f".{key}".endswith(f".{name}")]
+    keys = [key for key in sorted(_known_keys(["device=cpu"], None)) if f".{key}".endswith(f".{name}")]
     return min(keys, key=len, default="")
 
 
 @lru_cache(maxsize=64)
 def _composed_keys(choices: tuple[str, ...], config_dir: str | None) -> set[str]:
-    plain = OmegaConf.to_container(_compose(list(choices), config_dir), resolve=False)
+    plain = OmegaConf.to_container(_compose(list(choices), config_dir)[0], resolve=False)
     paths = (key.split(".") for key in flat(cast("dict[str, Any]", plain)))
     keys = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
     return {key for key in keys if not key.endswith("_target_")}

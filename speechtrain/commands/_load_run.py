@@ -6,6 +6,7 @@ Nothing is written and no lock is taken, so a run in progress may be opened at a
 from __future__ import annotations
 
 import inspect
+import logging
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.commands._auto_device import AUTO, auto_device
 from speechtrain.commands._command_line import rewrite
 from speechtrain.commands._hydra_app import compose, override_value
 from speechtrain.commands._on_host import restart_for
 from speechtrain.compute_policy import ComputePolicy, apply_policy
-from speechtrain.config.build import build_device, build_tokenizer, size_of_network
+from speechtrain.config.build import build_device, build_precision, build_tokenizer, size_of_network
 from speechtrain.config.check import mismatch
-from speechtrain.config.resume_fields import flat
+from speechtrain.config.resume_fields import flat, key_of
 from speechtrain.config.schema import PLACES
 from speechtrain.config.targets import parameter_types, target_class
 from speechtrain.devices.base import Device
@@ -36,6 +38,7 @@ from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.train_rank import build_task, open_device, read_config
 from speechtrain.training.autotune import recorded_policy
 
+_LOG = logging.getLogger(__name__)
 _CHOICES = ("device", "precision", "decoder")
 """Groups whose choice may change when a trained run is opened."""
 
@@ -85,21 +88,21 @@ def open_run(
     """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
 
     ``overrides`` are KEY=VALUE pairs on its config, such as ``device.threads=1``; the choice of the
-    device, the precision and the decoder may change as well, also to one in ``config_dir``. Raises
+    device, the precision and the decoder may change as well, also to one in ``config_dir``. Without a
+    choice, the run's device is used if this host has it, else ``device=auto``, with a line in the log. Raises
     RunError if there is no run or no usable checkpoint, ConfigError for a key that the config lacks.
     """
     if not (run_dir / CONFIG).is_file():
         raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain train printed")
     config = _config_for_use(run_dir)
-    apply_overrides(config, overrides, config_dir)
+    auto_line = _apply_for_use(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
     restart_for(build_device(config))
+    if auto_line:
+        _LOG.warning(auto_line)
     device, precision = open_device(config, 0)
     policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
-    _, values = size_of_network(config, build_tokenizer(config))
-    stored = sum(map(Tensor.numel, weights.values()))
-    if values > 2 * stored:  # before it takes memory
-        raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {stored:,} of {values:,} weights")
+    _check_size(config, weights, f"{folder} does not fit {run_dir / CONFIG}")
     task, tokenizer = build_task(config)
     apply_policy(task, policy)
     try:
@@ -110,6 +113,39 @@ def open_run(
     return OpenedRun(
         config=config, checkpoint=folder, device=device, policy=policy, task=task.eval(), tokenizer=tokenizer
     )
+
+
+def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str | None) -> str:
+    """Apply ``overrides``. Return the line on ``device=auto`` if it is used, or an empty text.
+
+    It replaces a device that this host lacks, unless ``overrides`` choose the device.
+    If it lacks the run's precision, it computes in fp32.
+    """
+    values = {key_of(text): text.partition("=")[2] for text in overrides}
+    device_keys = [text for text in overrides if key_of(text).startswith("device.")]
+    apply_overrides(config, [text for text in overrides if text not in device_keys], config_dir)
+    line = ""
+    if values.get("device") == AUTO:
+        line = str(auto_device())
+    elif "device" not in values and build_device(config).obstacle():
+        choose(config, "device", AUTO, config_dir)
+        line = str(auto_device())
+        if "precision" not in values and not build_device(config).supports(build_precision(config).dtype):
+            choose(config, "precision", "fp32")
+            line += ", precision=fp32"
+    apply_overrides(config, device_keys)
+    return line
+
+
+def _check_size(config: DictConfig, weights: Mapping[str, Tensor], problem: str) -> None:
+    """Raise RunError, which begins with ``problem``, for a network far larger than its stored weights.
+
+    It is known before the network takes memory.
+    """
+    _, values = size_of_network(config, build_tokenizer(config))
+    stored = sum(map(Tensor.numel, weights.values()))
+    if values > 2 * stored:
+        raise RunError(f"{problem}: {stored:,} of {values:,} weights")
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:

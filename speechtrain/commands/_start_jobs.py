@@ -23,15 +23,15 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._choices import refuse_bases
+from speechtrain.commands._auto_device import announce_auto, auto_device, check_same_device
 from speechtrain.commands._cli import say
 from speechtrain.commands._command_line import Command
 from speechtrain.commands._continue_run import continued, run_name, written_files
 from speechtrain.commands._external_launch import started_together
 from speechtrain.commands._find_run import base_folder
 from speechtrain.commands._from_data import follow_data, typed_keys
-from speechtrain.commands._hydra_app import compose, explain
-from speechtrain.commands._init_from import FINETUNED, offer_finetuned
+from speechtrain.commands._hydra_app import compose, explain, offer_choices
+from speechtrain.commands._init_from import FINETUNED
 from speechtrain.commands._recipe_needs import settle_needs
 from speechtrain.commands._start_run import start_run
 from speechtrain.commands._started_runs import require_started
@@ -76,8 +76,7 @@ def start_jobs(command: Command) -> None:
     if command.is_sweep:
         os.environ["PYTHONSAFEPATH"] = "1"  # of joblib's workers and submitit's jobs
     try:
-        refuse_bases(command.overrides, command.config_dir)
-        offer_finetuned(command.overrides)
+        offer_choices(command.overrides, command.config_dir)
         main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
         app = main(lambda config: jobs(config))
         _run(app, command.flags)
@@ -141,19 +140,26 @@ def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
             require_started(run_dir)
         config = continued(run_dir, job)
     else:
-        if job.is_sweep and FINETUNED in settings.runtime.choices.values():
-            config = compose(job.overrides, job.config_dir)
-        config.run_dir = str(run_dir)
-        _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
-        with_whole_paths(config)
-        if str(config.init_from).startswith("hf:"):
-            from speechtrain.interop.hub import pinned
-
-            config.init_from = pinned(config.init_from)
-        if job.together and config.world_size == 1:
-            config.world_size = job.together.world.size
+        config = _new_config(job, config, settings, run_dir)
         follow_data(config, typed_keys(job.overrides, written), is_plan=settle_needs(config))
     return start_run(job, config, written)
+
+
+def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) -> DictConfig:
+    """Return the config of a new run in ``run_dir``, without the keys that follow from its data."""
+    announce_auto(settings.runtime.choices, config, job.together)
+    if job.is_sweep and FINETUNED in settings.runtime.choices.values():
+        config = compose(job.overrides, job.config_dir)
+    config.run_dir = str(run_dir)
+    _refuse_other_validation(job, config, str(settings.runtime.choices.get("data")))
+    with_whole_paths(config)
+    if str(config.init_from).startswith("hf:"):
+        from speechtrain.interop.hub import pinned
+
+        config.init_from = pinned(config.init_from)
+    if job.together and config.world_size == 1:
+        config.world_size = job.together.world.size
+    return config
 
 
 def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:
@@ -218,6 +224,7 @@ class _Jobs:
     def __init__(self, command: Command) -> None:
         self.command = command
         self.process = os.getpid()
+        self.auto_device = auto_device().name if command.is_sweep else ""
         self.allowed = {k: v for k, v in os.environ.items() if k == ALLOW_TARGETS}
         self.error: Exception | None = None  # It ends the command.
         self.folder_name = f".sweep-{secrets.token_hex(8)}"
@@ -232,6 +239,7 @@ class _Jobs:
         try:
             if os.getpid() != self.process:
                 started_together(None)  # refuses several processes for one job of a sweep
+                check_same_device(settings.runtime.choices, self.auto_device)
             if settings.mode == RunMode.MULTIRUN:
                 say(f"job {settings.job.num + 1}: {varied}")
             result = _start(job, config, settings)

@@ -201,6 +201,7 @@ def packages() -> Iterator[Finding]:
         yield Finding(GREEN, "bitsandbytes", metadata.version("bitsandbytes"))
     import torch
 
+    from speechtrain.commands._auto_device import auto_device
     from speechtrain.devices.cpu import has_bf16
 
     yield _libraries()
@@ -208,6 +209,7 @@ def packages() -> Iterator[Finding]:
     capability = torch.backends.cpu.get_cpu_capability()
     found = f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
     yield Finding(GREEN, "device=cpu", found)
+    yield Finding(GREEN, "device=auto", str(auto_device()))
     if not has_bf16():
         yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=bf16 trains in fp32")
 
@@ -249,19 +251,21 @@ def devices() -> Finding:
 
 def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
     """Compose and check the config of a run; append it to ``config`` if it is valid."""
+    from speechtrain.commands._auto_device import check_launcher
     from speechtrain.commands._command_line import rewrite
     from speechtrain.commands._from_data import follow_data, typed_keys
-    from speechtrain.commands._hydra_app import compose
+    from speechtrain.commands._hydra_app import compose_with_choices
     from speechtrain.commands._recipe_needs import needs_of
     from speechtrain.config.check import check
 
-    found = compose(rewrite(overrides), config_dir)
-    found.run_dir = run_dir
-    if needs := needs_of(found):
+    candidate, group_choices = compose_with_choices(rewrite(overrides), config_dir)
+    check_launcher(group_choices, candidate)
+    candidate.run_dir = run_dir
+    if needs := needs_of(candidate):
         raise DataError("; ".join(map(str, needs)))
-    check(found)
-    follow_data(found, typed_keys(overrides, {}))
-    config.append(found)
+    check(candidate)
+    follow_data(candidate, typed_keys(overrides, {}))
+    config.append(candidate)
     return f"{' '.join(overrides) or 'the defaults'}: every key is valid"
 
 

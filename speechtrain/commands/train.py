@@ -30,6 +30,7 @@ groups, each with its choices and those of your --config-dir:
 
 keys:
   world_size=N               processes of the run (launcher= starts them; hydra/launcher= runs a sweep's jobs)
+  device=NAME                auto (default): cuda if a GPU is usable, else hpu, else cpu
   launcher=NAME              how the ranks are started; auto is local for one rank, torchrun for several
   seed=N                     seed of every random decision
   run_dir=DIR                default runs/<model>-<data>-<hash>; run_dir=RUN alone continues the run RUN
@@ -49,6 +50,7 @@ environment:
   OUTPUT_DIR                 folder of run directories, instead of runs/
   NUM_STEPS                  trainer.max_steps, if the command line does not set it
   SPEECHTRAIN_CACHE          folder of indexes and joined corpora (default ~/.cache/speechtrain)
+  SPEECHTRAIN_DEVICE         the device that device=auto takes here
   XDG_STATE_HOME             folder of the list of runs that you have started (default ~/.local/state)
   SPEECHTRAIN_ALLOW_TARGETS  like allow_targets=
 

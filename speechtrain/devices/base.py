@@ -106,6 +106,13 @@ class Device(ABC):
             return str(error)
         return ""
 
+    def obstacle(self) -> str:
+        """Return in few words why ``device=auto`` cannot mean this device here, or an empty text.
+
+        It may ask the driver, and claims no chip.
+        """
+        return self.absence(1)
+
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
         if self.static_shapes and not shapes:

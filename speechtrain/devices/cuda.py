@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +33,15 @@ _BOUND = {
     "SLURM_TRES_PER_TASK": r".*\bgpu(?:[:=]\w+)??[:=](\d+)\b.*",
     "SLURM_GPU_BIND": r"(?:.*,)?(?:single:(?=1$)|per_task:)(\d+)",
 }
+
+_DRIVER_SECONDS = 60.0
+# A driver runs the CUDA releases of its own major version, and older ones.
+_START_DRIVER = """
+import ctypes, sys
+driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+is_refused = driver.cuInit(0) or driver.cuDriverGetVersion(ctypes.byref(version))
+sys.exit(bool(is_refused) or version.value // 1000 < int(sys.argv[1]))
+"""
 
 
 def _has_own_gpus(local_rank: int, visible: int) -> bool:
@@ -61,6 +72,30 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
     """The members of each ``ModuleList`` that a part of ``module`` names in ``shard_units``."""
     units = [owner.get_submodule(n) for owner in module.modules() for n in getattr(owner, "shard_units", ())]
     return [layer for unit in units if isinstance(unit, nn.ModuleList) for layer in unit]
+
+
+def obstacle(count: int, has_file: bool, starts: bool) -> str:
+    """Return why none of ``count`` GPUs is usable by this torch, or an empty text.
+
+    ``has_file``: whether the host has the device file of a GPU. ``starts``: what ``driver_starts`` returns.
+    """
+    if count and not starts:
+        return f"the NVIDIA driver does not start for the CUDA {torch.version.cuda} of this torch"
+    if not count and has_file and not torch.version.cuda:
+        return "this torch is built without CUDA"
+    return "" if count else "no CUDA device"
+
+
+def driver_starts(release: str) -> bool:
+    """Return whether the NVIDIA driver starts and is new enough for a torch of this CUDA release.
+
+    Another process asks, because a process that has started the driver cannot fork users of it.
+    """
+    line = [sys.executable, "-c", _START_DRIVER, release.partition(".")[0]]
+    try:
+        return not subprocess.run(line, capture_output=True, timeout=_DRIVER_SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return False
 
 
 @dataclass(eq=False)
@@ -113,6 +148,12 @@ class CUDA(Device):
                 f"device=cuda: {processes} processes on this host, which has {count} GPUs; lower world_size "
                 "or start more hosts"
             )
+
+    def obstacle(self) -> str:
+        count = torch.cuda.device_count()
+        release = torch.version.cuda
+        starts = bool(count) and (release is None or driver_starts(release))
+        return obstacle(count, any(Path("/dev").glob("nvidia[0-9]*")), starts)
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         if self.compile and not shapes:

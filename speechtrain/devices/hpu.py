@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,11 @@ trunc unbind uniform unsqueeze var var_mean view view_as where xlogy zero zeros 
 _log_softmax_backward_data _logcumsumexp _native_batch_norm_legit _reshape_alias _softmax
 _softmax_backward_data _to_copy _unsafe_view _weight_norm_interface
 """
+
+
+def has_card(folder: Path) -> bool:
+    """Return whether the folder of device files has one that the vendor's driver makes for each card."""
+    return any([*folder.glob("accel/accel[0-9]*"), *folder.glob("hl[0-9]*")])
 
 
 @dataclass(eq=False)
@@ -158,6 +164,11 @@ class HPU(Device):
     def check(self, processes: int) -> None:
         if importlib.util.find_spec(_PACKAGE) is None:
             raise MachineError(f"device=hpu: {_PACKAGE} is not installed here; {_ADVICE}")
+
+    def obstacle(self) -> str:
+        if importlib.util.find_spec(_PACKAGE) is None:
+            return f"{_PACKAGE} is not installed"
+        return "" if has_card(Path("/dev")) else "no Gaudi card"
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         if self.mode != "eager":

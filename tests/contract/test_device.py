@@ -77,16 +77,20 @@ from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")
+obstacle = device.obstacle()
+assert obstacle.isprintable() and len(obstacle) < 400, obstacle
 try:
     device.check(1)
     device.open(0)
 except MachineError as error:
     text = str(error)
+    assert obstacle, "device=auto would choose it"
     assert text.startswith(f"device={sys.argv[1]}: "), text
     assert text.isprintable() and len(text) < 400, text
     print(text)
 else:
     import torch
+    assert not obstacle, obstacle
     tensor = device.tensor(torch.ones(3))
     device.mark_step(); device.synchronize()
     assert float((tensor + tensor).sum().cpu()) == 6.0

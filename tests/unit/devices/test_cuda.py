@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices import affinity, cuda, host
-from speechtrain.devices.cuda import CUDA
+from speechtrain.devices.cuda import CUDA, driver_starts, obstacle
 from speechtrain.devices.hpu import HPU
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import MachineError
@@ -298,3 +298,64 @@ def test_precision_fallback_reason_names_the_capability(
     message = CUDA().precision_fallback_reason(dtype)
     assert reason in message
     assert bool(message) == bool(reason)
+
+
+# --- is a GPU usable? -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("release", "count", "has_file", "starts", "reason"),
+    [
+        ("12.8", 2, True, True, ""),
+        ("12.8", 2, True, False, "the NVIDIA driver does not start for the CUDA 12.8 of this torch"),
+        ("12.8", 0, True, False, "no CUDA device"),  # CUDA_VISIBLE_DEVICES hides it
+        (None, 0, True, False, "this torch is built without CUDA"),
+        (None, 0, False, False, "no CUDA device"),
+        (None, 1, False, True, ""),  # another vendor's build of torch.cuda
+    ],
+)
+def test_the_obstacle_to_a_gpu_is_named(
+    release: str | None,
+    count: int,
+    has_file: bool,
+    starts: bool,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", release)
+    assert obstacle(count, has_file, starts) == reason
+
+
+_DRIVER = """
+int cuInit(unsigned int flags) {{ return {error}; }}
+int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    ("error", "version", "release", "starts"),
+    [
+        (0, 12080, "12.8", True),
+        (0, 12000, "12.8", True),  # an older driver of the same major version
+        (0, 13000, "12.8", True),
+        (0, 11080, "12.8", False),
+        (100, 12080, "12.8", False),  # no device
+        (999, 12080, "12.8", False),  # its kernel module is not loaded
+        (256, 12080, "12.8", False),  # exit codes have eight bits
+    ],
+)
+def test_another_process_starts_the_driver(
+    error: int, version: int, release: str, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "driver.c").write_text(_DRIVER.format(error=error, version=version))
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert driver_starts(release) == starts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a driver")
+def test_without_a_driver_no_gpu_is_usable() -> None:
+    assert not driver_starts("12.8")
+    assert CUDA().obstacle() == "no CUDA device"

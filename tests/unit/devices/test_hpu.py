@@ -13,7 +13,7 @@ import torch
 
 from speechtrain.compute_policy import STATIC
 from speechtrain.devices import host
-from speechtrain.devices.hpu import HPU
+from speechtrain.devices.hpu import HPU, has_card
 from speechtrain.errors import MachineError
 
 
@@ -45,6 +45,32 @@ def test_the_command_ends_with_that_line_before_a_process_or_a_folder_is_there(t
     assert "habana_frameworks is not installed here" in done.stderr
     assert "device=lazy" in done.stderr
     assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "is_card"),
+    [
+        ("hl0", True),
+        ("accel/accel7", True),
+        ("hl_controlD0", False),
+        ("accel/accel_controlD0", False),
+        ("dri/card0", False),
+    ],
+)
+def test_a_card_is_seen_by_its_device_file(file: str, is_card: bool, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    assert has_card(tmp_path) == is_card
+
+
+@pytest.mark.skipif(os.path.exists("/dev/accel"), reason="accelerators are here, perhaps Gaudi cards")
+def test_the_package_without_a_card_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container of the vendor on a host without a card. The package is not imported."""
+    assert HPU().obstacle() == "habana_frameworks is not installed"
+    (tmp_path / "habana_frameworks").mkdir()
+    (tmp_path / "habana_frameworks" / "__init__.py").write_text("raise RuntimeError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert HPU().obstacle() == "no Gaudi card"
 
 
 def test_modes_differ_in_their_variables() -> None:
