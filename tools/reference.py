@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -360,8 +359,8 @@ def run_files_page() -> str:
     ]
     for path, record in RECORDS:
         parts += [f"## {path}", record_table(record)]
-    events = (Tracker.__doc__ or "").partition("The list below")[2]
-    text = f"Each line has `event` and `time`. {markdown('The list below' + textwrap.dedent(events))}"
+    events = inspect.cleandoc(Tracker.__doc__ or "").partition("The list below")[2]
+    text = f"Each line has `event` and `time`. {markdown('The list below' + events)}"
     parts += ["## metrics.jsonl", text]
     sources = "speechtrain/run_directory.py, speechtrain/tracking/base.py and tools/reference.py"
     return NOTE.format(sources) + "\n\n".join(parts) + "\n"
