@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,39 +30,49 @@ def shell_blocks() -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder after the tutorial."""
     folder = tmp_path_factory.mktemp("tutorial")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "NUM_STEPS": str(STEPS), "PATH": path}
+    environment = dict(os.environ)
+    environment["NUM_STEPS"] = str(STEPS)
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     script = "\n".join(["set -eux", *shell_blocks()])
-    end = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
-    )
+    command = ["bash", "-c", script]
+    end = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert end.returncode == 0, f"{end.stdout}\n{end.stderr}"
     return folder
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
 def test_the_tutorial_ends_with_two_runs_and_their_outputs(folder: Path) -> None:
     for name in ("first", "tuned"):
-        result = json.loads((folder / "runs" / name / "result.json").read_text())
+        result = read_json(folder / f"runs/{name}/result.json")
         assert (result["status"], result["steps"]) == ("finished", STEPS)
-    about = json.loads((folder / "runs" / "tuned" / "run.json").read_text())
-    assert "init_from=runs/first" in about["overrides"]
-    assert "runs/tuned" in (folder / "comparison.html").read_text()
-    recordings = list((folder / "speech" / "audio" / "01").glob("*.wav"))
+    assert "init_from=runs/first" in read_json(folder / "runs/tuned/run.json")["overrides"]
+    assert "tuned" in (folder / "comparison.html").read_text()
+    recordings = list(folder.glob("speech/audio/01/*.wav"))
     assert recordings
-    assert len(list((folder / "captions").rglob("*.srt"))) == len(recordings)
+    assert len(list(folder.glob("captions/**/*.srt"))) == len(recordings)
 
 
-def test_the_page_of_a_runs_files_lists_each_file_and_key(folder: Path) -> None:
-    page = (DOCS / "reference" / "run-files.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["first", "tuned"])
+def test_the_page_of_a_runs_files_lists_each_file_and_key(folder: Path, name: str) -> None:
+    page = (DOCS / "reference/run-files.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    patterns = [re.escape(name).replace("N", "[0-9]+") + ".*" * name.endswith("/") for name in listed]
-    for run in (folder / "runs" / "first", folder / "runs" / "tuned"):
-        files = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
-        assert len(files) > 10
-        missing = [str(path) for path in files if not re.fullmatch("|".join(patterns), str(path))]
-        assert missing == []
-        for path in files:
-            if path.suffix == ".json":
-                assert json.loads((run / path).read_text()).keys() - {"sha256"} <= set(listed), path
-        for line in (run / "metrics.jsonl").read_text().splitlines():
-            assert f"- `{json.loads(line)['event']}`:" in page
+    patterns = []
+    for entry in listed:
+        pattern = re.escape(entry).replace("N", "[0-9]+")
+        if entry.endswith("/"):
+            pattern += ".+"
+        patterns.append(pattern)
+    run = folder / "runs" / name
+    files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [file for file in files if not re.fullmatch("|".join(patterns), file)] == []
+    for path in run.rglob("*.json"):
+        keys = read_json(path).keys() - {"sha256"}
+        assert keys <= set(listed), path
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)["event"]
+        assert f"- `{event}`:" in page
