@@ -12,7 +12,7 @@ PEERS_VENV := .venv-peers
 MLPERF_VENV := .venv-mlperf
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check bench wheel test-ipex peers test-peers test-nightly clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -71,6 +71,10 @@ check: setup-dev
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
 	$(BIN)/python tools/plain.py --check
+
+# The pages of docs/reference/, from the code. A test fails if they are not up to date.
+docs-reference: setup-dev
+	$(BIN)/python tools/reference.py
 
 # The benchmarks that need no argument; the others tell what they need (--help).
 bench: setup-dev

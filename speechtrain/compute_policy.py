@@ -23,7 +23,7 @@ _SECONDS = 20.0  # once all timings together took so long, each policy is timed 
 
 @dataclass(frozen=True)
 class ComputePolicy:
-    """Types, kernels and sizes of one run; the defaults are those of eager devices in fp32.
+    """Types, kernels and sizes of one run. Eager devices in fp32 have the defaults.
 
     It is resolved once in each rank, logged, and kept in ``RUN/device.json``.
     """
@@ -37,7 +37,7 @@ class ComputePolicy:
     lstm: str = "fused"  # torch's own, or that layer by layer, or a loop over frames
     attention: str = "sdpa"  # torch's own, or basic operations on slices
     conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
-    spectrum: str = "fft"  # or matmul where there is no FFT, or conv where there are no strided views either
+    spectrum: str = "fft"  # matmul for a device without FFT, conv for one that also lacks strided views
     ctc: str = "torch"  # torch's own, a recursion in static shapes, or the vendor's kernel
     transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all of them: static
     lattice_cells: int = 1024  # most cells of the transducer's lattice in memory at once
@@ -61,14 +61,14 @@ class ComputePolicy:
         return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in values.items()}
 
     def describe(self) -> str:
-        """What differs from the defaults, as ``name=value`` words; ``plain`` if nothing does."""
+        """The differences from the defaults, as ``name=value`` words, or ``plain`` without any."""
         mine, plain = self.record(), PLAIN.record()
         changed = [f"{name}={mine[name]}" for name in mine if mine[name] != plain[name]]
         return " ".join(changed).replace("torch.", "") or "plain"
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:
-        """The policy of ``record``; None for a record of another release, or a damaged one."""
+        """The policy of ``record``, or None for a record of another release, or a damaged one."""
         if not isinstance(record, Mapping) or record.keys() != set(_RECORDED):
             return None
         values: dict[str, Any] = dict(record)
@@ -113,7 +113,7 @@ STATIC = ComputePolicy(
 
 
 class PolicyAware(ABC):
-    """A block with several implementations; checkpoints do not depend on the choice."""
+    """A block with several implementations. Checkpoints do not depend on the choice."""
 
     @abstractmethod
     def apply_policy(self, policy: ComputePolicy) -> None:

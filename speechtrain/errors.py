@@ -1,7 +1,8 @@
 """Errors that a user can act on: one line each, and an exit code by class.
 
 The command prints ``speechtrain: error: <line>`` and exits with the class's code; the trace goes
-to a file in the run directory. The codes are part of the interface (see ``docs/exit-codes.md``).
+to a file in the run directory. The codes are part of the interface. ``docs/reference/exit-codes.md`` is
+written from the docstrings here: the first paragraph is the meaning, the second one is the advice.
 """
 
 from __future__ import annotations
@@ -31,37 +32,57 @@ class SpeechtrainError(Exception):
 
 
 class ConfigError(SpeechtrainError):
-    """An unknown or ill-typed key, group choice or combination."""
+    """An unknown or ill-typed key, choice or combination, such as a launcher of other hosts without a device.
+
+    The line names the key and the nearest valid one.
+    """
 
     exit_code = 2
 
 
 class DataError(SpeechtrainError):
-    """A missing or unusable data file, manifest, recording, transcript or tokenizer."""
+    """A missing or unusable manifest, recording, transcript or tokenizer.
+
+    The line names the file.
+    """
 
     exit_code = 3
 
 
 class MachineError(SpeechtrainError):
-    """Something this machine lacks: a device, a vendor package, a precision, disk space."""
+    """A device, vendor package, precision, CPUs, memory or disk space that this machine lacks.
+    A path that cannot be read or written, a rank that hangs or was killed, or a lost host.
+
+    The line names it.
+    """
 
     exit_code = 4
 
 
 class RunError(SpeechtrainError):
-    """A run directory that is busy, belongs to another config, or holds no usable checkpoint."""
+    """A run directory that is in use, belongs to another config, or has no usable checkpoint.
+
+    The line names it.
+    """
 
     exit_code = 5
 
 
 class Diverged(SpeechtrainError):
-    """Training that cannot continue: non-finite updates in a row, or a loss scale at its floor."""
+    """Non-finite updates in a row, a loss that was never finite, or codebooks that collapse.
+
+    Lower the learning rate for the first, of which ``replay.pt`` has the batches. For the last, the line
+    names the key to change.
+    """
 
     exit_code = 6
 
 
 class Preempted(SpeechtrainError):
-    """Not a fault: after a signal everything is saved, and the same command continues."""
+    """Saved after a signal, or stopped by it before the ranks had started.
+
+    The same command continues.
+    """
 
     exit_code = EXIT_PREEMPTED
 

@@ -43,7 +43,7 @@ _PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 @dataclass(frozen=True)
 class Job:
-    """What a launcher starts: the same worker command, ``world_size`` times."""
+    """The work of a launcher: the same worker command, ``world_size`` times."""
 
     config: Path
     run_dir: Path
@@ -65,7 +65,7 @@ class Job:
         return [python, "-P", "-m", ON_HOST, str(self.config), str(ranks), *command]
 
     def environ(self) -> dict[str, str]:
-        """This process's environment plus the job's; what the user has set wins."""
+        """This process's environment plus the job's. A variable that the user has set wins."""
         return {**self.environment, **os.environ}
 
     def ranks_per_node(self, nodes: int) -> int:
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How the processes ended; the run's own outcome is in its ``result.json``."""
+    """The end of the processes. The outcome of the run is in its ``result.json``."""
 
     returncode: int
     submitted: str = ""
@@ -94,10 +94,10 @@ class Launcher(ABC):
     files: tuple[str, ...] = (AGENT, "agent-*.log")
     """Patterns of the files that it writes into the run directory, whether or not a rank starts."""
     programs: tuple[str, ...] = ()
-    """The programs of this machine that ``launch`` needs; ``render`` needs none."""
+    """The programs of this machine that ``launch`` needs. ``render`` needs none."""
 
     def check_minimum(self, lowest: int, *names: str) -> None:
-        """Raise ValueError if one of the settings ``names`` is below ``lowest``; null passes."""
+        """Raise ValueError if one of the settings ``names`` is below ``lowest``. null passes."""
         for name in names:
             if (value := getattr(self, name)) is not None and value < lowest:
                 raise ValueError(f"{name}={value}: it must be at least {lowest}")
@@ -106,13 +106,13 @@ class Launcher(ABC):
         """Raise ConfigError if this launcher cannot start ``job``."""
 
     def lacking(self, job: Job) -> str:
-        """What this machine lacks to start ``job``, and the fix; empty if nothing."""
+        """The reason why this machine cannot start ``job``, with the fix, or an empty string."""
         missing = next((name for name in self.programs if shutil.which(name) is None), "")
         start = f"launcher={type(self).__name__.lower()}: there is no {missing} on this machine"
         return f"{start}; install it, or run the command where it is" if missing else ""
 
     def is_here(self, job: Job) -> bool:
-        """Whether all processes run on this host; the command then sets and checks what its device needs."""
+        """Whether all processes run on this host. The command then prepares and checks the device itself."""
         return False
 
     def host_count(self) -> int:

@@ -32,7 +32,7 @@ class Precision(ABC):
         optimizer.step()
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Handle a non-finite loss or gradient, instead of ``step``; True if the loss scale was lowered."""
+        """Handle a non-finite loss or gradient, instead of ``step``. True: the loss scale is lower."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

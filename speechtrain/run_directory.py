@@ -77,20 +77,20 @@ Record = TypeVar("Record")
 class About:
     """``run.json``: the origin of a run, how the same command finds the run, and its latest start."""
 
-    overrides: list[str]
-    argv: list[str] | None = None
-    git: dict[str, Scalar] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    host: str = ""
-    platform: str = ""
-    executable: str = ""
-    seed: int | None = None
-    device: str = ""
+    overrides: list[str]  # the overrides of the first start
+    argv: list[str] | None = None  # the command line of the first start
+    git: dict[str, Scalar] = field(default_factory=dict)  # the commit, and if files differ from it
+    versions: dict[str, str] = field(default_factory=dict)  # the versions of Python and of packages
+    host: str = ""  # the name of the host
+    platform: str = ""  # the operating system
+    executable: str = ""  # the path of Python
+    seed: int | None = None  # the seed of the run
+    device: str = ""  # the device of the run
     folder: str = ""  # the working folder of the first start, below which its overrides are paths
-    swept: list[str] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)  # keys that a sweep varies
     written: dict[str, str] = field(default_factory=dict)  # the user's own YAML files by group/choice
-    latest: dict[str, Fact] | None = None
-    start_id: str = ""
+    latest: dict[str, Fact] | None = None  # the same facts of the latest start
+    start_id: str = ""  # a random number that shows who started the run
     hosts: dict[str, dict[str, str]] = field(default_factory=dict)  # the environment by the host's name
 
 
@@ -98,32 +98,32 @@ class About:
 class DeviceRecord:
     """``device.json``: the compute policy that the device chose by measurement. A resumed run keeps it."""
 
-    device: str
-    chip: str
-    precision: str
-    policy: dict[str, Scalar]
-    milliseconds: dict[str, float] | None = None
+    device: str  # the name of the device
+    chip: str  # the model of the processor
+    precision: str  # the precision of the run
+    policy: dict[str, Scalar]  # the fields of the compute policy
+    milliseconds: dict[str, float] | None = None  # the time of a step by policy, if policies were timed
 
 
 @dataclass(frozen=True)
 class RunResult:
     """``result.json``: how a run, or one of its ranks, ended. ``metrics`` belong to the best checkpoint."""
 
-    status: str
-    metric: float | None = None
-    metrics: dict[str, float | None] | None = None
-    checkpoint: str | None = None
-    last_metrics: dict[str, float | None] | None = None
-    steps: int | None = None
-    wall_s: float | None = None
-    skipped_updates: int = 0
-    scale_skips: int = 0
-    speed: dict[str, float] | None = None  # the figures of ``SPEED``
-    error: str | None = None
-    exit_code: int | None = None
-    rank: int = 0
-    failed_at: float | None = None
-    is_cause: bool = True
+    status: str  # finished | target | time | preempted | failed
+    metric: float | None = None  # the metric that chose the best checkpoint
+    metrics: dict[str, float | None] | None = None  # the metrics of the best checkpoint
+    checkpoint: str | None = None  # the name of the best checkpoint
+    last_metrics: dict[str, float | None] | None = None  # the metrics of the last checkpoint
+    steps: int | None = None  # updates in all
+    wall_s: float | None = None  # seconds of all starts
+    skipped_updates: int = 0  # updates without effect, because they were not finite
+    scale_skips: int = 0  # updates without effect, because the loss scale was too high
+    speed: dict[str, float] | None = None  # utterances_per_s, audio_s_per_s, epoch_s, decode_ms_per_audio_s
+    error: str | None = None  # the line of a failure
+    exit_code: int | None = None  # the exit code of a failure
+    rank: int = 0  # the rank that wrote the file
+    failed_at: float | None = None  # the time of a failure, in seconds since 1970
+    is_cause: bool = True  # false: it was killed, or it failed because another rank did
     limits: dict[str, Scalar] | None = None  # the trainer's settings
     data: dict[str, Scalar] | None = None  # what DataModule.content says of the training set
 
@@ -132,20 +132,20 @@ class RunResult:
 class CheckpointManifest:
     """``checkpoint.json``: the digests of a checkpoint's files, and its validation."""
 
-    format: int
-    step: int
-    files: dict[str, str]
+    format: int  # the number of the format
+    step: int  # updates until the checkpoint
+    files: dict[str, str]  # the sha256 of each file
     metric: float | None = None  # chooses the best checkpoint, lower is better
-    metrics: dict[str, float | None] | None = None
-    wall_s: float = 0.0
+    metrics: dict[str, float | None] | None = None  # the metrics of its validation
+    wall_s: float = 0.0  # seconds of training until the checkpoint
 
 
 @dataclass(frozen=True)
 class BestCheckpoint:
     """``best.json``: a note for other programs and for reports."""
 
-    name: str
-    metric: float
+    name: str  # the name of the checkpoint
+    metric: float  # its metric, lower is better
 
 
 @dataclass(frozen=True)

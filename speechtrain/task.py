@@ -36,7 +36,7 @@ class Example:
     span: tuple[float, float] | None = None  # seconds: start of the first word, end of the last
 
     def row(self) -> dict[str, Any]:
-        """What is logged and written of it; ``errors`` are in words."""
+        """The fields of a log and of a file. ``errors`` are in words."""
         texts = {"reference": self.reference, "hypothesis": self.hypothesis}
         return {"id": self.id, **texts, "errors": word_errors(*texts.values())[0]}
 
@@ -91,13 +91,13 @@ class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 
     metric: str = "loss"
-    """The name of the evaluation metric that selects the best checkpoint; lower is better.
+    """The name of the evaluation metric that selects the best checkpoint. Lower is better.
 
     ``checkpoint.whole.selection_key`` has the rule, which looks at the CER if the WER is above 90 %.
     """
 
     skips_parameters: bool = False
-    """Whether some update's loss does not use a trained parameter; DDP must then search for it."""
+    """Whether some update's loss does not use a trained parameter. DDP must then search for it."""
 
     planned_updates: float = 0
     """The updates of the whole run at its pace so far, or 0 if the run has no planned end."""
@@ -115,18 +115,18 @@ class Task(nn.Module, ABC):
     """The choice of the group ``decoder`` that sums over a text's paths, if there is one for this task."""
 
     decoder: Any = None
-    """The search of every evaluation (``speechtrain.decoding.base.Decoder``); the builder sets it."""
+    """The search of every evaluation (``speechtrain.decoding.base.Decoder``). The builder sets it."""
 
     final_decoder: Any = None
     """The search of one more evaluation at the end of training, if it searches at all."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
-        """Compute the loss sum of one micro-batch; all randomness is from the seeded global generators."""
+        """Compute the loss sum of one micro-batch. All randomness is from the seeded global generators."""
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Evaluation:
-        """Compute the metrics of one evaluation batch, as sums; called without gradients in ``eval`` mode."""
+        """Compute the metrics of one evaluation batch, as sums, without gradients in ``eval`` mode."""
 
     def transcribe(self, batch: Batch) -> list[Any]:
         """Return each row's text with its times (``speechtrain.decoding.base.Hypothesis``).
@@ -136,25 +136,25 @@ class Task(nn.Module, ABC):
         raise ConfigError(f"{type(self).__name__} does not transcribe speech")
 
     def advance(self, step: int, seed: int) -> None:
-        """Prepare for the next update after ``step`` updates (temperatures, freezing); called once for each.
+        """Prepare for the next update after ``step`` updates (temperatures, freezing). Called once for each.
 
         ``seed`` addresses draws that all micro-batches of the update share, on all ranks.
         """
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
-        """Check the metrics of a log line, equal on all ranks; an alarm stops the run or warns."""
+        """Check the metrics of a log line, equal on all ranks. An alarm stops the run or warns."""
         return None
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         """Add this task's host-side draws and counts to the batch, before it moves to the device.
 
-        ``seed`` is the micro-batch's address in training; in evaluation it follows from the samples.
+        ``seed`` is the micro-batch's address in training. In evaluation it follows from the samples.
         The results are in ``batch.extra``.
         """
         return batch
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:
-        """The optimizer's parameter groups; a group may have ``lr_scale``."""
+        """The optimizer's parameter groups. A group may have ``lr_scale``."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
 
     def footprint(self) -> Footprint:

@@ -14,27 +14,29 @@ class TrainerConfig:
     """Settings of the shared trainer. A step is one optimizer update."""
 
     max_steps: int | None = None  # optimizer updates
-    max_epochs: float | None = None
-    max_hours: float | None = (
-        None  # wall time, of all starts; planned for where max_steps and max_epochs are null
-    )
+    max_epochs: float | None = None  # epochs of the training set
+    # hours of all starts together. If max_steps and max_epochs are null, the updates are planned to fill them
+    max_hours: float | None = None
     target: float | None = None  # stop when the task's metric (WER as a fraction) is this low
     accumulate: int = 1  # micro-batches per rank and step
-    simulate_world: int | None = None  # world_size × accumulate; accumulate is then derived
-    shard: str = "none"  # none (DDP) | parameters (FSDP2: each rank holds a shard of them)
-    checkpoint_layers: bool = False  # compute repeated layers again in backward: less memory, more time
+    simulate_world: int | None = None  # micro-batches per step of all ranks. trainer.accumulate follows
+    shard: str = "none"  # none (DDP) | parameters (FSDP2: each rank holds a shard of the parameters)
+    # true: repeated layers are computed again in backward, which costs time and saves memory
+    checkpoint_layers: bool = False
     clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     ema: float = 0.999  # decay of the weight average that is evaluated and exported; 0 turns it off
-    log_every: int = 10  # steps
-    validate_every: int | None = None  # steps; null: after each epoch
-    save_every: int | None = None  # steps; null: after each validation
-    keep: int = 2  # newest checkpoints to keep, in addition to the best
-    on_save_error: str = "continue"  # continue | stop, when a checkpoint cannot be written
-    on_collapse: str = "stop"  # stop | warn, when the task detects that training collapses
-    max_graphs: int | None = None  # most graph compilations, on a device that counts them; null: no limit
+    log_every: int = 10  # steps from one log line to the next
+    validate_every: int | None = None  # steps from one validation to the next; null: after each epoch
+    save_every: int | None = None  # steps from one checkpoint to the next; null: after each validation
+    keep: int = 2  # number of the newest checkpoints that are kept, in addition to the best
+    on_save_error: str = "continue"  # the response to a checkpoint that cannot be written: continue | stop
+    on_collapse: str = "stop"  # the response to a collapse that the task detects: stop | warn
+    max_graphs: int | None = (
+        None  # more graph compilations end the run, on a device that counts them; null: no limit
+    )
     max_bad_updates: int = 10  # number of non-finite updates in a row that ends the run
-    timeout_seconds: float = 1800.0  # a rank without progress for this long ends the run
-    profile: str = ""  # A:B writes a torch profile of steps A to B
+    timeout_seconds: float = 1800.0  # a rank without progress for longer ends the run, in seconds
+    profile: str = ""  # A:B writes a torch profile of steps A to B; empty: none
 
 
 def is_planned_by_time(config: TrainerConfig) -> bool:

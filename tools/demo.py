@@ -33,7 +33,7 @@ def step(command: list[str], end: str = "\n") -> None:
     except OSError as error:
         sys.exit(f"demo: {BIN / command[0]}: {error.strerror}; `make setup` installs it")
     if code:
-        print(f"\ndemo: {command[0]} ended with code {code} (docs/exit-codes.md)", file=sys.stderr)
+        print(f"\ndemo: {command[0]} ended with code {code} (docs/reference/exit-codes.md)", file=sys.stderr)
         sys.exit(code if code > 0 else 1)
 
 

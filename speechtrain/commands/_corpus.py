@@ -38,26 +38,29 @@ _FIX = "use another out="
 class Corpus:
     """A corpus by name: what conf/corpus/NAME.yaml says of it, and what is typed."""
 
-    corpus: str
-    out: str = ""
-    root: str = ""
-    download: bool = False
-    jobs: int = 2
-    parts: list[str] | None = None  # null: those that are in root; to download, all
-    title: str = ""
-    page: str = ""
-    language: str = ""
-    folder: str = ""
-    recipe: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    place: str = ""
+    corpus: str  # name of the corpus
+    out: str = ""  # folder of the manifests. Empty: DATASET_DIR/manifests/CORPUS
+    root: str = ""  # folder of the recordings and archives. Empty: DATASET_DIR
+    download: bool = False  # true: download the archives that are missing
+    jobs: int = 2  # processes of a recipe
+    parts: list[str] | None = None  # parts to write. null: the parts in root, or all if download=true
+    title: str = ""  # name of the corpus, for messages
+    page: str = ""  # web page of the corpus
+    language: str = ""  # language of a corpus with several
+    folder: str = ""  # folder of the corpus below root, unless root is that folder
+    recipe: str = ""  # a recipe of lhotse, or table, stm or voice_activity of this project
+    arguments: dict[str, Any] = field(default_factory=dict)  # arguments of the recipe
+    place: str = ""  # file or folder that a part must have, below the folder
+    # parts by name, each with its own recipe, arguments and place if they differ from the corpus's
     sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    train: list[str] = field(default_factory=list)
-    valid: list[str] = field(default_factory=list)
-    training: str = "scratch"
-    normaliser: str = "unicode"
+    train: list[str] = field(default_factory=list)  # parts that train
+    valid: list[str] = field(default_factory=list)  # parts that validate
+    training: str = "scratch"  # recipe of the command that the last line shows
+    normaliser: str = "unicode"  # normaliser of the transcripts, for the tokenizers
+    # SentencePiece models of the training parts by file name, each with kind and size
     tokenizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    url: str = ""
+    url: str = ""  # address of the archives. A mirror can replace it
+    # archives to download by file name, with the keys of an archive
     archives: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -81,7 +81,7 @@ class TranscriptionError(DataError):
 
 
 class LoadedRun:
-    """A run's model with the weights of one checkpoint, ready for use; it neither prints nor writes.
+    """A run's model with the weights of one checkpoint, ready for use. It neither prints nor writes.
 
     ``transcribe``, ``features`` and ``evaluate`` raise a SpeechtrainError that names the file or the key.
     """
@@ -109,10 +109,10 @@ class LoadedRun:
         piece_seconds: float = PIECE_SECONDS,
         **options: Any,
     ) -> list[Transcript]:
-        """Return what was said in each recording.
+        """Return the transcript of each recording.
 
         ``decoder`` is a choice of the group of this name, and ``options`` are its keys, as in
-        ``transcribe(["a.wav"], decoder="beam", width=8)``; by default the run's own decoder searches.
+        ``transcribe(["a.wav"], decoder="beam", width=8)``. By default the run's own decoder searches.
         Recordings are cut at pauses into pieces of at most ``piece_seconds``, of which ``batch`` are
         decoded together. The texts do not depend on it. Raises TranscriptionError, a DataError, if a
         recording cannot be read. It comes after the others are transcribed, and has their transcripts.
@@ -128,7 +128,7 @@ class LoadedRun:
         return cast("list[Transcript]", results)
 
     def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
-        """Return the encoder's frames (T, W) of each recording, fp32; one frame is ``frame_seconds`` long.
+        """Return the encoder's frames (T, W) of each recording, fp32. One frame is ``frame_seconds`` long.
 
         A recording is encoded whole. Raises ConfigError for a model without an encoder.
         """
@@ -282,9 +282,9 @@ def load(
 ) -> LoadedRun:
     """Load a run: the directory that speechtrain train printed.
 
-    ``overrides`` are KEY=VALUE on the run's config, such as ``"device.threads=1"`` or ``"device=cuda"``;
+    ``overrides`` are KEY=VALUE on the run's config, such as ``"device.threads=1"`` or ``"device=cuda"``.
     ``checkpoint`` is ``best``, ``last`` or a folder's name, and ``config_dir`` a folder of one's own
-    choices. Raises RunError where there is no run or no usable checkpoint, ConfigError for a key that the
+    choices. Raises RunError without a run or a usable checkpoint, ConfigError for a key that the
     run lacks.
     """
     opened = open_run(Path(run), checkpoint, overrides, config_dir)

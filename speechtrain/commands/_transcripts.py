@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said in a recording."""
+    """The text of a recording, with its times."""
 
     name: str  # as it was named, or its id in a manifest
     audio: str  # the file, if there is one
@@ -56,7 +56,7 @@ class Transcript:
 
     @property
     def score(self) -> float:
-        """The log-probability of the text, with what the decoder added."""
+        """The log-probability of the text, with the terms of the decoder."""
         return sum(segment.hypothesis.score for segment in self.segments)
 
     @property

@@ -18,7 +18,7 @@ class Config:
     world_size: int = 1
     seed: int = 1
     run_dir: str | None = None
-    resume: str = "auto"  # auto | never | must
+    resume: str = "auto"
     dry_run: bool = False
     init_from: str | None = None
     from_data: str | None = None  # a table of config.sizing; in a run, what its keys are

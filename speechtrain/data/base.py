@@ -25,8 +25,8 @@ class DataModule(ABC):
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         """Yield this rank's micro-batches from the current state, endlessly.
 
-        A global batch is ``world_size × accumulate`` consecutive micro-batches; rank r takes those
-        at ``a × world_size + r``. An epoch's remainder starts the next global batch. Yielding the
+        A global batch is ``world_size × accumulate`` consecutive micro-batches. Rank r takes the
+        ones at ``a × world_size + r``. An epoch's remainder starts the next global batch. Yielding the
         last micro-batch of a global batch moves the state to the next global batch.
         """
 
@@ -66,7 +66,7 @@ class DataModule(ABC):
         return []
 
     def sample(self) -> Batch | None:
-        """Return a training batch of median size, to time steps with; None if there is none to spare.
+        """Return a training batch of median size, to time steps with, or None if none is left.
 
         It moves no state and counts no skipped recording.
         """
@@ -94,7 +94,7 @@ class DataModule(ABC):
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return the skipped recordings by reason, shares of padded and cropped audio, what is held out."""
+        """Return the skipped recordings by reason, shares of padded and cropped audio, the held-out part."""
         return {}
 
     def obey(self, stop_requested: Callable[[], bool]) -> None:  # noqa: B027 - empty by default

@@ -13,12 +13,12 @@ if TYPE_CHECKING:  # lhotse takes seconds to import: sources import it at first 
 
 @dataclass(frozen=True)
 class Facts:
-    """What data.train or data.valid says of a set; all of it is optional."""
+    """The settings of a set in data.train or data.valid. Each of them is optional."""
 
-    name: str = ""
-    normaliser: str = ""  # of its transcripts, instead of the tokenizer's
-    weight: float | None = None  # relative to those of the other sets
-    language: str = ""
+    name: str = ""  # the name of the set
+    normaliser: str = ""  # the normaliser of its transcripts, instead of the tokenizer's
+    weight: float | None = None  # the weight relative to the other sets
+    language: str = ""  # the language of its transcripts
 
 
 class Source(ABC):
@@ -28,7 +28,7 @@ class Source(ABC):
 
     @abstractmethod
     def cuts(self) -> Iterator[Cut]:
-        """Yield every cut, in the same order in every process; ids are unique within the source.
+        """Yield every cut, in the same order in every process. Ids are unique within the source.
 
         A cut's transcript is the texts of its supervisions in order.
         Raises DataError if a file cannot be read, MachineError if the disk is full.
@@ -36,7 +36,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a short hash of arguments and content, equal on every machine; other cuts change it."""
+        """Return a short hash of arguments and content, equal on every machine. Other cuts change it."""
 
     def warnings(self) -> Iterator[str]:
         """Yield a line for files that seem to be recordings and are not read."""

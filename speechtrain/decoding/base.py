@@ -36,7 +36,7 @@ class Hypothesis:
 
     labels: tuple[int, ...]
     text: str
-    score: float  # log-probability: greedy's is that of its path, a beam's of all paths, with what it added
+    score: float  # log-probability of the path (greedy) or of all paths, with a beam's additions
     times: tuple[float, ...]  # seconds at which each label's frame begins
     ends: tuple[float, ...] = ()  # seconds at which each label's last frame ends
     confidences: tuple[float, ...] = ()  # of each label: its probability there, were the blank impossible
@@ -69,7 +69,7 @@ class Hypothesis:
 
 @dataclass
 class Scorer:
-    """What a search asks of a model."""
+    """The interface of a model for a search."""
 
     tokenizer: Tokenizer
     frame_seconds: float  # from one frame to the next
@@ -144,7 +144,7 @@ class TransducerScorer(Scorer):
 
 
 class Decoder(ABC):
-    """A search; it has no weights, so any run can be used with any decoder that fits its model."""
+    """A search. It has no weights, so any run can be used with any decoder that fits its model."""
 
     searches = True
     """Whether it finds text; False for the null object."""

@@ -35,7 +35,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What other parts must know of a device; the defaults are those of a host without an accelerator."""
+    """Facts of a device for other parts. A host without an accelerator has the defaults."""
 
     # the torch.distributed backend of each torch device type; without cpu the host has a group of its own
     collectives: Mapping[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
@@ -93,9 +93,9 @@ class Device(ABC):
         return {}
 
     def check(self, processes: int) -> None:  # noqa: B027 - nothing is a sensible default
-        """Raise MachineError if this host clearly cannot run ``processes`` ranks; claims no chip.
+        """Raise MachineError if this host clearly cannot run ``processes`` ranks. It claims no chip.
 
-        The command calls it before it starts processes; ``open`` makes the final check.
+        The command calls it before it starts processes. ``open`` makes the final check.
         """
 
     def absence(self, processes: int) -> str:
@@ -136,7 +136,7 @@ class Device(ABC):
         """Whether training in ``dtype`` is supported here."""
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:
-        """Why training is in fp32 on this chip, or what is known against it: a warning; else empty."""
+        """A warning that training is in fp32 on this chip, or of a known problem with it, else empty."""
         return ""
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
@@ -153,7 +153,7 @@ class Device(ABC):
         return replace(policy, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
-        """The policies to time on this opened device before the first step; the first is the reference."""
+        """The policies to time on this opened device before the first step, the reference first."""
         return [self.policy(dtype)]
 
     def chip(self) -> str:
@@ -176,7 +176,7 @@ class Device(ABC):
         """End of a graph segment: after each micro-batch's backward and after the optimizer step."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing is a sensible default
-        """Wait for queued work; called before a clock is read."""
+        """Wait for queued work. It is called before a clock is read."""
 
     def memory(self) -> int:
         """Peak bytes in use so far: by default, of this process in the host's memory."""
@@ -193,15 +193,16 @@ class Device(ABC):
         return {}
 
     def graphs(self) -> int:
-        """Number of compilations so far; 0 if the device does not count them."""
+        """Number of compilations so far, 0 if the device does not count them."""
         return 0
 
     def explain(
         self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
     ) -> SpeechtrainError | None:
-        """The error to show if a step ran out of memory; None for another failure.
+        """The error to show if a step ran out of memory, or None for another failure.
 
-        ``batch`` is the step's on the host, None before the first; ``classes`` the output layer's width or 0.
+        ``batch`` is the step's batch on the host, None before the first step. ``classes`` is the width of the
+        output layer, or 0.
         """
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
             isinstance(error, RuntimeError) and bool(re.search(self.facts.out_of_memory, str(error), re.I))

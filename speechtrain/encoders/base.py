@@ -31,7 +31,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Encode to frames (B, T, width) and lengths (B,); ``batch.keys`` seed the dither of evaluation."""
+        """Encode to frames (B, T, width) and lengths (B,). ``batch.keys`` seed the dither of evaluation."""
 
     def advance(self, step: int, seed: int) -> None:
         """The encoder's part of ``Task.advance``."""

@@ -74,25 +74,25 @@ def transducer_loss(
 
     ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
     ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections before their sum,
-    ``weight`` (V, H) and ``bias`` (V,) its output layer, all of any floating-point dtype; a layer without
+    ``weight`` (V, H) and ``bias`` (V,) its output layer, all of any floating-point dtype. A layer without
     bias passes zeros. ``labels`` (B, U) are the targets without blanks, ids below V, and ``encoder_lengths``
     (B,) and ``label_lengths`` (B,) count frames and labels, all of any integer dtype. Every tensor is on one
     device, with any strides. Values beyond the lengths are never read, so they may be NaN, and labels -1.
-    The result is in nats, not divided by any length; ``.mean()`` is what most recipes call the loss. An
+    The result is in nats, not divided by any length. Most recipes call its ``.mean()`` the loss. An
     utterance without frames (a padding row) has loss 0 and no gradient. The result is fp32 (float64 for a
     float64 ``compute_dtype``) and is differentiable once.
 
-    ``blank`` is its id, from 0 to V - 1.
-    ``dropout`` is the joint's, to the nearest 1/65536 and scaled by the exact keep rate; pass 0 in
+    ``blank`` is the blank's id, from 0 to V - 1.
+    ``dropout`` is the joint's, to the nearest 1/65536 and scaled by the exact keep rate. Pass 0 in
     evaluation. Its mask is a function of ``seed`` (an int, or an int64 tensor on the device), which must
-    differ from step to step, and of the cell; it does not depend on which cells are visited.
-    ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``; the loss's value is unchanged.
+    differ from step to step, and of the cell. It does not depend on which cells are visited.
+    ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The loss's value is unchanged.
     ``durations``, ascending, make it the loss of TDT: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row
     for each after those of the symbols. ``sigma`` is subtracted from the log-probability of every symbol, so
     paths of few arcs, with long durations, gain. An utterance without a path (too few frames for its labels,
     or a number of them to which no durations add up) has loss 0 and no gradient. ``fastemit`` is then 0.
     An utterance with an impossible label, of a class whose ``bias`` is -inf, has loss +inf and no gradient.
-    ``compute_dtype`` is that of the matrix products: float32, bfloat16 or float64; by default float64 for a
+    ``compute_dtype`` is the type of the matmuls: float32, bfloat16 or float64. By default it is float64 for a
     float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
     autocast has no effect here.
     ``skip_below``, ``chunk``, ``keep`` and ``static`` are settings of cost (see the module).

@@ -32,7 +32,7 @@ class Schedule(ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - nothing is a sensible default
-        """Restore the plan of an earlier start; it overrides the constructor's."""
+        """Restore the plan of an earlier start. It overrides the constructor's."""
 
 
 def _not_negative(schedule: Schedule, *names: str) -> None:

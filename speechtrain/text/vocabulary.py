@@ -22,10 +22,10 @@ class Tokenizer(ABC):
     """Converts text to label ids and back, and normalises transcripts before."""
 
     labels: list[str]
-    """The symbol of each id, in order; the blank has no symbol and is not in the list."""
+    """The symbol of each id, in order. The blank has no symbol and is not in the list."""
 
     reads_text: bool = True
-    """Whether transcripts are used; if not, they are neither required nor checked."""
+    """Whether transcripts are used. If not, they are neither required nor checked."""
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class Tokenizer(ABC):
 
     @classmethod
     def saved(cls, run_dir: str) -> dict[str, str]:
-        """Return constructor arguments that load the tokenizer saved in a run; empty if none is."""
+        """Return constructor arguments that load the tokenizer saved in a run, or nothing if none is."""
         return {}
 
 

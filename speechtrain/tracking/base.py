@@ -43,7 +43,7 @@ class Tracker(ABC):
     A constructor opens no file, since the run directory may not exist yet. ``log`` opens it.
 
     The list below has the events and their values. An unknown value may be absent or None, and a float
-    may be non-finite. Times are in seconds unless the name has a unit; shares and error rates are fractions.
+    may be non-finite. Times are in seconds unless the name has a unit. Shares and error rates are fractions.
 
     ``environment``
         first, once per process, as texts: ``host``, variables, ``threads`` and ``cpus`` (their number).
@@ -58,13 +58,13 @@ class Tracker(ABC):
     ``train``
         at every log interval: ``step``, ``steps``, ``epoch`` (a float), ``loss``, ``lr``,
         ``grad_norm``, ``seconds`` (since the line before), ``utterances_per_s``, ``audio_s_per_s``,
-        ``data_wait`` (share of the time spent waiting for batches), ``memory_mib``, ``eta_s``; any
+        ``data_wait`` (share of the time spent waiting for batches), ``memory_mib``, ``eta_s``. Any
         other number is a metric of the task, under its own name (``PROGRESS`` lists the names above).
     ``epoch``
         after each epoch of ``updates_per_epoch`` updates and before its validation: ``step``, ``epoch`` (its
         number, from 1), ``seconds`` (of its updates), ``utterances_per_s``.
     ``valid``
-        one per validation set: ``step``, ``set``, ``seconds``; any other number is a metric
+        one per validation set: ``step``, ``set``, ``seconds``. Any other number is a metric
         (``loss``, ``wer``, ...).
     ``examples``
         after a ``valid`` of a task that recognises speech: ``step``, ``set``, ``rows`` (mappings of
@@ -86,11 +86,11 @@ class Tracker(ABC):
     """Whether ``Trackers`` calls ``log`` and ``close`` in a thread of its own, with copies of the values."""
 
     visible: bool = False
-    """Whether a person sees its warnings at once; without a visible tracker, warnings go to stderr."""
+    """Whether a person sees its warnings at once. Without a visible tracker, warnings go to stderr."""
 
     @abstractmethod
     def log(self, event: str, values: Mapping[str, Any]) -> None:
-        """Record one event; an unknown event is not an error. ``Trackers`` reports every exception."""
+        """Record one event. An unknown event is not an error. ``Trackers`` reports every exception."""
 
     def close(self) -> None:  # noqa: B027 - nothing is a sensible default
         """Flush and release files."""

@@ -35,7 +35,7 @@ class Outcome:
     totals: Totals
     examples: tuple[Example, ...]
     seconds: float
-    contradiction: str = ""  # of loss and texts: what it is, and what to try
+    contradiction: str = ""  # a contradiction of loss and texts, with a remedy
 
 
 def evaluate(

@@ -37,13 +37,13 @@ class Archive:
     are unpacked in their folders.
     """
 
-    parts: list[str]
-    gb: float
-    unpacked_gb: float
-    md5: str = ""
-    sha256: str = ""
-    into: str = ""
-    inner: str = ""
+    parts: list[str]  # parts of the corpus that the archive has
+    gb: float  # size of the archive, in GB
+    unpacked_gb: float  # size of its content, in GB
+    md5: str = ""  # published checksum
+    sha256: str = ""  # published checksum, in place of md5
+    into: str = ""  # folder below root for its content. Empty: the corpus's own folder
+    inner: str = ""  # pattern of archives inside it, which are unpacked in their folders
 
 
 def fetch(root: Path, url: str, archives: Mapping[str, Archive], folder: str) -> None:

@@ -30,14 +30,14 @@ class HuggingFace:
     ``text`` and ``audio`` name columns; null finds them by type, or by the names of tables.
     """
 
-    corpus: str
-    name: str
-    out: str
-    split: str = "train"
-    config: str = ""
-    text: str = ""
-    audio: str = ""
-    jobs: int = 2
+    corpus: str  # always huggingface
+    name: str  # data set of the Hub, or a local folder or file
+    out: str  # folder of the manifest and the recordings
+    split: str = "train"  # split of the data set
+    config: str = ""  # configuration of the data set. Empty: its default
+    text: str = ""  # column of the transcripts. Empty: chosen by type or name
+    audio: str = ""  # column of the recordings. Empty: chosen by type or name
+    jobs: int = 2  # processes that read
 
     def write(self) -> int:
         """Write what is missing; returns 3 if a recording is bad. Raises MachineError without the package."""
