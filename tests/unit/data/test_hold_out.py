@@ -185,13 +185,47 @@ def test_a_share_is_a_share() -> None:
         data_of("m.jsonl", hold_out=1.0)
 
 
-def sides_of(speakers: list[str], recordings: list[str], share: float) -> tuple[np.ndarray[Any, Any], str]:
-    """Draw from cuts of one second each."""
+def sides_of(
+    speakers: list[str], recordings: list[str], share: float, seconds: np.ndarray[Any, Any] | None = None
+) -> tuple[np.ndarray[Any, Any], str]:
+    """Draw from cuts of ``seconds``, by default of one second each. A speaker "" is not known."""
     keys = {"speaker": speakers, "recording": recordings, "cut": [str(i) for i in range(len(speakers))]}
     groups = {}
     for by, names in keys.items():
-        groups[by] = np.array([key_of(name) for name in names])
-    return held_out(groups, np.ones(len(speakers), np.float32), share)
+        groups[by] = np.array([key_of(name) if name else -1 for name in names])
+    if seconds is None:
+        seconds = np.ones(len(speakers), np.float32)
+    return held_out(groups, seconds.astype(np.float32), share)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(0.6, "recording"), (0.75, "speaker"), (1.4, "speaker"), (1.6, "recording")]
+)
+def test_held_out_takes_speakers_whose_seconds_are_within_half_of_the_share(
+    ratio: float, expected: str
+) -> None:
+    share, names = 0.1, [f"speaker-{i}" for i in range(80)]
+    is_drawn, by = sides_of(names, names, share)
+    assert by == "speaker"
+    others = np.count_nonzero(~is_drawn)
+    total = others / (1 - ratio * share)
+    seconds = np.where(is_drawn, ratio * share * total / np.count_nonzero(is_drawn), 1.0)
+    assert seconds[is_drawn].sum() / seconds.sum() == pytest.approx(ratio * share)
+    assert sides_of(names, names, share, seconds)[1] == expected
+
+
+@pytest.mark.parametrize(("ratio", "is_held_out"), [(1.4, True), (1.6, False)])
+def test_held_out_passes_over_a_large_recording_that_exceeds_the_share_by_half(
+    ratio: float, is_held_out: bool
+) -> None:
+    share, count = 0.1, 10
+    recordings = [f"recording-{i}" for i in range(count)]
+    is_first, by = sides_of([""] * count, recordings, share)
+    assert (by, np.count_nonzero(is_first)) == ("recording", 1)
+    seconds = np.where(is_first, ratio * share * (count - 1) / (1 - ratio * share), 1.0)
+    sides, _ = sides_of([""] * count, recordings, share, seconds)
+    assert sides.any()
+    assert bool(sides[is_first]) is is_held_out
 
 
 def test_held_out_keeps_a_recording_of_two_speakers_on_one_side() -> None:

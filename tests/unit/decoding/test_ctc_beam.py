@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 
 import numpy as np
 import pytest
@@ -82,6 +82,34 @@ def test_a_label_lasts_from_its_first_frame_to_its_last() -> None:
     assert (found.text, found.times, found.ends) == ("aab", (0.5, 2.0, 2.5), (1.5, 2.5, 3.5))
     assert (greedy.text, greedy.times, greedy.ends) == (found.text, found.times, found.ends)
     assert found.confidences == pytest.approx(greedy.confidences, abs=1e-6)
+
+
+def likeliest_path(scores: Tensor, labels: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """The begin and end in seconds of each label on the likeliest of all paths (T classes) of ``labels``."""
+    best, spans = -np.inf, list[tuple[int, int]]()
+    for path in product({*labels, BLANK}, repeat=len(scores)):
+        runs, frame = list[tuple[int, int, int]](), 0
+        for label, run in groupby(path):
+            end = frame + len(list(run))
+            runs.append((label, frame, end))
+            frame = end
+        voiced = [run for run in runs if run[0] != BLANK]
+        score = float(scores[range(len(path)), path].sum())
+        if tuple(label for label, *_ in voiced) == labels and score > best:
+            best, spans = score, [(begin, end) for _, begin, end in voiced]
+    seconds = FRAMES.frame_seconds
+    return [begin * seconds for begin, _ in spans], [end * seconds for _, end in spans]
+
+
+def test_ctc_beam_times_are_those_of_the_likeliest_path() -> None:
+    frames, lengths = lattices()[:40], LENGTHS[:40]
+    doubled = 0
+    for row, hypothesis in enumerate(CTCBeam(width=8, nbest=8).decode(FRAMES, frames, lengths)):
+        for one in (hypothesis, *hypothesis.alternatives):
+            begins, ends = likeliest_path(frames[row, : lengths[row]], tuple(one.labels))
+            assert (list(one.times), list(one.ends)) == (begins, ends), (row, one.labels)
+            doubled += any(first == second for first, second in pairwise(one.labels))
+    assert doubled, "between two equal labels a blank takes a frame"
 
 
 def test_rows_without_frames_have_no_text() -> None:

@@ -168,6 +168,17 @@ def test_a_plan_survives_another_speed_of_the_first_tenth(
     check_rates(list(run.rates.values()), config.optimizer.lr)
 
 
+def test_eta_s_is_the_rest_of_a_run_at_its_average_with_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, max_steps=20, validate_every=5)
+    for row in run.recorder.of("train"):
+        step = row["step"]
+        wall_s = step * UPDATE_S + (step - 1) // 5 * VALIDATION_S
+        assert row["eta_s"] == pytest.approx((20 - step) * wall_s / step), step
+    assert run.steps == 20
+
+
 def check_rates(rates: list[float], peak: float) -> None:
     """The rates of a run rise once, fall once and never jump."""
     assert max(rates) >= 0.7 * peak

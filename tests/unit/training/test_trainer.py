@@ -412,6 +412,28 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
             Rig(folder, max_steps=4, save_every=2, **settings)
 
 
+def test_rescued_does_not_save_a_step_again_that_was_just_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a save that failed nor the one before a validation that fails is repeated."""
+    save, steps = Checkpointer.save, list[int]()
+
+    def counted(checkpointer: Checkpointer, step: int, *rest: Any) -> Path:
+        steps.append(step)
+        return save(checkpointer, step, *rest)
+
+    monkeypatch.setattr(Checkpointer, "save", counted)
+    (tmp_path / "full" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "full" / "checkpoints" / ".writing-step-00000002").write_text("")
+    with pytest.raises(MachineError):
+        Rig(tmp_path / "full", max_steps=4, save_every=2, on_save_error="stop")
+    assert steps == [2]
+    steps.clear()
+    with pytest.raises(DataError):
+        Rig(tmp_path / "run", max_steps=4, validate_every=3, fails={"valid": DataError("vanished")})
+    assert steps == [3]
+
+
 def test_profile_writes_the_steps_asked_for(tmp_path: Path) -> None:
     Rig(tmp_path, max_steps=4, profile="2:3")
     trace = json.loads((tmp_path / "profile-2-3.json").read_text())
