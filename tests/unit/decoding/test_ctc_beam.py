@@ -84,32 +84,40 @@ def test_a_label_lasts_from_its_first_frame_to_its_last() -> None:
     assert found.confidences == pytest.approx(greedy.confidences, abs=1e-6)
 
 
-def likeliest_path(scores: Tensor, labels: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    """The begin and end in seconds of each label on the likeliest of all paths (T classes) of ``labels``."""
-    best, spans = -np.inf, list[tuple[int, int]]()
+def runs_of(path: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Each label of a path with its first frame and the frame after its last."""
+    runs: list[tuple[int, int, int]] = []
+    begin = 0
+    for label, run in groupby(path):
+        end = begin + len(list(run))
+        if label != BLANK:
+            runs.append((label, begin, end))
+        begin = end
+    return runs
+
+
+def likeliest_runs(scores: Tensor, labels: list[int]) -> list[tuple[int, int, int]]:
+    """The runs of the likeliest of all paths of ``labels``, for scores (T, classes)."""
+    candidates = []
     for path in product({*labels, BLANK}, repeat=len(scores)):
-        runs, frame = list[tuple[int, int, int]](), 0
-        for label, run in groupby(path):
-            end = frame + len(list(run))
-            runs.append((label, frame, end))
-            frame = end
-        voiced = [run for run in runs if run[0] != BLANK]
-        score = float(scores[range(len(path)), path].sum())
-        if tuple(label for label, *_ in voiced) == labels and score > best:
-            best, spans = score, [(begin, end) for _, begin, end in voiced]
-    seconds = FRAMES.frame_seconds
-    return [begin * seconds for begin, _ in spans], [end * seconds for _, end in spans]
+        runs = runs_of(path)
+        if [label for label, *_ in runs] == labels:
+            chances = scores[range(len(path)), path]
+            candidates.append((float(chances.sum()), runs))
+    return max(candidates)[1]
 
 
 def test_ctc_beam_times_are_those_of_the_likeliest_path() -> None:
     frames, lengths = lattices()[:40], LENGTHS[:40]
-    doubled = 0
+    doubled_count = 0
     for row, hypothesis in enumerate(CTCBeam(width=8, nbest=8).decode(FRAMES, frames, lengths)):
-        for one in (hypothesis, *hypothesis.alternatives):
-            begins, ends = likeliest_path(frames[row, : lengths[row]], tuple(one.labels))
-            assert (list(one.times), list(one.ends)) == (begins, ends), (row, one.labels)
-            doubled += any(first == second for first, second in pairwise(one.labels))
-    assert doubled, "between two equal labels a blank takes a frame"
+        for candidate in (hypothesis, *hypothesis.alternatives):
+            runs = likeliest_runs(frames[row, : lengths[row]], [*candidate.labels])
+            spans = np.array(runs, float).reshape(-1, 3)[:, 1:] * FRAMES.frame_seconds
+            assert [*candidate.times] == spans[:, 0].tolist()
+            assert [*candidate.ends] == spans[:, 1].tolist()
+            doubled_count += any(first == second for first, second in pairwise(candidate.labels))
+    assert doubled_count, "between two equal labels a blank takes a frame"
 
 
 def test_rows_without_frames_have_no_text() -> None:

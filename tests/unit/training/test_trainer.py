@@ -418,9 +418,9 @@ def test_rescued_does_not_save_a_step_again_that_was_just_tried(
     """Neither a save that failed nor the one before a validation that fails is repeated."""
     save, steps = Checkpointer.save, list[int]()
 
-    def counted(checkpointer: Checkpointer, step: int, *rest: Any) -> Path:
+    def counted(checkpointer: Checkpointer, step: int, *states: Any) -> Path:
         steps.append(step)
-        return save(checkpointer, step, *rest)
+        return save(checkpointer, step, *states)
 
     monkeypatch.setattr(Checkpointer, "save", counted)
     (tmp_path / "full" / "checkpoints").mkdir(parents=True)
