@@ -88,7 +88,7 @@ class Command:
 
     def tool(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another of the package's commands, to its end."""
-        return finish(self._popen([sys.executable, "-m", f"speechtrain.commands.{name}", *arguments]))
+        return finish(STARTER.start([*arguments], self.environment, name))
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """What the run's record says, attempts that were made void included."""
@@ -174,13 +174,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Command:
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str], forks: Forks) -> Command:
     """What two ranks must equal, whichever launcher starts them: ``engines.run_alone``."""
     from .engines import run_alone
 
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return run_alone(shared / "alone", environment)
+    return run_alone(shared / "alone", environment, forks)
 
 
 @pytest.fixture(scope="session")

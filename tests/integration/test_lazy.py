@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-EPOCHS, SHAPES, LOG_EVERY = 3, 2, 3
+EPOCHS, SHAPES, LOG_EVERY = 2, 2, 3
 COMMON = [
     *("augment=none", "tracking=jsonl", "data.workers=0", f"trainer.log_every={LOG_EVERY}"),
     *("trainer.max_steps=null", f"trainer.max_epochs={EPOCHS}", "trainer.validate_every=4"),

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from .conftest import STARTER, finish
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
 QUICK = [
@@ -36,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(site: Path, tmp_path: Path) -> Run:
+def run(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """``run("train", ...)``: a command in an environment that has the package and some recordings."""
     random = np.random.default_rng(0)
     for name in (
@@ -52,14 +54,8 @@ def run(site: Path, tmp_path: Path) -> Run:
         soundfile.write(path, 0.1 * random.standard_normal(8000), 16_000)
     environment = {**os.environ, "PYTHONPATH": str(site), "DATASET_DIR": str(tmp_path / "recordings")}
     environment["SPEECHTRAIN_ALLOW_TARGETS"] = "speechtrain_example"
-
-    def start(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", f"speechtrain.commands.{command}", *arguments]
-        return subprocess.run(
-            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-
-    return start
+    monkeypatch.chdir(tmp_path)
+    return lambda command, *arguments: finish(STARTER.start([*arguments], environment, command))
 
 
 def test_a_model_a_device_and_a_source_of_another_package_train(run: Run, tmp_path: Path) -> None:

@@ -76,11 +76,11 @@ def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:
     running.send_signal(2)
     assert finish(running).returncode == 75
     plan = json.loads((scratch.run_dir / "plan.json").read_text())
-    scratch.arguments[-1] = "trainer.max_hours=0.002"
+    scratch.arguments[-1] = "trainer.max_hours=0.001"
     done = scratch.run("trainer.save_every=1", "trainer.log_every=1")
     assert done.returncode == 0, done.stderr
     again = json.loads((scratch.run_dir / "plan.json").read_text())
-    assert again["hours"] == 0.002
+    assert again["hours"] == 0.001
     assert again["revisions"][: len(plan["revisions"])] == plan["revisions"]
     assert "a new run would differ" not in done.stdout
 

@@ -667,6 +667,7 @@ assert set(fallbacks) <= {"aten::copy"}, "what moves tensors to and from the dev
 """
 
 
+@pytest.mark.slow
 def test_static_form_is_one_graph_on_the_rehearsal_device() -> None:
     """Seeds, lengths and labels change from step to step; nothing compiles again and nothing falls back."""
     run = subprocess.run([sys.executable, "-c", REHEARSAL], capture_output=True, text=True)

@@ -150,6 +150,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "factor"), [*((recipe, 5.0) for recipe in RECIPES), ("scratch", 0.2)])
 def test_a_plan_survives_another_speed_of_the_first_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, factor: float
@@ -269,6 +270,7 @@ def test_a_run_that_slows_down_at_the_end_ends_by_105_percent(
     assert run.validations[-1] == run.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [10, 40, 90])
 def test_a_killed_run_repeats_what_its_plan_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
@@ -305,6 +307,7 @@ def test_a_finished_run_with_more_time_learns_again(tmp_path: Path, monkeypatch:
     assert Run(tmp_path, monkeypatch, seconds=900.0).rates == {}, "the time is over"
 
 
+@pytest.mark.slow
 def test_more_time_for_an_interrupted_run_does_not_change_its_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +409,7 @@ print(json.dumps({"graphs": [row["graphs"] for row in last], "plans": len(timed.
 """
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_no_graph_that_a_plain_run_lacks(tmp_path: Path) -> None:
     # a process of its own: the backend registers its device for good
     line = [sys.executable, "-c", ON_LAZY, str(Path(__file__).parent), str(tmp_path)]
