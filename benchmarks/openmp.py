@@ -39,7 +39,10 @@ def busy(processes: int) -> Iterator[None]:
 
 
 SMOKE_STEPS = 4
-SMOKE = ("trainer.log_every=1", "data.train.utterances=64", "data.valid.unheard.utterances=2")
+SMOKE = (
+    *("launcher=local", "launcher.inline=true", "trainer.log_every=1"),
+    *("data.train.utterances=64", "data.valid.unheard.utterances=2"),
+)
 
 
 def train(spin: str, overrides: tuple[str, ...], steps: int) -> tuple[float, float]:

@@ -36,6 +36,7 @@ TINY = [
 ]
 """30 updates of 12 utterances' seconds each; dropout, noise, warping, speed and EMA as in the demo."""
 
+INLINE = ("launcher=local", "launcher.inline=true")
 RECORDED = ["data._target_=recording.RecordingData", "allow_targets=recording"]
 DEADLINE = 300.0  # seconds; nothing here takes a tenth of it on a free machine
 
@@ -85,6 +86,10 @@ class Command:
     def run(self, *extra: str) -> subprocess.CompletedProcess[str]:
         """The command, to its end."""
         return finish(self.start(*extra))
+
+    def run_inline(self, *extra: str) -> subprocess.CompletedProcess[str]:
+        """The command, to its end, with its only rank in the same process: that saves an import of torch."""
+        return self.run(*extra, *INLINE)
 
     def tool(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another of the package's commands, to its end."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from .conftest import STARTER, finish
+from .conftest import INLINE, STARTER, finish
 
 TINY = [
     "encoder.conv_layers=[[16,10,5],[16,3,2],[16,3,2],[16,3,2],[16,3,2],[16,2,2],[16,2,2]]",
@@ -23,7 +23,7 @@ TINY = [
 
 
 def train(*overrides: str) -> subprocess.CompletedProcess[str]:
-    return finish(STARTER.start([*TINY, *overrides], os.environ))
+    return finish(STARTER.start([*TINY, *INLINE, *overrides], os.environ))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,9 @@ def test_finetuning_begins_with_a_run_of_either_kind(pretraining: Path, tmp_path
     own += ["trainer.ema=0"]
 
     def finetuned(begin: Path, run: str) -> tuple[dict[str, Any], Path]:
-        done = finish(STARTER.start([*own, f"init_from={begin}", f"run_dir={tmp_path}/{run}"], os.environ))
+        done = finish(
+            STARTER.start([*own, *INLINE, f"init_from={begin}", f"run_dir={tmp_path}/{run}"], os.environ)
+        )
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
         (start,) = [event for event in map(json.loads, lines) if event["event"] == "start"]

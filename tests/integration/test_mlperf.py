@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.mllog import MLLog, golden_keys
 
-from .conftest import DEADLINE, Command, finish, wait_for
+from .conftest import DEADLINE, INLINE, Command, finish, wait_for
 
 UPDATES = 12  # of an epoch: 48 utterances in batches of 4
 REFERENCE = {
@@ -60,12 +60,12 @@ def reference_run(
 ) -> tuple[Command, str]:
     """A run and its output. No test changes either."""
     run = as_reference(Command(tmp_path_factory.mktemp("mlperf") / "whole", environment, []))
-    return run, succeed(run)
+    return run, succeed(run, *INLINE)
 
 
-def succeed(run: Command) -> str:
+def succeed(run: Command, *extra: str) -> str:
     """Run the command, and return its output."""
-    process = run.run()
+    process = run.run(*extra)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -106,7 +106,7 @@ def test_the_speed_of_a_run(reference_run: tuple[Command, str]) -> None:
 
 
 def test_the_lines_of_dll(logged: Callable[..., Command]) -> None:
-    output = succeed(logged("dll", "tracking.trackers.console.form=dll"))
+    output = succeed(logged("dll", "tracking.trackers.console.form=dll"), *INLINE)
     iterations = re.findall(rf"^{DATE}(\d) \| {ITERATION}", output, re.M)
     places = [(int(number), int(update)) for number, update in iterations]
     assert places == [(1 + step // UPDATES, 1 + step % UPDATES) for step in range(2 * UPDATES)]
@@ -149,7 +149,7 @@ def test_a_run_that_fails_ends_its_log(logged: Callable[..., Command]) -> None:
     folder = run.run_dir / "checkpoints"
     folder.mkdir(parents=True)
     (folder / ".writing-step-00000015").write_text("a file where a folder should be")
-    process = run.run()
+    process = run.run_inline()
     assert process.returncode == 4, process.stdout
     log = MLLog.read(run.run_dir)
     assert log.metadata("run_stop", "status") == ["aborted"]

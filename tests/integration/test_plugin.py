@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from .conftest import STARTER, finish
+from .conftest import INLINE, STARTER, finish
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
@@ -72,10 +72,10 @@ def test_a_model_a_device_and_a_source_of_another_package_train(run: Run, tmp_pa
 def test_a_decoder_of_another_package_reads_a_run_of_ours(run: Run, tmp_path: Path) -> None:
     small = ["encoder=lstm_small", "encoder.hidden=16", "encoder.features.mels=8", "device.threads=1"]
     folder = ["--config-dir", str(PLUGIN / "conf")]
-    done = run("train", *folder, "model=ctc", "data=named_files", *small, *QUICK, "run_dir=run")
+    done = run("train", *folder, "model=ctc", "data=named_files", *small, *QUICK, *INLINE, "run_dir=run")
     assert done.returncode == 0, done.stderr
     penalty = ["decoder=blank_penalty", "decoder.penalty=50"]
-    done = run("train", *folder, "run_dir=run", *penalty, "trainer.max_steps=6")
+    done = run("train", *folder, "run_dir=run", *penalty, "trainer.max_steps=6", *INLINE)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     texts = [row["rows"] for row in rows if row["event"] == "examples"]
