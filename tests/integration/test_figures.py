@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import soundfile
 
+from tests.support.golden import BANDS, STEPS
+
 from .conftest import Command, finish
 from .forked import Forks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-STEPS = 20
 GOLDEN_OVERRIDES = [
     *(f"trainer.max_steps={STEPS}", "trainer.save_every=100", "trainer.validate_every=100"),
     "device.bf16=software",  # on any chip
 ]
-
-# rounding differs between CPUs, and each update carries it on: a narrow band first, a wider one later
-BANDS = {"fp32": (1e-4, 5e-3), "bf16": (2e-2, 6e-2)}
 
 
 @pytest.mark.parametrize("precision", BANDS)

@@ -20,8 +20,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import LSTMPrediction, Prediction, StatelessPrediction
-
-from .test_greedy import BLANK, Letters
+from tests.support.scorers import BLANK, Letters
 
 LONGEST = 6  # labels of a sequence that the exhaustive search visits
 

@@ -17,8 +17,7 @@ from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
-
-from .test_greedy import BLANK, FRAMES, Counting, Letters, one_hot
+from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
 LENGTHS = torch.arange(500) % 4 + 2
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder
 from speechtrain.losses.transducer import transducer_loss
-from tests.unit.losses.test_transducer import NAMES, Problem, joint_dropout_mask
+from tests.support.lattices import NAMES, Problem, joint_dropout_mask
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["ragged", "static"])
 USUAL = (0, 1, 2, 3, 4)

@@ -18,8 +18,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.task import Task, units_of
 from speechtrain.train_rank import build_task, open_device
 from speechtrain.training.recompute import checkpoint_layers
-
-from ..encoders.test_lstm import batch
+from tests.support.noise import batch
 
 SMALL = {
     "hidden": 8, "width": 16, "layers": 2, "heads": 2, "feed_forward": 16, "position_kernel": 4,

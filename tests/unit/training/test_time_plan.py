@@ -31,8 +31,7 @@ from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
 from speechtrain.training.time_plan import Revision, TimePlan, read, shared, write
 from speechtrain.training.trainer import Trainer
-
-from .test_trainer import Counted, Line, Recorder
+from tests.support.small_trainer import Counted, Line, Recorder
 
 SECONDS = 1800.0
 UPDATE_S = 3.0
