@@ -58,7 +58,7 @@ def test_at_its_smallest(name: str) -> None:
 
 
 HELP = """
-import contextlib, io, json, pathlib, runpy, sys, traceback
+import contextlib, io, json, runpy, sys, traceback
 folder, *names = sys.argv[1:]
 sys.path.insert(0, folder)
 outcomes = {}
