@@ -12,7 +12,7 @@ PEERS_VENV := .venv-peers
 MLPERF_VENV := .venv-mlperf
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly clean
+.PHONY: setup setup-dev demo test test-fast test-faults test-attacks test-hard-share test-cluster check docs-reference bench wheel test-ipex peers test-peers test-nightly test-marked-nightly clean
 
 # What a user needs: the package and what it imports.
 setup: .setup-stamp
@@ -112,8 +112,14 @@ $(PEERS_VENV)/.stamp: setup.py
 		-e '.[interop,peers]' accelerate pytest pytest-timeout pytest-xdist hypothesis
 	touch $(PEERS_VENV)/.stamp
 
-# The tests marked nightly: MLPerf's checker, and the Dockerfile's lines in an empty environment. MLPerf's checker needs PyYAML, and its other dependencies serve other programs.
-test-nightly: setup-dev $(MLPERF_VENV)/.stamp
+# What CI has no time for: the tests marked nightly, every launcher, all attacks and all faults. A suite that fails
+# does not keep the others from running.
+test-nightly:
+	$(MAKE) --jobs=1 --keep-going test-marked-nightly test-cluster test-attacks test-faults
+
+# MLPerf's checker, and the Dockerfile's lines in an empty environment. MLPerf's checker needs PyYAML, and its other
+# dependencies serve other programs.
+test-marked-nightly: setup-dev $(MLPERF_VENV)/.stamp
 	SPEECHTRAIN_MLPERF_PYTHON=$(CURDIR)/$(MLPERF_VENV)/bin/python $(BIN)/python -m pytest -q -m nightly tests
 
 $(MLPERF_VENV)/.stamp:

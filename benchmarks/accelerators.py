@@ -12,6 +12,7 @@ what is inside custom autograd functions. Widths change no count of operations, 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 
@@ -26,6 +27,7 @@ from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.train_rank import build_task
 
+Shapes = Sequence[tuple[float, int]]
 SHAPES = ((16.7, 100), (14, 90), (12, 80), (10, 70), (8, 60), (6, 50), (4, 30), (2, 20))  # seconds, labels
 
 
@@ -39,7 +41,7 @@ def batch_of(rows: int, seconds: float, labels: int, classes: int) -> Batch:
     )  # fmt: skip
 
 
-def gaudi(rows: int, widths: int | None, shapes: int, dtype: torch.dtype) -> None:
+def gaudi(rows: int, widths: int | None, shapes: Shapes, dtype: torch.dtype) -> None:
     """Forward and backward of each shape, then its loss in evaluation."""
     device = HPU()
     small = [] if widths is None else [f"encoder.hidden={widths}", f"model.prediction.hidden={widths}"]
@@ -49,7 +51,7 @@ def gaudi(rows: int, widths: int | None, shapes: int, dtype: torch.dtype) -> Non
     apply_policy(task, policy)
     print("| shape | operations | segments | largest | in evaluation | distinct so far |")
     print("|---|---|---|---|---|---|")
-    for seconds, labels in SHAPES[:shapes]:
+    for seconds, labels in shapes:
         batch = task.prepare(batch_of(rows, seconds, labels, tokenizer.size), 1)
         batch = recorder.move(batch)
         first, launches = len(recorder.segments), recorder.costs.launches
@@ -104,13 +106,13 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{date.today()}, torch {torch.__version__}\n")
     if arguments.smoke:
-        gaudi(rows=1, widths=8, shapes=1, dtype=torch.float32)
+        gaudi(rows=1, widths=8, shapes=[(3.0, 20)], dtype=torch.float32)
         cuda(2, 12, 4, classes=16, hidden=8)
     elif arguments.what == "cuda":
         cuda(32, 500, 100, classes=1024, hidden=512)
     else:
         dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-        gaudi(arguments.rows, arguments.widths, arguments.shapes, dtype)
+        gaudi(arguments.rows, arguments.widths, SHAPES[: arguments.shapes], dtype)
 
 
 if __name__ == "__main__":

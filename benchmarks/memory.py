@@ -56,10 +56,27 @@ class Pair:
     seconds: tuple[float, ...] = EVEN
     labels: float = 4.0
     needs: str = ""
+    smoke: tuple[str, ...] = ("encoder.hidden=32",)
+
+    def recipes(self, is_smoke: bool) -> list[list[str]]:
+        """The overrides without and with the saver."""
+        recipes = []
+        for key in (self.without, self.key):
+            recipe = [*self.recipe, *filter(None, [key])]
+            if is_smoke:
+                recipe += self.smoke
+            recipes.append(recipe)
+        return recipes
 
 
 PAIRS = (
-    Pair("checkpoint_layers, 8 transformer layers", TRANSFORMER, "", "trainer.checkpoint_layers=true"),
+    Pair(
+        "checkpoint_layers, 8 transformer layers",
+        TRANSFORMER,
+        "",
+        "trainer.checkpoint_layers=true",
+        smoke=("encoder.layers=2",),
+    ),
     Pair("checkpoint_layers, LSTM", LSTM, "", "trainer.checkpoint_layers=true"),
     Pair("joint_rows, 20 labels/s", LSTM, "", "model.joint_rows=1", labels=20.0),
     Pair("joint_rows, ragged rows", LSTM, "", "model.joint_rows=2", seconds=RAGGED, labels=20.0),
@@ -71,6 +88,7 @@ PAIRS = (
         "optimizer=adamw8bit",
         seconds=(2.0,),
         needs="bitsandbytes",
+        smoke=("encoder.hidden=32", "model.prediction.hidden=32"),
     ),
 )
 
@@ -140,8 +158,7 @@ def main() -> None:
             print(f"| {pair.name} | {pair.needs} is not installed |||||| ", flush=True)
             continue
         seconds = tuple(s / 8 for s in pair.seconds) if arguments.smoke else pair.seconds
-        recipes = ([*pair.recipe, *filter(None, [key])] for key in (pair.without, pair.key))
-        plain, saving = ([*recipe] for recipe in recipes)
+        plain, saving = pair.recipes(arguments.smoke)
         found = [
             [alone(recipe, seconds, pair.labels, steps) for recipe in (plain, saving)] for _ in range(rounds)
         ]

@@ -38,9 +38,18 @@ def busy(processes: int) -> Iterator[None]:
             other.wait()
 
 
+SMOKE_STEPS = 4
+SMOKE = (
+    *("launcher=local", "launcher.inline=true", "trainer.log_every=1"),
+    *("data.train.utterances=64", "data.valid.unheard.utterances=2"),
+)
+
+
 def train(spin: str, overrides: tuple[str, ...], steps: int) -> tuple[float, float]:
     """Seconds of audio a second, and processor seconds of the run."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if steps == SMOKE_STEPS:
+        overrides += SMOKE
     with tempfile.TemporaryDirectory() as folder:
         keys = (
             *BASE,
@@ -68,7 +77,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     if given.smoke:
-        given.spins, given.others, given.rounds, given.steps = given.spins[:1], [0], 1, 20
+        given.spins, given.others, given.rounds, given.steps = given.spins[:1], [0], 1, SMOKE_STEPS
     print("| encoder | busy processes | GOMP_SPINCOUNT | audio-s/s | ratio | processor s |")
     print("|---|---|---|---|---|---|", flush=True)
     for name, overrides in ENCODERS.items():

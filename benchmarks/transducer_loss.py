@@ -271,7 +271,12 @@ def report(names: list[str], arguments: argparse.Namespace) -> None:
     visited = sorted(occupied(problem) for problem in problems)
     print(f"cells that backward visits: {visited[0]:.2f} to {visited[-1]:.2f} of all\n")
     times = seconds(names, problems)
-    memory = {name: peak_bytes_apart(name, arguments) for name in names}
+    memory = {}
+    for name in names:
+        if arguments.smoke and memory:  # a process takes seconds
+            memory[name] = peak_bytes(name, shape, arguments.initialisation)
+        else:
+            memory[name] = peak_bytes_apart(name, arguments)
     print("| contender | wall s | ratio | processor s | ratio | peak MiB | ratio | gradient error |")
     print("|---|---|---|---|---|---|---|---|")
     base = times[names[0]]

@@ -42,6 +42,8 @@ from .support.digits import write_digits
 from .unit.commands.conftest import TINY, untrained
 from .unit.interop.conftest import make
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "examples/**/*.md", "conf/**/*.yaml")

@@ -19,6 +19,8 @@ from speechtrain.errors import SpeechtrainError
 from .test_docs import Example, check_device, commands_of, parse, with_fixtures
 from .unit.commands.conftest import TINY, untrained
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 COLUMNS = ["number", "system", "promise", "command", "test", "evidence"]
 COMMAND = re.compile(r"([A-Z_]+=\S+ )*speechtrain-|make ")

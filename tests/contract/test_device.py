@@ -48,6 +48,8 @@ from speechtrain.training.trainer import Trainer
 
 from .conftest import choices, composed, folder_of
 
+pytestmark = pytest.mark.slow
+
 CHOICES = choices("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

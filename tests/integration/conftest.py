@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ TINY = [
 ]
 """30 updates of 12 utterances' seconds each; dropout, noise, warping, speed and EMA as in the demo."""
 
+INLINE = ("launcher=local", "launcher.inline=true")
 RECORDED = ["data._target_=recording.RecordingData", "allow_targets=recording"]
 DEADLINE = 300.0  # seconds; nothing here takes a tenth of it on a free machine
 
@@ -86,9 +88,13 @@ class Command:
         """The command, to its end."""
         return finish(self.start(*extra))
 
+    def run_inline(self, *extra: str) -> subprocess.CompletedProcess[str]:
+        """The command, to its end, with its only rank in the same process: that saves an import of torch."""
+        return self.run(*extra, *INLINE)
+
     def tool(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another of the package's commands, to its end."""
-        return finish(self._popen([sys.executable, "-m", f"speechtrain.commands.{name}", *arguments]))
+        return finish(STARTER.start([*arguments], self.environment, name))
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
         """What the run's record says, attempts that were made void included."""
@@ -147,14 +153,26 @@ def wait_for(
     process: subprocess.Popen[str] | Started | None = None,
     goal: str = "the condition",
 ) -> None:
-    """Poll until ``reached`` returns something true. Fails after DEADLINE, or if ``process`` ends first."""
+    """Poll until ``reached`` returns something true. Fails after DEADLINE, or if ``process`` ends first.
+
+    A question may take a tenth of a core and not more: the ranks need the rest.
+    """
     begun = time.monotonic()
+    before_s = _busy_s()
     while not reached():
+        question_s = _busy_s() - before_s
         if process is not None and process.poll() is not None and not reached():
             out, err = process.communicate()
             pytest.fail(f"the process ended with {process.returncode} before {goal}: {out}{err}")
         assert time.monotonic() - begun < DEADLINE, f"{DEADLINE:g} s have passed without {goal}"
-        time.sleep(0.005)
+        time.sleep(min(max(0.005, 9 * question_s), 0.1))
+        before_s = _busy_s()
+
+
+def _busy_s() -> float:
+    """Processor time of this thread and of the children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.thread_time() + children.ru_utime + children.ru_stime
 
 
 def beyond_loopback(pid: int) -> list[str]:
@@ -174,13 +192,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Command:
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str], forks: Forks) -> Command:
     """What two ranks must equal, whichever launcher starts them: ``engines.run_alone``."""
     from .engines import run_alone
 
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return run_alone(shared / "alone", environment)
+    return run_alone(shared / "alone", environment, forks)
 
 
 @pytest.fixture(scope="session")

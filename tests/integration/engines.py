@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from .conftest import RECORDED, Command
+from .forked import Forks
 
 STEPS = 20
 ENGINES = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": [], "intel": []}
@@ -63,15 +64,14 @@ def prepared(engine: str, environment: dict[str, str]) -> dict[str, str]:
     return {**environment, "PATH": f"{folder}{os.pathsep}{environment['PATH']}"}
 
 
-def run_alone(folder: Path, environment: dict[str, str]) -> Command:
+def run_alone(folder: Path, environment: dict[str, str], forks: Forks) -> Command:
     """One process that accumulates two micro-batches; made once in ``folder``, for all that ask."""
     run = Command(folder / "run", environment, [*SIZES, "trainer.accumulate=2", f"trainer.max_steps={STEPS}"])
     folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # 10 s of CPU that every launcher's tests would take
+    with (folder / "lock").open("w") as lock:  # 5 s of CPU that every launcher's tests would take
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (run.run_dir / "result.json").exists():
-            done = run.run()
-            assert done.returncode == 0, done.stderr
+            assert forks.run(run.write()) == [0], run.result()
     return run
 
 

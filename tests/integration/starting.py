@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 _SHARED = (
     *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.commands._start_jobs"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
-    *("speechtrain.models.rnnt", "speechtrain.features.logmel"),
+    *("speechtrain.models.rnnt", "speechtrain.features.logmel", "speechtrain.commands.evaluate"),
 )
 _POLL_SECONDS = 0.005
 
@@ -76,8 +76,8 @@ class Starter:
         self._process: subprocess.Popen[str] | None = None
         self._numbers = count()
 
-    def start(self, argv: list[str], environment: Mapping[str, str]) -> Started:
-        """``speechtrain train`` with these arguments."""
+    def start(self, argv: list[str], environment: Mapping[str, str], module: str = "train") -> Started:
+        """A command with these arguments, by the name of its module."""
         if self._process is None:
             self._folder = tempfile.TemporaryDirectory(prefix="started-")
             pipe = subprocess.PIPE
@@ -87,8 +87,11 @@ class Starter:
         base = Path(self._folder.name) / str(next(self._numbers))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        asked = {"argv": argv, "environment": dict(environment), "base": str(base), "cwd": os.getcwd()}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        # Another command of this name would start again with the variables of its device.
+        program = "speechtrain-train" if module == "train" else module
+        request = {"module": f"speechtrain.commands.{module}", "argv": [program, *argv]}
+        request |= {"environment": dict(environment), "base": str(base), "cwd": os.getcwd()}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return Started(argv, int(self._process.stdout.readline()), base)
 
@@ -105,10 +108,10 @@ def _command(asked: dict[str, Any]) -> NoReturn:
     os.environ.update(asked["environment"])
     sys.path[:0] = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p not in sys.path]
     os.chdir(asked["cwd"])
-    sys.argv = ["speechtrain-train", *asked["argv"]]
+    sys.argv = asked["argv"]
     code = 70
     try:
-        sys.modules["speechtrain.commands.train"].main()
+        importlib.import_module(asked["module"]).main()
     except SystemExit as left:
         code = int(left.code or 0)
     finally:

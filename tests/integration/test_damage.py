@@ -103,7 +103,7 @@ def test_a_disk_that_is_full_during_a_save(
     assert run.events()[-1]["status"] == "failed"
     assert (run.run_dir / "error.log").exists()
     assert sorted(run.losses()) == [1, 2, 3, 4]
-    again = run.run("trainer.max_steps=4")  # with room again
+    again = run.run_inline("trainer.max_steps=4")  # with room again
     assert again.returncode == 0, again.stderr
     assert [c.name for c in run.checkpoints()][-1] == "step-00000004"
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
@@ -124,9 +124,9 @@ def test_a_save_that_fails_on_the_way_is_a_warning_where_that_is_asked(
 
 def test_a_finished_run_without_its_last_checkpoint_continues(command: Callable[..., Command]) -> None:
     run = command("run", "trainer.max_steps=4", "trainer.save_every=2", "trainer.validate_every=100")
-    assert run.run().returncode == 0
+    assert run.run_inline().returncode == 0
     shutil.rmtree(run.checkpoints()[-1])
-    done = run.run()
+    done = run.run_inline()
     assert done.returncode == 0, done.stderr
     assert "is done" not in done.stdout
     assert [c.name for c in run.checkpoints()] == ["step-00000002", "step-00000004"]

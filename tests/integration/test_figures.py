@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 import soundfile
 
+from tests.support.golden import BANDS, STEPS
+
 from .conftest import Command, finish
 from .forked import Forks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-STEPS = 20
 GOLDEN_OVERRIDES = [
     *(f"trainer.max_steps={STEPS}", "trainer.save_every=100", "trainer.validate_every=100"),
     "device.bf16=software",  # on any chip
 ]
-
-# rounding differs between CPUs, and each update carries it on: a narrow band first, a wider one later
-BANDS = {"fp32": (1e-4, 5e-3), "bf16": (2e-2, 6e-2)}
 
 
 @pytest.mark.parametrize("precision", BANDS)
@@ -74,7 +72,7 @@ def test_one_checkpoint_one_score(
 def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Command]) -> None:
     """A learning rate that destroys the model makes the last validation worse than the first."""
     run = command("run", "trainer.max_steps=8", "trainer.validate_every=4", "schedule.warmup_steps=8")
-    done = run.run("optimizer.lr=10", "trainer.ema=0")
+    done = run.run_inline("optimizer.lr=10", "trainer.ema=0")
     assert done.returncode == 0, done.stderr
     first, last = run.events("valid")
     assert (first["wer"], first["loss"]) < (last["wer"], last["loss"])  # a tie: the loss decides
@@ -90,7 +88,7 @@ def test_the_result_is_of_the_checkpoint_that_is_used(command: Callable[..., Com
 
 def test_a_target_ends_a_run_and_its_result_is_returned(command: Callable[..., Command]) -> None:
     run = command("run", "trainer.target=5.0", "trainer.validate_every=4", "trainer.profile=2:3")
-    assert run.run().returncode == 0
+    assert run.run_inline().returncode == 0
     assert run.result()["status"] == "target"
     assert run.result()["steps"] == 4
     assert json.loads((run.run_dir / "profile-2-3.json").read_text())["traceEvents"]
@@ -107,7 +105,7 @@ def test_the_final_decoder_is_used_once_and_chooses_nothing(command: Callable[..
         "final_decoder=greedy",
         "final_decoder.max_symbols=1",
     )
-    assert run.run().returncode == 0
+    assert run.run_inline().returncode == 0
     sets = [event["set"] for event in run.events("valid")]
     assert sets == ["unheard", "unheard", "final/unheard"]
     metrics = run.result()["last_metrics"]
@@ -117,5 +115,5 @@ def test_the_final_decoder_is_used_once_and_chooses_nothing(command: Callable[..
     assert texts[-1]["rows"]
     assert all(len(row["hypothesis"]) <= 1 for row in texts[-1]["rows"])
     run.arguments += ["trainer.max_steps=13", "decoder.max_symbols=2"]
-    continued = run.run()  # no decoder belongs to the run
+    continued = run.run_inline()  # no decoder belongs to the run
     assert continued.returncode == 0, continued.stderr

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-EPOCHS, SHAPES, LOG_EVERY = 3, 2, 3
+from .conftest import INLINE, STARTER, finish
+
+EPOCHS, SHAPES, LOG_EVERY = 2, 2, 3
 COMMON = [
     *("augment=none", "tracking=jsonl", "data.workers=0", f"trainer.log_every={LOG_EVERY}"),
     *("trainer.max_steps=null", f"trainer.max_epochs={EPOCHS}", "trainer.validate_every=4"),
@@ -48,9 +48,9 @@ GRAPHS = {
 
 
 def events(run_dir: Path, overrides: list[str]) -> list[dict[str, Any]]:
-    line = [sys.executable, "-m", "speechtrain.commands.train", *overrides, f"run_dir={run_dir}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    inline = () if "device=lazy" in overrides else INLINE
+    command = [*overrides, *inline, f"run_dir={run_dir}"]
+    done = finish(STARTER.start(command, {**os.environ, "OMP_NUM_THREADS": "1"}))
     assert done.returncode == 0, done.stderr
     return [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

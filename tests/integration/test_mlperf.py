@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.mllog import MLLog, golden_keys
 
-from .conftest import DEADLINE, Command, finish, wait_for
+from .conftest import DEADLINE, INLINE, Command, finish, wait_for
 
 UPDATES = 12  # of an epoch: 48 utterances in batches of 4
 REFERENCE = {
@@ -38,25 +38,34 @@ CHECKER = os.environ.get("SPEECHTRAIN_MLPERF_PYTHON", "")
 RULES = "training_3.0.0/closed_rnnt.yaml"
 
 
+def as_reference(run: Command, *overrides: str) -> Command:
+    """Give a run the keys with which the reference trains, with ``tracking=mlperf``."""
+    values = dict(text.split("=", 1) for text in run.arguments)
+    del values["schedule.warmup_steps"]
+    values |= REFERENCE
+    values |= dict(text.split("=", 1) for text in overrides)
+    run.arguments = ["=".join(pair) for pair in values.items()]
+    return run
+
+
 @pytest.fixture
 def logged(command: Callable[..., Command]) -> Callable[..., Command]:
-    """``logged(name, KEY=VALUE, …)``: the tiny recipe as the reference trains, with ``tracking=mlperf``."""
-
-    def make(name: str, *overrides: str) -> Command:
-        run = command(name)
-        values = dict(text.split("=", 1) for text in run.arguments)
-        del values["schedule.warmup_steps"]
-        values |= REFERENCE
-        values |= dict(text.split("=", 1) for text in overrides)
-        run.arguments = ["=".join(pair) for pair in values.items()]
-        return run
-
-    return make
+    """``logged(name, KEY=VALUE, …)``: the tiny recipe as the reference trains."""
+    return lambda name, *overrides: as_reference(command(name), *overrides)
 
 
-def succeed(run: Command) -> str:
+@pytest.fixture(scope="module")
+def reference_run(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> tuple[Command, str]:
+    """A run and its output. No test changes either."""
+    run = as_reference(Command(tmp_path_factory.mktemp("mlperf") / "whole", environment, []))
+    return run, succeed(run, *INLINE)
+
+
+def succeed(run: Command, *extra: str) -> str:
     """Run the command, and return its output."""
-    process = run.run()
+    process = run.run(*extra)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -69,9 +78,8 @@ def stored_environment(run: Command) -> dict[str, str]:
     return environment
 
 
-def test_a_run_logs_the_keys_of_the_reference(logged: Callable[..., Command]) -> None:
-    run = logged("whole")
-    succeed(run)
+def test_a_run_logs_the_keys_of_the_reference(reference_run: tuple[Command, str]) -> None:
+    run, _ = reference_run
     log = MLLog.read(run.run_dir)
     assert log.keys == golden_keys()
     values = log.last_values
@@ -79,9 +87,8 @@ def test_a_run_logs_the_keys_of_the_reference(logged: Callable[..., Command]) ->
     assert log.metadata("run_stop", "status") == ["success"]
 
 
-def test_the_speed_of_a_run(logged: Callable[..., Command]) -> None:
-    run = logged("speed")
-    output = succeed(run)
+def test_the_speed_of_a_run(reference_run: tuple[Command, str]) -> None:
+    run, output = reference_run
     epochs = run.events("epoch")
     assert [(event["epoch"], event["step"]) for event in epochs] == [(1, UPDATES), (2, 2 * UPDATES)]
     train_s = 0.0
@@ -99,7 +106,7 @@ def test_the_speed_of_a_run(logged: Callable[..., Command]) -> None:
 
 
 def test_the_lines_of_dll(logged: Callable[..., Command]) -> None:
-    output = succeed(logged("dll", "tracking.trackers.console.form=dll"))
+    output = succeed(logged("dll", "tracking.trackers.console.form=dll"), *INLINE)
     iterations = re.findall(rf"^{DATE}(\d) \| {ITERATION}", output, re.M)
     places = [(int(number), int(update)) for number, update in iterations]
     assert places == [(1 + step // UPDATES, 1 + step % UPDATES) for step in range(2 * UPDATES)]
@@ -108,8 +115,8 @@ def test_the_lines_of_dll(logged: Callable[..., Command]) -> None:
     assert averages == evaluations == ["1", "2"]
 
 
-def test_the_start_prints_the_environment_and_the_data(logged: Callable[..., Command]) -> None:
-    output = succeed(logged("start", "trainer.max_steps=1"))
+def test_the_start_prints_the_environment_and_the_data(reference_run: tuple[Command, str]) -> None:
+    _, output = reference_run
     assert re.search(r"^environment: host .*OMP_NUM_THREADS \d+.*threads 1, cpus \d+$", output, re.M)
     (line,) = re.findall("^data: .*$", output, re.M)
     for fact in (*DATA, "freq_masks 2", "speed [0.85, 1.15]"):
@@ -142,7 +149,7 @@ def test_a_run_that_fails_ends_its_log(logged: Callable[..., Command]) -> None:
     folder = run.run_dir / "checkpoints"
     folder.mkdir(parents=True)
     (folder / ".writing-step-00000015").write_text("a file where a folder should be")
-    process = run.run()
+    process = run.run_inline()
     assert process.returncode == 4, process.stdout
     log = MLLog.read(run.run_dir)
     assert log.metadata("run_stop", "status") == ["aborted"]

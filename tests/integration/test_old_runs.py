@@ -15,9 +15,10 @@ import pytest
 import torch
 import yaml
 
+from tests.support.golden import BANDS, STEPS
+
 from ..support.digits import write_sample
 from .conftest import Command
-from .test_figures import BANDS, STEPS
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "old_runs"
 RUNS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

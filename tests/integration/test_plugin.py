@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import soundfile
 
+from .conftest import INLINE, STARTER, finish
+
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
 QUICK = [
@@ -36,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(site: Path, tmp_path: Path) -> Run:
+def run(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """``run("train", ...)``: a command in an environment that has the package and some recordings."""
     random = np.random.default_rng(0)
     for name in (
@@ -52,14 +54,8 @@ def run(site: Path, tmp_path: Path) -> Run:
         soundfile.write(path, 0.1 * random.standard_normal(8000), 16_000)
     environment = {**os.environ, "PYTHONPATH": str(site), "DATASET_DIR": str(tmp_path / "recordings")}
     environment["SPEECHTRAIN_ALLOW_TARGETS"] = "speechtrain_example"
-
-    def start(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", f"speechtrain.commands.{command}", *arguments]
-        return subprocess.run(
-            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-
-    return start
+    monkeypatch.chdir(tmp_path)
+    return lambda command, *arguments: finish(STARTER.start([*arguments], environment, command))
 
 
 def test_a_model_a_device_and_a_source_of_another_package_train(run: Run, tmp_path: Path) -> None:
@@ -76,10 +72,10 @@ def test_a_model_a_device_and_a_source_of_another_package_train(run: Run, tmp_pa
 def test_a_decoder_of_another_package_reads_a_run_of_ours(run: Run, tmp_path: Path) -> None:
     small = ["encoder=lstm_small", "encoder.hidden=16", "encoder.features.mels=8", "device.threads=1"]
     folder = ["--config-dir", str(PLUGIN / "conf")]
-    done = run("train", *folder, "model=ctc", "data=named_files", *small, *QUICK, "run_dir=run")
+    done = run("train", *folder, "model=ctc", "data=named_files", *small, *QUICK, *INLINE, "run_dir=run")
     assert done.returncode == 0, done.stderr
     penalty = ["decoder=blank_penalty", "decoder.penalty=50"]
-    done = run("train", *folder, "run_dir=run", *penalty, "trainer.max_steps=6")
+    done = run("train", *folder, "run_dir=run", *penalty, "trainer.max_steps=6", *INLINE)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     texts = [row["rows"] for row in rows if row["event"] == "examples"]

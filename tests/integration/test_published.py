@@ -53,7 +53,7 @@ def test_the_published_tokenizer_and_settings_are_kept(
     first = command(
         tmp_path, environment, "run", "model.freeze_encoder_steps=1", "model.encoder_lr_scale=0.1"
     )
-    done = first.run("trainer.max_steps=1")
+    done = first.run_inline("trainer.max_steps=1")
     assert done.returncode == 0, done.stderr
     (start,) = first.events("start")
     assert start["fresh"] == 0
@@ -67,7 +67,7 @@ def test_the_published_tokenizer_and_settings_are_kept(
     assert after[name].equal(before[name]), "frozen"
     assert not after["joint.output.weight"].equal(before["joint.head.weight"])
     shutil.rmtree(model)
-    done = first.run("trainer.max_steps=2")
+    done = first.run_inline("trainer.max_steps=2")
     assert done.returncode == 0, done.stderr
     assert first.result()["steps"] == 2
     exported = first.tool("export", str(first.run_dir), "--to", "huggingface", "--out", str(tmp_path / "out"))
@@ -82,7 +82,7 @@ def test_the_published_tokenizer_and_settings_are_kept(
 @pytest.mark.usefixtures("model")
 def test_another_tokenizer_begins_with_a_fresh_head(tmp_path: Path, environment: dict[str, str]) -> None:
     other = command(tmp_path, environment, "run", "tokenizer=characters", "trainer.max_steps=1")
-    done = other.run()
+    done = other.run_inline()
     assert done.returncode == 0, done.stderr
     (start,) = other.events("start")
     fresh = "joint.output.bias, joint.output.weight, prediction.embedding.weight"

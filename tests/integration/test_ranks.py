@@ -17,6 +17,7 @@ import pytest
 from speechtrain.supervision.process_tree import children_of
 
 from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for
+from .forked import Forks
 
 STEPS = 20
 LONGER = 60  # of the run in one process, to which a run that was stopped at some time is compared, too
@@ -29,12 +30,11 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Command:
+def alone(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str], forks: Forks) -> Command:
     """One process that accumulates two micro-batches."""
     sizes = [*EXTRA, "trainer.accumulate=2", f"trainer.max_steps={LONGER}", f"trainer.validate_every={STEPS}"]
     run = Command(tmp_path_factory.mktemp("alone") / "run", environment, sizes)
-    done = run.run()
-    assert done.returncode == 0, done.stderr
+    assert forks.run(run.write()) == [0], run.result()
     return run
 
 
@@ -134,7 +134,7 @@ def test_processes_end_cleanly_each_time(tmp_path: Path) -> None:
     program = tmp_path / "one_update.py"
     program.write_text(ONE_UPDATE)
     members = []
-    for _ in range(3):  # beside each other: the busier the machine, the more an exit race shows
+    for _ in range(2):  # beside each other: the busier the machine, the more an exit race shows
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = str(found.getsockname()[1])
         for rank in ("0", "1"):

@@ -46,7 +46,7 @@ def scratch(folder: Path, tmp_path: Path, environment: dict[str, str]) -> Comman
 
 
 def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
-    done = scratch.run()
+    done = scratch.run_inline()
     assert done.returncode == 0, done.stderr
     assert "speechtrain: error" not in done.stderr
     config = OmegaConf.load(scratch.run_dir / "config.yaml")
@@ -76,11 +76,11 @@ def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:
     running.send_signal(2)
     assert finish(running).returncode == 75
     plan = json.loads((scratch.run_dir / "plan.json").read_text())
-    scratch.arguments[-1] = "trainer.max_hours=0.002"
-    done = scratch.run("trainer.save_every=1", "trainer.log_every=1")
+    scratch.arguments[-1] = "trainer.max_hours=0.001"
+    done = scratch.run_inline("trainer.save_every=1", "trainer.log_every=1")
     assert done.returncode == 0, done.stderr
     again = json.loads((scratch.run_dir / "plan.json").read_text())
-    assert again["hours"] == 0.002
+    assert again["hours"] == 0.001
     assert again["revisions"][: len(plan["revisions"])] == plan["revisions"]
     assert "a new run would differ" not in done.stdout
 
@@ -119,7 +119,7 @@ def test_sets_with_facts_of_their_own(scratch: Command, folder: Path, tmp_path: 
     sets = f"{{a: {folder}, b: {{path: {other}, weight: 0.5, normaliser: none, language: es}}}}"
     own = [a for a in scratch.arguments if not a.startswith(("data.train=", "trainer.max_hours="))]
     scratch.arguments = [*own, f"data.train={sets}", f"data.valid={sets.replace('weight: 0.5, ', '')}"]
-    whole = scratch.run("trainer.max_steps=7", "trainer.max_hours=null")
+    whole = scratch.run_inline("trainer.max_steps=7", "trainer.max_hours=null")
     assert whole.returncode == 0, whole.stderr
     config = OmegaConf.load(scratch.run_dir / "config.yaml")
     assert set("(ÑÚ é") <= set(config.tokenizer.alphabet)  # each set's transcripts by its normaliser

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from tests.support.processes import state_of
+
 from .conftest import RECORDED, Command, finish, wait_for
 
 LONG = ["trainer.max_steps=4000", "trainer.save_every=4000", "trainer.validate_every=4000"]
@@ -107,17 +109,9 @@ def test_a_rank_whose_command_is_gone_saves_and_leaves(command: Callable[..., Co
     rank = run.pid()
     process.kill()
     finish(process)
-    wait_for(lambda: not os.path.exists(f"/proc/{rank}") or "(zombie)" in _state(rank))
+    wait_for(lambda: not os.path.exists(f"/proc/{rank}") or "(zombie)" in state_of(rank))
     result = run.result()
     assert result["status"] == "preempted"
     assert run.checkpoints()[-1].name == f"step-{result['steps']:08d}"
     done = run.run(f"trainer.max_steps={result['steps'] + 1}")
     assert done.returncode == 0, done.stderr
-
-
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return file.read()
-    except OSError:
-        return "(zombie)"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.supervision.process_tree import children_of
+from tests.support.processes import state_of
 
 from .conftest import RECORDED, Command, beyond_loopback, finish, wait_for
-from .test_signals import _state
 
 UPDATES = 12
 SLOW = ["data.valid.unheard.utterances=300", "data.valid_batch.count=1", "decoder.max_symbols=300"]
@@ -37,7 +37,7 @@ def test_a_killed_rank_and_a_signal_to_one_in_a_validation(command: Callable[...
     ended = finish(process)
     assert ended.returncode == 75, ended.stderr
     assert ended.stderr.endswith(f"saved at step {UPDATES} in {run.run_dir}; the same command continues\n")
-    assert all("(zombie)" in _state(pid) for pid in {agent, *ranks})
+    assert all("(zombie)" in state_of(pid) for pid in {agent, *ranks})
 
     assert not run.events("valid")
     assert sorted(run.losses()) == list(range(1, UPDATES + 1))  # the same ones, where two attempts made them

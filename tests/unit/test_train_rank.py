@@ -23,7 +23,7 @@ from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
-from speechtrain.launcher import PARENT, Result, World
+from speechtrain.launcher import Result, World
 from speechtrain.optim.schedules import Schedule
 from speechtrain.run_directory import RunLock
 from speechtrain.tracking.console import start_line
@@ -64,21 +64,36 @@ def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "error.log").read_text()
 
 
+RESTARTS = """
+import json, os, pathlib, sys
+from speechtrain import train_rank
+folder = pathlib.Path(sys.argv[1])
+for count in ("0", "1", "2"):
+    if not os.fork():
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = count
+        os._exit(train_rank.main([str(folder / "config.yaml")]))
+    os.wait()
+    print(json.dumps(json.loads((folder / "result.json").read_text())), flush=True)
+"""
+"""Three ranks in turn, forked from one process: an import of torch takes seconds."""
+
+
+@pytest.mark.slow
 def test_a_failure_under_torchrun_says_which_restart_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    errors = []
-    for count in ("0", "1", "2"):
-        rank(tmp_path, TORCHELASTIC_RESTART_COUNT=count)
-        result = json.loads((tmp_path / "result.json").read_text())
-        errors.append(result["error"])
+    (tmp_path / "config.yaml").write_text("[]")
+    line = [sys.executable, "-c", RESTARTS, str(tmp_path)]
+    process = subprocess.run(line, capture_output=True, text=True, check=True)
+    errors = [json.loads(result)["error"] for result in process.stdout.splitlines()]
     assert errors[0] == f"{errors[2]} (restart 1 of 2 follows)"
     assert errors[1] == f"{errors[2]} (restart 2 of 2 follows)"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert start_line(_restart()) == "start    restart 1 of 2"
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_a_file_of_a_rank_is_the_machines_fault(disk: Disk) -> None:
     config = compose(["recipe=demo", "tracking=jsonl", "data.workers=0"])
     config.run_dir = str(disk.path / "run")
@@ -131,17 +146,21 @@ def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Path) -> None:
     code = (
-        "from speechtrain.train_rank import StopRequest, _stop_with_parent\n"
-        "stop = StopRequest(); _stop_with_parent(stop); print(stop())"
+        "import os, sys\n"
+        "from speechtrain.train_rank import PARENT, StopRequest, _stop_with_parent\n"
+        "for parent in sys.argv[1:]:\n"
+        "    os.environ[PARENT] = parent\n"
+        "    stop = StopRequest(); _stop_with_parent(stop); print(stop())"
     )
-    gone = "999999999"
-    for parent, expected in (
-        *((str(os.getpid()), "False"), (gone, "True"), ("", "False")),
-        (str(os.getppid()), "False"),  # this process is the agent between
-    ):
-        environment = {**os.environ, PARENT: parent}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert done.stdout.strip() == expected, done.stderr
+    expected = {
+        str(os.getpid()): "False",
+        "999999999": "True",  # it has gone
+        "": "False",
+        str(os.getppid()): "False",  # this process is the agent between
+    }
+    line = [sys.executable, "-c", code, *expected]
+    process = subprocess.run(line, capture_output=True, text=True)
+    assert process.stdout.split() == [*expected.values()], process.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

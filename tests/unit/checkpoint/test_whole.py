@@ -351,7 +351,8 @@ def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
     best = tmp_path / "checkpoints" / "step-00000002"
     manifest = best / "checkpoint.json"
     sound, unchanged = manifest.read_bytes(), 0
-    for place in range(8 * len(sound)):
+    places = range(0, 8 * len(sound), 3)  # bits of every byte. `make test-faults` flips more of them
+    for place in places:
         damaged = bytearray(sound)
         damaged[place // 8] ^= 1 << place % 8
         manifest.write_bytes(damaged)
@@ -363,7 +364,7 @@ def test_no_flipped_bit_of_a_manifest_loses_the_best_checkpoint(
                 checkpointer.verify(best)
         checkpointer._prune()
         assert best.is_dir()
-    assert unchanged < 0.2 * 8 * len(sound)
+    assert unchanged < 0.2 * len(places)
     manifest.write_bytes(sound.replace(b"0.25", b"0.95"))
     assert Checkpointer(tmp_path).weights("best")[0].name == "step-00000003"
     assert f"{manifest} is damaged and not used (it does not match its own sha256)" in caplog.messages

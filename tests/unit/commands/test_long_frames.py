@@ -10,6 +10,8 @@ from speechtrain.commands import train
 
 from .conftest import TINY
 
+pytestmark = pytest.mark.slow
+
 LINE = "transcripts have more labels than encoder frames"
 
 

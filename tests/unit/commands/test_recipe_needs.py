@@ -18,6 +18,8 @@ from speechtrain.config.build import build_data, build_tokenizer, dry_build
 
 from .corpora import common_voice, librispeech, said
 
+pytestmark = pytest.mark.slow
+
 DRY = "dry_run=true"
 PREPARE = "speechtrain prepare corpus=librispeech download=true parts="
 PARTS = ("train-clean-100", "train-clean-360", "train-other-500", "dev-clean")
@@ -272,7 +274,6 @@ def test_a_removed_key_keeps_its_error(key: str, capsys: pytest.CaptureFixture[s
     assert lines[0].startswith(f"speechtrain: error: {key} ")
 
 
-@pytest.mark.slow
 def test_a_prepared_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATASET_DIR", str(tmp_path / "corpora"))
     librispeech(tmp_path / "corpora", PARTS)

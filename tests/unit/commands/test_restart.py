@@ -13,6 +13,8 @@ import pytest
 from speechtrain.data.corpora import digits
 from speechtrain.devices.cpu import CPU
 
+pytestmark = pytest.mark.slow
+
 RECORDING = Path(digits.__file__).parent / "digits_audio" / "valid.flac"
 
 

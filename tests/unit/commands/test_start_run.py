@@ -28,6 +28,8 @@ from speechtrain.run_directory import RunResult, rank_folder, read_failure
 
 from ...conftest import Disk
 
+pytestmark = pytest.mark.slow
+
 DRY = ["recipe=demo", "dry_run=true"]
 
 
@@ -377,7 +379,6 @@ def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
         continued(run_dir, read(["model=rnnt_mlperf"]))
 
 
-@pytest.mark.slow
 def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,8 @@ from speechtrain.run_directory import RunLock, other_owner
 
 from .conftest import TINY
 
+pytestmark = pytest.mark.slow
+
 DRY = ("recipe=demo", "seed=7", "dry_run=true")
 
 
@@ -131,7 +133,6 @@ def run_name_of(options: tuple[str, ...]) -> str:
     return run_name({"model": "rnnt_small", "data": "digits"}, overrides, None)
 
 
-@pytest.mark.slow
 def test_train_continues_what_the_user_has_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,7 +102,7 @@ def _outcome(argv: list[str]) -> DictConfig:
 
 @pytest.mark.slow
 @settings(
-    max_examples=int(os.environ.get("FUZZ", "100")),
+    max_examples=int(os.environ.get("FUZZ", "60")),
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -185,13 +185,46 @@ def test_a_share_is_a_share() -> None:
         data_of("m.jsonl", hold_out=1.0)
 
 
-def sides_of(speakers: list[str], recordings: list[str], share: float) -> tuple[np.ndarray[Any, Any], str]:
-    """Draw from cuts of one second each."""
+def sides_of(
+    speakers: list[str], recordings: list[str], share: float, seconds: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], str]:
+    """Draw from cuts of ``seconds``."""
     keys = {"speaker": speakers, "recording": recordings, "cut": [str(i) for i in range(len(speakers))]}
     groups = {}
     for by, names in keys.items():
         groups[by] = np.array([key_of(name) for name in names])
-    return held_out(groups, np.ones(len(speakers), np.float32), share)
+    return held_out(groups, seconds.astype(np.float32), share)
+
+
+def longer(is_long: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
+    """Seconds of which some cuts have a ``share``, in equal parts. The others have one second each."""
+    count = np.count_nonzero(is_long)
+    long_seconds = share / (1 - share) * (len(is_long) - count)
+    return np.where(is_long, long_seconds / count, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(0.6, "recording"), (0.75, "speaker"), (1.4, "speaker"), (1.6, "recording")]
+)
+def test_held_out_takes_speakers_if_their_seconds_are_about_the_share(ratio: float, expected: str) -> None:
+    speakers = [f"speaker-{i}" for i in range(80)]
+    is_drawn, by = sides_of(speakers, speakers, 0.1, np.ones(80))
+    assert by == "speaker"
+    _, by = sides_of(speakers, speakers, 0.1, longer(is_drawn, ratio * 0.1))
+    assert by == expected
+
+
+@pytest.mark.parametrize(("ratio", "expected"), [(1.4, True), (1.6, False)])
+def test_held_out_passes_over_a_recording_far_longer_than_the_share(ratio: float, expected: bool) -> None:
+    recordings, keys = [f"recording-{i}" for i in range(10)], dict[str, np.ndarray[Any, Any]]()
+    for by in GROUPS:
+        keys[by] = np.array([key_of(name) for name in recordings])
+    is_first, _ = held_out(keys, np.ones(10, np.float32), 0.1, by="recording")
+    assert np.count_nonzero(is_first) == 1
+    seconds = longer(is_first, ratio * 0.1).astype(np.float32)
+    is_held_out, _ = held_out(keys, seconds, 0.1, by="recording")
+    assert is_held_out.any()
+    assert bool(is_held_out[is_first].all()) is expected
 
 
 def test_held_out_keeps_a_recording_of_two_speakers_on_one_side() -> None:
@@ -201,7 +234,7 @@ def test_held_out_keeps_a_recording_of_two_speakers_on_one_side() -> None:
         for voice in voices * 3:
             speakers.append(voice)
             recordings.append(call)
-    is_held_out, by = sides_of(speakers, recordings, 0.2)
+    is_held_out, by = sides_of(speakers, recordings, 0.2, np.ones(len(speakers)))
     assert by == "speaker"
     assert is_held_out.any()
     for names in (speakers, recordings):
@@ -216,7 +249,7 @@ def test_held_out_draws_recordings_if_a_speaker_connects_too_many(caplog: pytest
     for i in range(40):
         speakers += ["agent", f"caller-{i}"]
         recordings += [f"call-{i}"] * 2
-    is_held_out, by = sides_of(speakers, recordings, 0.2)
+    is_held_out, by = sides_of(speakers, recordings, 0.2, np.ones(len(speakers)))
     assert by == "recording"
     assert "too many of them share recordings" in caplog.text
     assert bool((is_held_out[::2] == is_held_out[1::2]).all())

@@ -52,7 +52,7 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps=st.integers(0, 30),
     accumulate=st.integers(1, 4),
@@ -78,6 +78,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
         assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_resume_with_workers_is_that_without(corpus: Path) -> None:
     expected = list(islice(make_data(corpus).train(accumulate=2), 30))
     first = make_data(corpus, workers=2)
@@ -146,7 +147,7 @@ def test_a_set_without_transcripts_is_refused_before_training(cache: Path, recor
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     split=st.sampled_from([(1, 4), (2, 2), (4, 1), (1, 6), (2, 3), (3, 2), (6, 1)]),
     steps=st.integers(1, 5),

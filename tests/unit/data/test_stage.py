@@ -23,8 +23,7 @@ from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.stage import Stager, open_near, reading_from
 from speechtrain.text.vocabulary import Characters
-
-from .test_shar import write_shar
+from tests.support.shar import write_shar
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import LSTMPrediction, Prediction, StatelessPrediction
-
-from .test_greedy import BLANK, Letters
+from tests.support.scorers import BLANK, Letters
 
 LONGEST = 6  # labels of a sequence that the exhaustive search visits
 
@@ -104,7 +103,7 @@ def lattices(seed: int) -> tuple[TransducerScorer, Tensor, Tensor]:
 @torch.no_grad()
 def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
     found = 0
-    for seed in range(10):
+    for seed in range(4):
         scorer, frames, lengths = lattices(seed)
         every = every_sequence(scorer, frames, lengths)
         decoder = TransducerBeam(width=8, nbest=8)
@@ -124,7 +123,7 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
             assert listed[0].score >= exact[greedy[row].labels] - 1e-5
             assert len({one.labels for one in listed}) == len(listed)
             found += max(totals, key=lambda name: totals[name]) in {one.labels for one in listed}
-    assert found >= 0.99 * 500
+    assert found >= 0.99 * 200
 
 
 @torch.no_grad()
@@ -170,7 +169,7 @@ class Reads(TorchDispatchMode):
 @pytest.mark.slow
 def test_greedy_reads_from_the_device_once_in_four_steps() -> None:
     scorer, _, _ = lattices(1)
-    frames, lengths = torch.randn(32, 200, 8), torch.full((32,), 200)
+    frames, lengths = torch.randn(32, 60, 8), torch.full((32,), 60)
     steps = 0
     advance = scorer.step
 

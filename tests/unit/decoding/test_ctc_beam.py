@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 
 import numpy as np
 import pytest
@@ -17,8 +17,7 @@ from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
-
-from .test_greedy import BLANK, FRAMES, Counting, Letters, one_hot
+from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
 LENGTHS = torch.arange(500) % 4 + 2
 
@@ -82,6 +81,42 @@ def test_a_label_lasts_from_its_first_frame_to_its_last() -> None:
     assert (found.text, found.times, found.ends) == ("aab", (0.5, 2.0, 2.5), (1.5, 2.5, 3.5))
     assert (greedy.text, greedy.times, greedy.ends) == (found.text, found.times, found.ends)
     assert found.confidences == pytest.approx(greedy.confidences, abs=1e-6)
+
+
+def runs_of(path: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Each label of a path with its first frame and the frame after its last."""
+    runs: list[tuple[int, int, int]] = []
+    begin = 0
+    for label, run in groupby(path):
+        end = begin + len(list(run))
+        if label != BLANK:
+            runs.append((label, begin, end))
+        begin = end
+    return runs
+
+
+def likeliest_runs(scores: Tensor, labels: list[int]) -> list[tuple[int, int, int]]:
+    """The runs of the likeliest of all paths of ``labels``, for scores (T, classes)."""
+    candidates = []
+    for path in product({*labels, BLANK}, repeat=len(scores)):
+        runs = runs_of(path)
+        if [label for label, *_ in runs] == labels:
+            chances = scores[range(len(path)), path]
+            candidates.append((float(chances.sum()), runs))
+    return max(candidates)[1]
+
+
+def test_ctc_beam_times_are_those_of_the_likeliest_path() -> None:
+    frames, lengths = lattices()[:40], LENGTHS[:40]
+    doubled_count = 0
+    for row, hypothesis in enumerate(CTCBeam(width=8, nbest=8).decode(FRAMES, frames, lengths)):
+        for candidate in (hypothesis, *hypothesis.alternatives):
+            runs = likeliest_runs(frames[row, : lengths[row]], [*candidate.labels])
+            spans = np.array(runs, float).reshape(-1, 3)[:, 1:] * FRAMES.frame_seconds
+            assert [*candidate.times] == spans[:, 0].tolist()
+            assert [*candidate.ends] == spans[:, 1].tolist()
+            doubled_count += any(first == second for first, second in pairwise(candidate.labels))
+    assert doubled_count, "between two equal labels a blank takes a frame"
 
 
 def test_rows_without_frames_have_no_text() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,57 +11,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.decoding.base import CTCScorer, NoDecoder, Scorer, TransducerScorer
+from speechtrain.decoding.base import NoDecoder, Scorer, TransducerScorer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import Prediction
-from speechtrain.text.vocabulary import Tokenizer
-
-BLANK = 3
-
-
-class Letters(Tokenizer):
-    """Three labels."""
-
-    blank, size, labels = BLANK, BLANK + 1, ("a", "b", "c")
-
-    def normalise(self, text: str) -> str:
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        return ["abc".index(letter) for letter in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join("abc"[label] for label in ids)
-
-    def unknown(self, text: str) -> set[str]:
-        return set(text) - {*"abc"}
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-
-FRAMES = CTCScorer(Letters(), 0.5)
-
-
-class Counting(Prediction):
-    """The number of labels so far."""
-
-    def connect(self, labels: int) -> None:
-        pass
-
-    def forward(self, labels: Tensor) -> Tensor:
-        raise AssertionError("a search takes one label at a time")
-
-    def start(self, rows: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(rows, 1), torch.zeros(rows, dtype=torch.int64)
-
-    def step(self, labels: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return (state[:, None] + 1).float(), state + 1
-
-    def select(self, mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(mask, new, old)
+from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
 
 class Table(Joint):
@@ -78,10 +32,6 @@ class Table(Joint):
 
 def table(logits: Tensor, durations: list[int] | None = None) -> TransducerScorer:
     return TransducerScorer(Letters(), 0.5, prediction=Counting(), joint=Table(logits, durations))
-
-
-def one_hot(*classes: int) -> Tensor:
-    return (torch.eye(4)[list(classes)] * 9).log_softmax(-1)
 
 
 def test_best_path_merges_repetitions_and_drops_blanks() -> None:

@@ -207,9 +207,9 @@ def prepared(module: nn.Module, shapes: int) -> CUDA:
 def test_compiled_layers_share_a_graph_for_each_shape_and_mode(graphs: Counter[str]) -> None:
     torch.manual_seed(0)
     values = {"position_kernel": 4, "position_groups": 2, "dropout": 0.0, "attention_dropout": 0.0}
-    plain, compiled = (Transformer(8, 3, 16, heads=2, **values) for _ in range(2))  # type: ignore[arg-type]
+    plain, compiled = (Transformer(8, 2, 16, heads=2, **values) for _ in range(2))  # type: ignore[arg-type]
     compiled.load_state_dict(plain.state_dict())
-    shapes = range(10, 16)  # twice as many graphs as torch's limit of 8 would allow
+    shapes = range(10, 15)  # more graphs than torch's limit of 8 would allow
     device = prepared(compiled, len(shapes))
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     for frames in (*shapes, *shapes):
@@ -246,8 +246,8 @@ test_cuda.compile_wav2vec2()
 def compile_wav2vec2() -> None:
     """Compare the gradients of a compiled encoder with its own before."""
     torch.set_num_threads(1)
-    layers = [[8, 10, 5], [8, 3, 4], [8, 3, 4], [8, 2, 4]]
-    sizes = {"conv_layers": layers, "width": 16, "layers": 2, "feed_forward": 32, "heads": 2}
+    layers = [[8, 10, 20], [8, 3, 16]]  # the compiler needs seconds for each layer
+    sizes = {"conv_layers": layers, "width": 16, "layers": 1, "feed_forward": 32, "heads": 2}
     calm = {"dropout": 0.0, "attention_dropout": 0.0, "input_dropout": 0.0, "layer_drop": 0.0}
     torch.manual_seed(0)
     encoder = Wav2Vec2Encoder(**sizes, **calm)  # type: ignore[arg-type]
@@ -265,6 +265,7 @@ def compile_wav2vec2() -> None:
     assert device.graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU, torch.compile needs a C++ compiler")
 def test_real_kernels_keep_the_gradients_of_wav2vec2(tmp_path: Path) -> None:
     # a process of its own: torch's compiler leaves variables and a cache behind

@@ -36,7 +36,7 @@ NEEDS_TORCH_2_8 = pytest.mark.skipif(TorchVersion(torch.__version__) < "2.8", re
 pytestmark = [pytest.mark.slow, NEEDS_TORCH_2_8]
 
 RANKS = 2
-STEPS = 20
+STEPS = 12
 CLIP = 3.0  # among the norms of the first updates
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

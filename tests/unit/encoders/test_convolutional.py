@@ -288,6 +288,7 @@ def test_the_statistics_of_the_norm_are_fp32_whatever_its_input() -> None:
     torch.testing.assert_close(half.running_var, wide.running_var, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("choice", ["contextnet_tiny", "contextnet_large", "quartznet15x5"])
 def test_gaudi_refuses_nothing(choice: str, dtype: torch.dtype) -> None:
@@ -295,8 +296,8 @@ def test_gaudi_refuses_nothing(choice: str, dtype: torch.dtype) -> None:
     recorder = Recorder(HPU.facts.operations)
     policy = replace(HPU().policy(dtype), mark_step=recorder.mark_step)
     apply_policy(encoder, policy)
-    for number in range(3):
-        given = recorder.move(batch(16_000, 9_000))
+    for number in range(2):
+        given = recorder.move(batch(8_000, 4_500))
         encoder.zero_grad()
         with recorder.warm_up() if number == 0 else recorder:
             with policy.autocast("cpu"):
@@ -330,6 +331,7 @@ for choice in ("contextnet_tiny", "quartznet_tiny"):
 """
 
 
+@pytest.mark.slow
 def test_lazy_tensors_compile_it_once() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LAZY], capture_output=True, text=True, timeout=300, check=False

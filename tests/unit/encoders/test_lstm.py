@@ -18,6 +18,7 @@ from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.task import units_of
 from speechtrain.training.recompute import checkpoint_layers
+from tests.support.noise import batch
 
 
 def encoder(stack_time: int = 2, norm: bool = False) -> LSTMEncoder:
@@ -26,13 +27,6 @@ def encoder(stack_time: int = 2, norm: bool = False) -> LSTMEncoder:
     return LSTMEncoder(
         features, Augment(), 8, stack_time=stack_time, dropout=0.0, layer_norm=norm, feature_norm=norm
     )
-
-
-def batch(samples: int) -> Batch:
-    lengths = torch.tensor([samples, samples // 2])
-    audio = 0.1 * torch.randn(2, samples, generator=torch.Generator().manual_seed(samples))
-    one = torch.ones(2, dtype=torch.int64)
-    return Batch(audio, lengths, one[:, None], one, torch.ones(2), one, ("a", "b"), ("a", "b"))
 
 
 def trained(model: LSTMEncoder, given: Batch) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -443,6 +443,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 _CONVERT = "import sys; from speechtrain.commands.export import main; main()"
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_a_torchaudio_that_cannot_be_loaded_is_one_clear_line(small: Pretrained, tmp_path: Path) -> None:
     fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")

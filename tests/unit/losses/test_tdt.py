@@ -15,7 +15,7 @@ from torch import Tensor
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder
 from speechtrain.losses.transducer import transducer_loss
-from tests.unit.losses.test_transducer import NAMES, Problem, joint_dropout_mask
+from tests.support.lattices import NAMES, Problem, joint_dropout_mask
 
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["ragged", "static"])
 USUAL = (0, 1, 2, 3, 4)
@@ -179,9 +179,10 @@ def test_dropout_is_one_mask_in_forward_and_backward(static: bool, rate: float) 
     assert_gradients(gradients, true, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.5, 1.0, 4.0])
 def test_fp32_gradients(spread: float) -> None:
-    problem = drawn([60, 41, 100], [17, 20, 30], USUAL, hidden=32, vocabulary=48, spread=spread)
+    problem = drawn([30, 21, 40], [9, 10, 14], USUAL, hidden=32, vocabulary=48, spread=spread)
     true_loss, true = oracle(problem, USUAL, sigma=0.05)
     for static in (False, True):
         loss, gradients = run(problem, USUAL, torch.float32, static=static, sigma=0.05)

@@ -202,6 +202,7 @@ class Apart(Model):
     loss = staticmethod(torch.compiler.disable(transducer_loss))
 
 
+@pytest.mark.slow
 @FORMS
 @pytest.mark.parametrize("kind", [Model, Apart])
 @pytest.mark.filterwarnings("ignore")  # of dynamo, about what it breaks at

@@ -114,6 +114,7 @@ def test_lower_ceilings(gate: ModuleType, tmp_path: Path) -> None:
     assert gate.Ceilings.load(tmp_path / "ceilings.json") == ceilings
 
 
+@pytest.mark.slow
 def test_check_passes_here(gate: ModuleType) -> None:
     """The repository itself keeps its ceilings, also without ``make check``."""
     assert gate.violations(gate.Ceilings.load(gate.CEILINGS), gate.gated_measures()) == []

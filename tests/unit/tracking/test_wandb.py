@@ -77,6 +77,7 @@ def test_without_a_key_a_run_is_written_below_its_folder(run_dir: Path) -> None:
     assert b"train/note" not in content
 
 
+@pytest.mark.slow
 @needs("wandb")
 def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(run_dir: Path) -> None:
     ids = []

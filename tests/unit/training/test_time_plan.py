@@ -31,8 +31,7 @@ from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
 from speechtrain.training.time_plan import Revision, TimePlan, read, shared, write
 from speechtrain.training.trainer import Trainer
-
-from .test_trainer import Counted, Line, Recorder
+from tests.support.small_trainer import Counted, Line, Recorder
 
 SECONDS = 1800.0
 UPDATE_S = 3.0
@@ -150,6 +149,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "factor"), [*((recipe, 5.0) for recipe in RECIPES), ("scratch", 0.2)])
 def test_a_plan_survives_another_speed_of_the_first_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, factor: float
@@ -166,6 +166,18 @@ def test_a_plan_survives_another_speed_of_the_first_tenth(
         assert run.steps >= 0.97 * room
     assert validation_s <= 0.1 * SECONDS
     check_rates(list(run.rates.values()), config.optimizer.lr)
+
+
+def test_eta_s_is_the_rest_of_a_run_at_its_average_with_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, monkeypatch, max_steps=20, validate_every=5)
+    for row in run.recorder.of("train"):
+        step = row["step"]
+        wall_s = step * UPDATE_S + (step - 1) // 5 * VALIDATION_S
+        rest_s = (20 - step) * wall_s / step
+        assert row["eta_s"] == pytest.approx(rest_s)
+    assert run.steps == 20
 
 
 def check_rates(rates: list[float], peak: float) -> None:
@@ -257,6 +269,7 @@ def test_a_run_that_slows_down_at_the_end_ends_by_105_percent(
     assert run.validations[-1] == run.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [10, 40, 90])
 def test_a_killed_run_repeats_what_its_plan_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
@@ -293,6 +306,7 @@ def test_a_finished_run_with_more_time_learns_again(tmp_path: Path, monkeypatch:
     assert Run(tmp_path, monkeypatch, seconds=900.0).rates == {}, "the time is over"
 
 
+@pytest.mark.slow
 def test_more_time_for_an_interrupted_run_does_not_change_its_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,6 +408,7 @@ print(json.dumps({"graphs": [row["graphs"] for row in last], "plans": len(timed.
 """
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_no_graph_that_a_plain_run_lacks(tmp_path: Path) -> None:
     # a process of its own: the backend registers its device for good
     line = [sys.executable, "-c", ON_LAZY, str(Path(__file__).parent), str(tmp_path)]

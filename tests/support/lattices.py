@@ -1,0 +1,75 @@
+"""Random problems of a transducer's loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechtrain.losses.transducer import _Dropout, _Joint, transducer_loss
+
+NAMES = ("encoder", "prediction", "weight", "bias")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs in float64, lengths, and a gradient from above that differs by row. Blank is the last id."""
+
+    inputs: tuple[Tensor, ...]
+    labels: Tensor
+    frames: Tensor
+    symbols: Tensor
+    upstream: Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        frames: list[int],
+        symbols: list[int],
+        hidden: int = 6,
+        vocabulary: int = 7,
+        spread: float = 1.0,
+        seed: int = 0,
+    ) -> Problem:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        batch, most, positions = len(frames), max(1, *frames), max(symbols) + 1
+        weight = normal(vocabulary, hidden) * spread / hidden**0.5
+        inputs = (normal(batch, most, hidden), normal(batch, positions, hidden), weight, normal(vocabulary))
+        labels = torch.randint(0, vocabulary - 1, (batch, positions - 1), generator=generator)
+        lengths = torch.tensor(frames), torch.tensor(symbols)
+        return cls(inputs, labels, *lengths, normal(batch))
+
+    @property
+    def blank(self) -> int:
+        return len(self.inputs[3]) - 1
+
+    def evenly(self) -> Problem:
+        """With one gradient from above for all utterances: then the one formed in forward is used."""
+        return replace(self, upstream=torch.full_like(self.upstream, -0.7))
+
+    def leaves(self, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        return [x.to(dtype, copy=True).requires_grad_() for x in self.inputs]
+
+    def run(self, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Losses and gradients of ``transducer_loss``."""
+        leaves = self.leaves(dtype)
+        options = {"blank": self.blank, "compute_dtype": dtype, "skip_below": 0.0} | options
+        loss = transducer_loss(
+            leaves[0], leaves[1], leaves[2], leaves[3], self.labels, self.frames, self.symbols, **options
+        )
+        return loss.detach(), torch.autograd.grad((loss * self.upstream).sum(), leaves)
+
+
+def joint_dropout_mask(
+    batch: int, frames: int, positions: int, hidden: int, *, rate: float, seed: int
+) -> tuple[Tensor, float]:
+    """The mask (B, T, P, H) of ``transducer_loss``, True where kept, and the scale of the kept units."""
+    joint = _Joint(0, "relu", rate, 0.0, dtype=torch.float32, skip_below=0.0, chunk=1, keep=0)
+    drop = _Dropout(joint, batch, hidden, keys=torch.tensor([seed]).view(torch.int32))
+    return drop.applied(torch.ones(batch, frames, positions, hidden), 0) > 0, joint.scale
