@@ -110,6 +110,15 @@ def test_the_generated_pages_are_up_to_date(reference: ModuleType) -> None:
     assert reference.stale_pages() == [], "run make docs-reference"
 
 
+def with_defaults(path: str = sys.executable, *names: str, size: int = 2**4, is_open: bool) -> Path:
+    return Path(path)
+
+
+def test_a_signature_has_the_source_of_a_default_and_not_its_value(reference: ModuleType) -> None:
+    expected = "f(path: str = sys.executable, *names: str, size: int = 2 ** 4, is_open: bool) -> Path"
+    assert reference.signature("f", with_defaults) == expected
+
+
 def test_a_page_that_differs_is_reported(
     reference: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,11 +200,20 @@ def compose(group: str, name: str) -> Choice:
     return choice
 
 
+def default_choice(group: str) -> tuple[str, str]:
+    """Return the default choice of a group with the comment beside it, or two empty texts."""
+    text = (CONF / "config.yaml").read_text(encoding="utf-8")
+    match = re.search(rf"^  - {group}: (\w+) *(?:# (.*))?$", text, re.MULTILINE)
+    if match is None:
+        return "", ""
+    return match[1], match[2] or ""
+
+
 def choice_names(group: str) -> list[str]:
     """Return the choices of a group, the default one first."""
     names = sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
-    for default in yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]:
-        if isinstance(default, dict) and default.get(group) in names:
-            names.remove(default[group])
-            names.insert(0, default[group])
+    default, _ = default_choice(group)
+    if default in names:
+        names.remove(default)
+        names.insert(0, default)
     return names

@@ -20,7 +20,17 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import yaml
-from conf_files import CONF, LONGEST_VALUE, Choice, Entry, choice_names, compose, read_entries, read_file
+from conf_files import (
+    CONF,
+    LONGEST_VALUE,
+    Choice,
+    Entry,
+    choice_names,
+    compose,
+    default_choice,
+    read_entries,
+    read_file,
+)
 
 from speechtrain.commands._corpus import Corpus
 from speechtrain.config.schema import INTERFACES, NODES, OFFERED, Config
@@ -248,9 +258,14 @@ def choice_table(group: str, choices: list[Choice], keys: dict[str, Keys]) -> st
     """Return the table of a group's choices."""
     root = NODES.get(group, group)
     lines = ["| choice | meaning | class | it sets |", "|---|---|---|---|"]
+    default, comment = default_choice(group)
+    if default and default not in [choice.name for choice in choices]:
+        lines.append(f"| {code(default)} (default) | {sentences(comment)} | | |")
     for choice in choices:
         target = choice.classes().get(root, "").rpartition(".")[2]
         link = f"[`{choice.name}`](../../conf/{group}/{choice.name}.yaml)"
+        if choice.name == default:
+            link += " (default)"
         values = ", ".join(differences(choice, keys, group))
         lines.append(f"| {link} | {sentences(choice.description)} | {code(target)} | {values} |")
     return "\n".join(lines)
@@ -407,7 +422,9 @@ def keys_without_meaning(text: str) -> list[str]:
     """Return the keys and choices of a page that have no meaning."""
     missing = []
     for cells in rows_of(text):
-        meaning = cells[3] if len(cells) == 4 and not cells[0].startswith("[") else cells[1]
+        meaning = cells[1]
+        if len(cells) == 4 and not cells[0].startswith("[") and "(default)" not in cells[0]:
+            meaning = cells[3]
         if not meaning:
             missing.append(cells[0])
     return missing

@@ -7,16 +7,17 @@ reference.py --check    exit with 1 and the names of the pages that are not up t
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import os
 import re
-import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import config_reference
 from config_reference import code, definition_of, field_comments, sentences
 
 from speechtrain import errors, run_directory
+from speechtrain.commands.main import COMMANDS, run
 from speechtrain.tracking.base import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,29 +189,46 @@ def markdown(docstring: str | None) -> str:
     return "\n".join(result)
 
 
-class Annotation:
-    """An annotation that prints as its source, without quotation marks."""
+class Source:
+    """An annotation or a default that prints as its source."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
 
     def __repr__(self) -> str:
-        return self.source if isinstance(self.source, str) else inspect.formatannotation(self.source)
+        if isinstance(self.source, str):
+            return self.source
+        return inspect.formatannotation(self.source)
 
 
 def annotated(annotation: Any) -> Any:
     """Return an annotation that prints as its source, or the marker of a missing one."""
     if annotation is inspect.Parameter.empty:
         return annotation
-    return Annotation(annotation)
+    return Source(annotation)
+
+
+def default_sources(function: Callable[..., Any]) -> dict[str, Source]:
+    """Return the source of each default of a function. A value may name a path of this machine."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    arguments = definition.args
+    sources = {}
+    pairs = [*zip(reversed(arguments.args), reversed(arguments.defaults), strict=False)]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    for argument, default in pairs:
+        if default is not None:
+            sources[argument.arg] = Source(ast.unparse(default))
+    return sources
 
 
 def signature(name: str, function: Callable[..., Any]) -> str:
     """Return ``name(parameters) -> result``, one parameter in each line if it is long."""
-    described = inspect.signature(function)
+    described, defaults = inspect.signature(function), default_sources(function)
     parameters = []
     for parameter in described.parameters.values():
-        parameters.append(parameter.replace(annotation=annotated(parameter.annotation)))
+        default = defaults.get(parameter.name, parameter.empty)
+        parameters.append(parameter.replace(annotation=annotated(parameter.annotation), default=default))
     result = annotated(described.return_annotation)
     line = f"{name}{described.replace(parameters=parameters, return_annotation=result)}"
     if len(line) > LONGEST_SIGNATURE:
@@ -260,11 +279,11 @@ def methods(part: type) -> Iterator[str]:
             function = member.fget
         elif isinstance(member, functools.cached_property):
             function = member.func
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
+        if name.startswith("_") or not inspect.isfunction(function) or function.__name__ != name:
+            continue  # A function of another name is the default of an attribute.
         line = signature(name, function)
         if isinstance(member, property | functools.cached_property):
-            line = f"{name}: {Annotation(inspect.signature(function).return_annotation)}"
+            line = f"{name}: {Source(inspect.signature(function).return_annotation)}"
         text = markdown(function.__doc__)
         if getattr(member, "__isabstractmethod__", False):
             text += " You must implement it."
@@ -301,39 +320,35 @@ A letter in a shape such as (B, T) is explained in the docstring of its module."
 
 
 def help_text(arguments: list[str]) -> str:
-    """Return the text that a program prints for ``--help``."""
-    program = Path(sys.executable).parent / arguments[0]
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    command = [str(program), *arguments[1:], "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return result.stdout.strip()
-
-
-def command_names() -> list[str]:
-    """Return the names of the programs, as setup.py lists them."""
-    for statement in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "COMMANDS":
-            return list(ast.literal_eval(statement.value))
-    raise LookupError("setup.py has no COMMANDS")
+    """Return the text that ``speechtrain`` prints for these arguments and ``--help``, 100 columns wide."""
+    output = io.StringIO()
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+            run([*arguments, "--help"])
+    finally:
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    return output.getvalue().strip()
 
 
 def commands_page() -> str:
     """Return the page of the command line."""
-    commands = [["speechtrain"]]
-    for name in command_names():
-        commands.append(["speechtrain", name])
+    commands: list[list[str]] = [[]]
+    for name in COMMANDS:
+        commands.append([name])
         for subcommand in SUBCOMMANDS.get(name, ()):
-            commands.append(["speechtrain", name, subcommand.replace("NAME", "librispeech")])
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = list(pool.map(help_text, commands))
+            commands.append([name, subcommand])
     parts = [
         "# Commands\n\nEach section is the text of `--help`."
         " The config keys of `KEY=VALUE` are in [config.md](config.md)."
     ]
-    for command, text in zip(commands, texts, strict=True):
-        title = " ".join(command).replace("librispeech", "NAME")
-        level = "##" if len(command) <= 2 else "###"
-        parts.append(f"{level} {title}\n\n```text\n{text}\n```")
+    for command in commands:
+        text = help_text([word.replace("NAME", "librispeech") for word in command])
+        level = "#" * max(2, len(command) + 1)
+        parts.append(f"{level} {' '.join(['speechtrain', *command])}\n\n```text\n{text}\n```")
     return NOTE.format("the parsers in speechtrain/commands/") + "\n\n".join(parts) + "\n"
 
 
