@@ -30,10 +30,10 @@ class Loss:
 class Example:
     """One decoded utterance, for logs and the report."""
 
-    id: str
-    reference: str
-    hypothesis: str
-    span: tuple[float, float] | None = None  # seconds: start of the first word, end of the last
+    id: str  # the id of the utterance
+    reference: str  # the normalised transcript
+    hypothesis: str  # the decoded text
+    span: tuple[float, float] | None = None  # start of the first word and end of the last, in seconds
 
     def row(self) -> dict[str, Any]:
         """The fields of a log and of a file. ``errors`` are in words."""

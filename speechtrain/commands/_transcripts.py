@@ -32,19 +32,19 @@ _Caption = tuple[float, float, str]
 class Segment:
     """A piece of a recording, in seconds, and its text, whose times count from ``start``."""
 
-    start: float
-    end: float
-    hypothesis: Hypothesis
+    start: float  # in seconds of the recording
+    end: float  # in seconds of the recording
+    hypothesis: Hypothesis  # its text, with times from the start of the piece
 
 
 @dataclass(frozen=True)
 class Transcript:
     """The text of a recording, with its times."""
 
-    name: str  # as it was named, or its id in a manifest
+    name: str  # the name of the file, or the id in a manifest
     audio: str  # the file, if there is one
-    seconds: float
-    segments: tuple[Segment, ...]
+    seconds: float  # the length of the recording
+    segments: tuple[Segment, ...]  # its pieces in order
     delays: tuple[float, float] = (0.0, 0.0)  # seconds by which words begin and end late, taken off
 
     def __repr__(self) -> str:

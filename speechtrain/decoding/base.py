@@ -24,23 +24,23 @@ from speechtrain.text.vocabulary import Tokenizer
 class Word:
     """A word of a hypothesis."""
 
-    text: str
-    start: float  # seconds
-    end: float
-    confidence: float  # the lowest of its labels'
+    text: str  # the letters of the word
+    start: float  # in seconds
+    end: float  # in seconds
+    confidence: float  # the lowest confidence of its labels
 
 
 @dataclass(frozen=True)
 class Hypothesis:
     """A decoded utterance."""
 
-    labels: tuple[int, ...]
-    text: str
+    labels: tuple[int, ...]  # the ids of the labels
+    text: str  # the decoded labels
     score: float  # log-probability of the path (greedy) or of all paths, with a beam's additions
     times: tuple[float, ...]  # seconds at which each label's frame begins
     ends: tuple[float, ...] = ()  # seconds at which each label's last frame ends
-    confidences: tuple[float, ...] = ()  # of each label: its probability there, were the blank impossible
-    merit: float | None = None  # of a beam: the number that orders texts, the highest first
+    confidences: tuple[float, ...] = ()  # the probability of each label in its frame, without the blank
+    merit: float | None = None  # the number by which a beam orders texts, the highest first
     alternatives: tuple[Hypothesis, ...] = ()  # the other texts of an n-best list, the best first
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 

@@ -31,10 +31,10 @@ Totals = Mapping[str, tuple[float, float]]
 class Outcome:
     """One evaluation set's metrics (corpus sums divided once), their sums and counts, some utterances."""
 
-    metrics: dict[str, float]
-    totals: Totals
-    examples: tuple[Example, ...]
-    seconds: float
+    metrics: dict[str, float]  # the metrics by name, error rates as fractions
+    totals: Totals  # the sum and the count of each metric
+    examples: tuple[Example, ...]  # some utterances, or all of them
+    seconds: float  # the time of the evaluation
     contradiction: str = ""  # a contradiction of loss and texts, with a remedy
 
 
