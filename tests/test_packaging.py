@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import speechtrain
+from speechtrain.commands.main import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -220,6 +221,15 @@ def test_help_lists_the_groups(site: Path, tmp_path: Path) -> None:
     done = _speechtrain(site, tmp_path, "speechtrain-train", "--help")
     assert done.returncode == 0, done.stderr
     assert "rnnt_small" in done.stdout
+
+
+def test_the_program_and_a_second_name_of_each_command(site: Path, tmp_path: Path) -> None:
+    names = {path.name for path in (site / "bin").glob("speechtrain*")}
+    assert names == {"speechtrain", *(f"speechtrain-{name}" for name in COMMANDS)}
+    outcome = _speechtrain(site, tmp_path, "speechtrain", "--help")
+    assert outcome.returncode == 0, outcome.stderr
+    for name in COMMANDS:
+        assert f"\n  {name} " in outcome.stdout
 
 
 def test_cfg_job(site: Path, tmp_path: Path) -> None:
