@@ -147,7 +147,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="pairs whose name has this")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
-    compose([])  # so that no process has to load the parsers of Hydra
     rounds, steps = (1, 1) if arguments.smoke else (arguments.rounds, arguments.steps)
     print(
         "| key | MiB without | MiB with | ratio | s without | s with | ratio |\n|---|---|---|---|---|---|---|"
@@ -172,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    compose([])  # It loads Hydra's parsers once, before processes are forked.
     main()

@@ -75,7 +75,7 @@ def add_command(commands: Any, name: str, meaning: str, example: str) -> Any:
     """Add the parser of a subcommand of ``prepare`` to argparse's action ``commands`` and return it."""
     examples = [f"speechtrain prepare {name} {example}"]
     return commands.add_parser(
-        name, help=meaning, description=meaning, examples=examples, exit_codes="docs/exit-codes.md"
+        name, help=meaning, description=meaning, examples=examples, exit_codes="docs/reference/exit-codes.md"
     )
 
 
