@@ -206,7 +206,7 @@ def test_a_base_yaml_is_listed_nowhere(
 ) -> None:
     assert _run("--help") == 0
     listed = capsys.readouterr().out
-    monkeypatch.setenv("COMP_LINE", "speechtrain train model=")
+    monkeypatch.setenv("COMP_LINE", "speechtrain-train model=")
     assert _run("-sc", "query=bash") == 0
     listed += capsys.readouterr().out
     listed += _error(capsys, "model=rnntt")[1] + _error(capsys, "model=")[1]
