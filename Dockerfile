@@ -10,7 +10,7 @@
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
-# Extras of setup.py, such as interop. EXTRAS=notebook adds JupyterLab.
+# Extras of pyproject.toml, such as interop. EXTRAS=notebook adds JupyterLab.
 ARG EXTRAS=interop
 ARG TORCH=2.13.0
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 IPEX_VENV ?= .venv-ipex
 BIN := $(VENV)/bin
+# a release of torch, or "newest"
 TORCH ?= 2.13.0
 # one process a core; a file stays in one process, so that its run is made once; the long files come first
 PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder
@@ -19,7 +20,7 @@ setup: .setup-stamp
 
 # Torch first and alone: from the configured index where that gives a build without CUDA packages,
 # else from PyTorch's CPU index. Then a constraints file of what was installed holds it in place.
-.setup-stamp: setup.py tools/install_torch.py
+.setup-stamp: setup.py pyproject.toml tools/install_torch.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py $(TORCH) $(CPU_INDEX)
 	$(BIN)/python -m pip freeze --exclude-editable | grep -i '^torch==' > constraints.txt
@@ -65,12 +66,14 @@ test-hard-share: setup-dev
 		tests/faults tests/attacks; code=$$?; \
 		if [ $$code = 124 ]; then echo "the share was stopped after five minutes"; else exit $$code; fi
 
+# .pre-commit-config.yaml has the same commands, by test.
 check: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy speechtrain
 	$(BIN)/mypy launchers
 	$(BIN)/python tools/plain.py --check
+	$(BIN)/python tools/check_workflows.py
 
 # The pages of docs/reference/, from the code. A test fails if they are not up to date.
 docs-reference: setup-dev
@@ -81,15 +84,16 @@ bench: setup-dev
 	for name in accelerators cpu_step data_resume features memory openmp scaling transducer_loss wav2vec2; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
-wheel: setup
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+# The wheel and the sdist in dist/.
+wheel: setup-dev
+	$(BIN)/python -m build
 
 # Intel's extension has ended with torch 2.8, so it gets an environment of its own (7 GB where the index has
 # only torch's CUDA build, minutes to fetch).
 test-ipex: $(IPEX_VENV)/.stamp
 	$(IPEX_VENV)/bin/python -m pytest -q tests/device/test_ipex_real.py
 
-$(IPEX_VENV)/.stamp: setup.py tools/install_torch.py
+$(IPEX_VENV)/.stamp: setup.py pyproject.toml tools/install_torch.py
 	$(PYTHON) -m venv $(IPEX_VENV)
 	echo 'torch==2.8.0' > $(IPEX_VENV)/constraints.txt
 	$(IPEX_VENV)/bin/python tools/install_torch.py 2.8.0 $(CPU_INDEX) || \
@@ -105,7 +109,7 @@ peers: $(PEERS_VENV)/.stamp
 test-peers: peers
 	$(PEERS_VENV)/bin/python -m pytest -q tests/unit/losses tests/unit/interop/test_parakeet.py
 
-$(PEERS_VENV)/.stamp: setup.py
+$(PEERS_VENV)/.stamp: setup.py pyproject.toml
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.11.0 torchaudio==2.11.0
 	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -171,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    compose([])  # It loads Hydra's parsers once, before processes are forked.
     main()

@@ -286,15 +286,16 @@ def parse(program: str, words: list[str]) -> None:
     elif program == "prepare":
         prepare.parser().parse_args(words)
     elif program == "report":
-        report._parser().parse_args(words)
+        report._parser().parse_with_run(words)
     elif program == "export":
-        export.parser().parse_args(words)
+        export.parser().parse_with_run(words)
     elif program == "transcribe":
-        arguments = transcribe.parser().parse_intermixed_args(words)
+        arguments = transcribe.parser().parse_with_run(words)
         composed([word for word in arguments.audio if "=" in word])
+    elif program == "evaluate":
+        composed(evaluate.parser().parse_with_run(words).overrides)
     else:
-        parser = {"doctor": doctor.parser, "evaluate": evaluate.parser}[program]()
-        composed(parser.parse_intermixed_args(words).overrides)
+        composed(doctor.parser().parse_intermixed_args(words).overrides)
 
 
 @pytest.mark.parametrize("example", documented(), ids=lambda example: example.source)

@@ -7,11 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
+
+import speechtrain
+from speechtrain.commands.main import COMMANDS
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +64,13 @@ def _call(
     )
 
 
+def _output(command: list[str], cwd: Path) -> str:
+    """Return the stdout of a command that must succeed."""
+    result = _call(command, cwd)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel and the sdist, built from a copy so that no build folder is left in the checkout."""
@@ -74,8 +87,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     build = "from setuptools.build_meta import build_{0}; print(build_{0}({1!r}))"
     out.mkdir()
     for kind in ("sdist", "wheel"):
-        done = _call([sys.executable, "-c", build.format(kind, str(out))], source)
-        assert done.returncode == 0, done.stderr[-2000:]
+        _output([sys.executable, "-c", build.format(kind, str(out))], source)
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
 
@@ -94,8 +106,7 @@ def site(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
         "--target",
         str(target),
     ]
-    done = _call([*pip, str(archives[0])], target)
-    assert done.returncode == 0, done.stderr
+    _output([*pip, str(archives[0])], target)
     return target
 
 
@@ -140,6 +151,65 @@ def test_everything_is_in_the_sdist(archives: tuple[Path, Path]) -> None:
         assert mapped in held
 
 
+@pytest.fixture(scope="module")
+def metadata(archives: tuple[Path, Path]) -> Message:
+    with zipfile.ZipFile(archives[0]) as archive:
+        name = f"speechtrain-{speechtrain.__version__}.dist-info/METADATA"
+        return message_from_bytes(archive.read(name))
+
+
+def test_the_metadata_are_those_of_pyproject(metadata: Message) -> None:
+    assert metadata["Name"] == "speechtrain"
+    assert metadata["Version"] == speechtrain.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata["Requires-Python"] == ">=3.11.1"
+    assert "torch>=2.7" in metadata.get_all("Requires-Dist", [])
+    assert {"interop", "memory", "dev"} <= set(metadata.get_all("Provides-Extra", []))
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    urls = metadata.get_all("Project-URL", [])
+    assert [url.partition(",")[0] for url in urls] == ["Homepage", "Documentation", "Changelog", "Issues"]
+    assert str(metadata.get_payload()).startswith("# speechtrain")
+
+
+def test_the_wheel_of_the_sdist_is_the_same(archives: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(archives[1]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = next(tmp_path.iterdir())
+    build = "from setuptools.build_meta import build_wheel; build_wheel('wheel')"
+    _output([sys.executable, "-c", build], source)
+    names = []
+    for wheel in (archives[0], next(source.glob("wheel/*.whl"))):
+        with zipfile.ZipFile(wheel) as archive:
+            names.append(sorted(archive.namelist()))
+    assert names[0] == names[1]
+
+
+@pytest.fixture
+def empty_environment(tmp_path: Path) -> Path:
+    """A virtual environment with the packages of this one on its path, because the network may be absent."""
+    environment = tmp_path / "venv"
+    _output([sys.executable, "-m", "venv", "--without-pip", str(environment)], tmp_path)
+    site_packages = next(environment.glob("lib/python*/site-packages"))
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return environment
+
+
+@pytest.mark.parametrize("archive", [0, 1], ids=["wheel", "sdist"])
+def test_an_archive_is_installed_into_an_empty_environment(
+    archives: tuple[Path, Path], empty_environment: Path, tmp_path: Path, archive: int
+) -> None:
+    python = str(empty_environment / "bin" / "python")
+    train = str(empty_environment / "bin" / "speechtrain-train")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    _output([*pip, "--ignore-installed", "--no-build-isolation", str(archives[archive])], tmp_path)
+    program = "import speechtrain, speechtrain.launchers as l; print(speechtrain.__file__, l.__file__)"
+    assert _output([python, "-c", program], tmp_path).count(str(empty_environment)) == 2
+    assert speechtrain.__version__ in _output([train, "--version"], tmp_path)
+    config = _output([train, "--cfg", "job", "recipe=demo"], tmp_path)
+    assert "_target_: speechtrain.models.rnnt.RNNT" in config
+
+
 def test_the_installed_package_is_the_wheel(site: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(site)}
     program = "import speechtrain as s, speechtrain.launchers as l; print(s.__file__, l.__file__)"
@@ -151,6 +221,15 @@ def test_help_lists_the_groups(site: Path, tmp_path: Path) -> None:
     done = _speechtrain(site, tmp_path, "speechtrain-train", "--help")
     assert done.returncode == 0, done.stderr
     assert "rnnt_small" in done.stdout
+
+
+def test_the_program_and_a_second_name_of_each_command(site: Path, tmp_path: Path) -> None:
+    names = {path.name for path in (site / "bin").glob("speechtrain*")}
+    assert names == {"speechtrain", *(f"speechtrain-{name}" for name in COMMANDS)}
+    outcome = _speechtrain(site, tmp_path, "speechtrain", "--help")
+    assert outcome.returncode == 0, outcome.stderr
+    for name in COMMANDS:
+        assert f"\n  {name} " in outcome.stdout
 
 
 def test_cfg_job(site: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Install torch for the CPU: ``install_torch.py VERSION CPU_INDEX``.
+"""Install torch for the CPU: ``install_torch.py VERSION CPU_INDEX``. VERSION may be ``newest``.
 
 Asks the configured package index first. A plain ``torch`` there may be the CUDA build, gigabytes of
 packages that a CPU never uses: a resolver's dry run tells, and then PyTorch's CPU index is asked.
@@ -13,14 +13,12 @@ import tempfile
 from pathlib import Path
 
 
-def brings_cuda(version: str) -> bool | None:
+def brings_cuda(requirement: str) -> bool | None:
     """Whether the configured index would install CUDA packages; None where it has no such torch."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run(
-            [*command, "--dry-run", "--report", str(report), f"torch=={version}"], check=False
-        )
+        done = subprocess.run([*command, "--dry-run", "--report", str(report), requirement], check=False)
         if done.returncode != 0:
             return None
         packages = [item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]]
@@ -29,6 +27,9 @@ def brings_cuda(version: str) -> bool | None:
 
 def main() -> int:
     version, cpu_index = sys.argv[1:]
+    requirement = f"torch=={version}"
+    if version == "newest":
+        requirement = "torch"
     command = [
         sys.executable,
         "-m",
@@ -36,11 +37,11 @@ def main() -> int:
         "install",
         "--quiet",
         "--disable-pip-version-check",
-        f"torch=={version}",
+        requirement,
     ]
-    if brings_cuda(version) is False:
+    if brings_cuda(requirement) is False:
         return subprocess.run(command, check=False).returncode
-    print(f"the configured index has no CPU build of torch {version}; asking {cpu_index}")
+    print(f"the configured index has no CPU build of {requirement}; asking {cpu_index}")
     return subprocess.run([*command, "--index-url", cpu_index], check=False).returncode
 
 

@@ -91,19 +91,20 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
 
 
 def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: Launcher | None) -> None:
-    """Print which device ``auto`` means, if it is the choice. Raise what ``check_launcher`` raises.
+    """Print which device ``auto`` means, if the rule chooses. Raise what ``check_launcher`` raises.
 
     ``ranks`` are those that run already. No launcher starts them. The stdout of a dry run is lines for a
     shell, so its line is on stderr.
     """
-    if group_choices.get("device") != AUTO:
+    device = auto_device()
+    if group_choices.get("device") != AUTO or device.is_explicit:
         return
     if ranks is None:
         check_launcher(group_choices, config)
     if config.dry_run:
-        print(auto_device(), file=sys.stderr)
+        print(device, file=sys.stderr)
     else:
-        say(str(auto_device()))
+        say(str(device))
 
 
 def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:

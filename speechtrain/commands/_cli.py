@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from speechtrain import errors
+from speechtrain import __version__, errors
 from speechtrain.errors import (
     ConfigError,
     MachineError,
@@ -21,6 +22,7 @@ from speechtrain.errors import (
     SpeechtrainError,
     disk_explained,
     escape_output,
+    nearest,
     one_line,
 )
 from speechtrain.files import lost_output
@@ -48,6 +50,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
+        self.add_argument("--version", action="version", version=f"speechtrain {__version__}")
 
     def parse_with_run(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse arguments in which ``run_dir=RUN`` is another form of the first argument RUN."""
@@ -55,13 +58,33 @@ class Parser(argparse.ArgumentParser):
         remainder = []
         for argument in argv:
             if argument.startswith("run_dir="):
-                runs.append(argument.removeprefix("run_dir="))
+                runs.append(unquoted(argument.removeprefix("run_dir=")))
             else:
                 remainder.append(argument)
         return self.parse_intermixed_args(runs + remainder)
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (-[^\s=]+)", message)
+        if unknown:
+            options = re.findall(r"--[\w-]+", self.format_usage())  # It has -h for --help.
+            message = f"unknown option {unknown[1]}{nearest(unknown[1], [*options, '--help'])}"
         raise ConfigError(f"{message}; {self.prog} --help shows the usage")
+
+
+def add_command(commands: Any, name: str, meaning: str, example: str) -> Any:
+    """Add the parser of a subcommand of ``prepare`` to argparse's action ``commands`` and return it."""
+    examples = [f"speechtrain prepare {name} {example}"]
+    return commands.add_parser(
+        name, help=meaning, description=meaning, examples=examples, exit_codes="docs/reference/exit-codes.md"
+    )
+
+
+def unquoted(text: str) -> str:
+    """Return a value without the quotes of Hydra's syntax around it."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        quote, text = text[0], text[1:-1]
+        text = text.replace(f"\\{quote}", quote).replace("\\\\", "\\")
+    return text
 
 
 def say(line: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.commands._choices import config_dir
+from speechtrain.commands._cli import unquoted
 from speechtrain.commands._external_launch import ExternalLaunch, started_together
 from speechtrain.config.resume_fields import swept_volatile
 from speechtrain.errors import ConfigError, nearest
@@ -73,7 +74,7 @@ def _with_run_dir(text: str) -> str:
     """
     if "=" in text or text.startswith("~"):
         return text
-    if Path(text, ABOUT).is_file():
+    if os.path.isfile(os.path.join(text, ABOUT)):  # Path raises an error for a name that is too long.
         return f"run_dir={_quoted(text)}"
     if os.sep in text:
         raise ConfigError(f"{text}: it is neither KEY=VALUE nor a run directory ({ABOUT} is missing)")
@@ -84,11 +85,7 @@ def _typed_run_dir(overrides: Sequence[str]) -> Path | None:
     named = [value for key, _, value in (o.partition("=") for o in overrides) if key == "run_dir"]
     if not named:
         return None
-    text = named[-1]
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        quote, text = text[0], text[1:-1]
-        text = text.replace(f"\\{quote}", quote).replace("\\\\", "\\")
-    return Path(text).resolve()
+    return Path(unquoted(named[-1])).resolve()
 
 
 def rewrite(argv: Sequence[str]) -> list[str]:
@@ -155,9 +152,8 @@ def check_flags(flags: Sequence[str]) -> None:
 
             if key := key_for_option(name):
                 raise ConfigError(f"unknown option {name}: write {key}={value or 'VALUE'}")
-            raise ConfigError(
-                f"unknown option {name}{nearest(name, _FLAGS)}; speechtrain train --help lists them"
-            )
+            hint = nearest(name, [*_FLAGS, "--help", "--version"])
+            raise ConfigError(f"unknown option {name}{hint}; speechtrain train --help shows the usage")
         choices = _FLAGS[name]
         if choices is None:
             if equals:

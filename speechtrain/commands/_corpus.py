@@ -70,10 +70,7 @@ class Corpus:
 
 def prepare_corpus(argv: list[str]) -> int:
     """Write a manifest for each part, after a download if asked; returns the exit code."""
-    build = Parser(prog="speechtrain prepare corpus=NAME", description=_help())
-    build.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
-    build.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
-    given = build.parse_intermixed_args(argv)
+    given = _parser().parse_intermixed_args(argv)
     pairs = dict(_pair(text) for text in given.pairs)
     name = pairs["corpus"]
     if name == "huggingface":
@@ -109,13 +106,22 @@ def corpus_by_name(pairs: Mapping[str, str], folder: str | None = None) -> Corpu
     return made(Corpus, _merged(_written(pairs["corpus"], folder), pairs, Corpus))
 
 
-def _help() -> str:
-    return (
-        f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "
+def _parser() -> Parser:
+    build = Parser(
+        prog="speechtrain prepare corpus=NAME",
+        description=f"Write a public corpus as manifests. NAME is one of {', '.join(corpora(None))}, "
         "huggingface (name=… split=…), or a recipe of lhotse. Keys: root (else DATASET_DIR), "
         f"out (else DATASET_DIR/{MANIFESTS}/NAME), "
-        "download=true, parts=A,B, jobs, language, url (a mirror), arguments.KEY (of the recipe)."
+        "download=true, parts=A,B, jobs, language, url (a mirror), arguments.KEY (of the recipe).",
+        examples=[
+            "speechtrain prepare corpus=librispeech download=true parts=dev-clean",
+            "speechtrain prepare corpus=common_voice root=FOLDER language=en",
+        ],
+        exit_codes="0 done, 2 usage, 3 data, 4 disk",
     )
+    build.add_argument("pairs", nargs="*", metavar="KEY=VALUE", help="as in conf/corpus/NAME.yaml")
+    build.add_argument("--config-dir", metavar="DIR", help="a folder with your own corpus/NAME.yaml")
+    return build
 
 
 def _pair(text: str) -> tuple[str, str]:

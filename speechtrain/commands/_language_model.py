@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from speechtrain.commands._cli import add_command
 from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 from speechtrain.text.ngram import write_ngram
@@ -21,7 +22,12 @@ def add_lm(
     texts_of: Callable[[argparse.Namespace], Iterable[str]],
 ) -> None:
     """Add the command to a parser; ``texts_of`` reads the transcripts of its sources."""
-    build = commands.add_parser("lm", help="make a language model of transcripts, for decoder.lm")
+    build = add_command(
+        commands,
+        "lm",
+        "make a language model of transcripts, for decoder.lm",
+        "FOLDER_OR_MANIFEST --out lm.arpa",
+    )
     add_sources(build)
     build.add_argument("--out", type=Path, required=True, metavar="FILE.arpa")
     build.add_argument("--order", type=int, default=3, metavar="N", help="words of an n-gram, 1 to 6 (3)")

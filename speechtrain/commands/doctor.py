@@ -77,6 +77,9 @@ def run(argv: list[str]) -> int:
     folder: str | None = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
+    keys = {key_of(text) for text in arguments.overrides if "=" in text or "~" in text}
+    if arguments.overrides and keys <= {"run_dir"}:
+        raise ConfigError("the doctor checks a recipe and no run. Name its keys, such as recipe=demo")
     paint = _PAINT if sys.stdout.isatty() else {}
     code = 0
     for finding in findings(arguments.overrides, folder):

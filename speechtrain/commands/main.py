@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from speechtrain import __version__
@@ -30,11 +31,14 @@ def run(argv: list[str]) -> int:
         print(f"speechtrain {__version__}")
         return 0
     if not name:
-        raise ConfigError(f"name a command: {', '.join(COMMANDS)}. speechtrain --help describes them")
+        print(_help(), file=sys.stderr)
+        return ConfigError.exit_code
     if name not in COMMANDS:
-        raise ConfigError(
-            f"{name!r} is not a command{nearest(name, COMMANDS)} (speechtrain --help lists the commands)"
-        )
+        kind = "option" if name[0] == "-" else "command"
+        hint = nearest(name, (*COMMANDS, "--help", "--version"))
+        raise ConfigError(f"unknown {kind} {name}{hint}; speechtrain --help shows the usage")
+    if sys.argv[1:] == argv:  # Hydra installs its shell completion for the name of the process.
+        sys.argv = [f"speechtrain-{name}", *argv[1:]]
     result: int = import_module(f"speechtrain.commands.{name}").run(argv[1:])
     return result
 

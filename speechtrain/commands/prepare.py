@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 import soundfile
 
-from speechtrain.commands._cli import Parser, console
+from speechtrain.commands._cli import Parser, add_command, console
 from speechtrain.commands._language_model import add_lm
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
@@ -66,7 +66,12 @@ def parser() -> Parser:
     )
     commands = build.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    tokenizer = commands.add_parser("tokenizer", help="train a SentencePiece model on transcripts")
+    tokenizer = add_command(
+        commands,
+        "tokenizer",
+        "train a SentencePiece model on transcripts",
+        "FOLDER_OR_MANIFEST --out tokenizer.model --size 1023",
+    )
     _add_sources(tokenizer)
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FILE.model")
     tokenizer.add_argument("--kind", choices=("unigram", "bpe"), default="unigram")
@@ -75,7 +80,12 @@ def parser() -> Parser:
     tokenizer.add_argument("--normaliser", default="lower", help="equal to tokenizer.normaliser (lower)")
     tokenizer.set_defaults(act=train_tokenizer)
 
-    manifest = commands.add_parser("manifest", help="write any source as a lhotse cut manifest")
+    manifest = add_command(
+        commands,
+        "manifest",
+        "write any source as a lhotse cut manifest",
+        "FOLDER_OR_MANIFEST --out cuts.jsonl.gz --check",
+    )
     _add_sources(manifest)
     manifest.add_argument("--out", type=Path, required=True, metavar="CUTS.jsonl[.gz]")
     manifest.add_argument("--check", action="store_true", help="decode all recordings, list the bad ones")
@@ -87,7 +97,9 @@ def parser() -> Parser:
 
     _add_split(commands)
 
-    stats = commands.add_parser("stats", help="tell what any source holds, with its likely errors")
+    stats = add_command(
+        commands, "stats", "tell what any source holds, with its likely errors", "FOLDER_OR_MANIFEST"
+    )
     _add_sources(stats)
     stats.add_argument("--json", action="store_true", help="print JSON, with the id of each likely error")
     stats.add_argument(
@@ -102,7 +114,12 @@ def parser() -> Parser:
 
 
 def _add_split(commands: Any) -> None:
-    split = commands.add_parser("split", help="write any source as two manifests, one of them held out")
+    split = add_command(
+        commands,
+        "split",
+        "write any source as two manifests, one of them held out",
+        "FOLDER_OR_MANIFEST --out DIR --share 0.1",
+    )
     _add_sources(split)
     split.add_argument("--out", type=Path, required=True, metavar="DIR", help="for train.jsonl, valid.jsonl")
     split.add_argument("--share", type=float, default=0.05, metavar="X", help="held out, 0 to 1 (0.05)")
@@ -112,11 +129,19 @@ def _add_split(commands: Any) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    convert = commands.add_parser("convert", help="decode any source to WAV or FLAC, with a manifest")
+    convert = add_command(
+        commands,
+        "convert",
+        "decode any source to WAV or FLAC, with a manifest",
+        "FOLDER_OR_MANIFEST --out DIR --format flac",
+    )
     _add_files(convert)
     convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
-    perturb = commands.add_parser(
-        "perturb", help="write copies of any source at other speeds, with a manifest"
+    perturb = add_command(
+        commands,
+        "perturb",
+        "write copies of any source at other speeds, with a manifest",
+        "FOLDER_OR_MANIFEST --out DIR --speeds 0.9,1.1",
     )
     _add_files(perturb)
     perturb.add_argument("--speeds", default="0.9,1.1", metavar="X,Y", help="factors, 0.5 to 2 (0.9,1.1)")
@@ -132,7 +157,12 @@ def _add_files(build: argparse.ArgumentParser) -> None:
 
 
 def _add_tsv(commands: Any) -> None:
-    tsv = commands.add_parser("tsv", help="write fairseq's train.tsv and valid.tsv of a folder's recordings")
+    tsv = add_command(
+        commands,
+        "tsv",
+        "write fairseq's train.tsv and valid.tsv of a folder's recordings",
+        "FOLDER --out DIR",
+    )
     tsv.add_argument("folder", type=Path, metavar="FOLDER", help="recordings, at any depth")
     tsv.add_argument("--out", type=Path, required=True, metavar="DIR")
     tsv.add_argument("--valid-percent", type=float, default=0.01, metavar="X", help="a share, 0 to 1 (0.01)")

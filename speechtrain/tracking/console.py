@@ -174,7 +174,7 @@ def lines_of(event: str, values: Mapping[str, Any], examples: int) -> list[str]:
     """An event in plain lines, with so many ``examples`` of transcripts; none for an event not shown."""
     if event in ("device", "plan", "environment", "data"):
         name = f"{event:<8}" if event in ("device", "plan") else f"{event}:"
-        facts = (f"{key} {value}" for key, value in values.items())
+        facts = [f"{key} {value}" for key, value in values.items() if value is not None]
         return [f"{name} {', '.join(facts)}"]
     if event == "resume":
         return [f"resume   after step {values['step']}"]

@@ -22,7 +22,8 @@ HEAVY = ("torch", "hydra", "omegaconf", "lhotse")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["train", "--help"], ["evaluate", "--help"]]
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["evaluate", "--version"]],
 )
 def test_help_imports_no_heavy_library(arguments: list[str]) -> None:
     program = (
@@ -70,14 +71,45 @@ def test_every_help_has_the_same_sections(name: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a command: train, prepare"),
-        (["trian"], "did you mean 'train'"),
-        (["recipe=demo"], "is not a command"),
+        (["trian"], r"unknown command trian; did you mean 'train'\?; speechtrain --help shows"),
+        (["recipe=demo"], "unknown command recipe=demo; speechtrain --help shows"),
+        (["--hepl"], r"unknown option --hepl; did you mean '--help'\?; speechtrain --help shows"),
     ],
 )
 def test_another_name_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(arguments)
+
+
+def test_no_name_prints_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == ConfigError.exit_code
+    assert "\ncommands:\n  train " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_option_has_the_same_line_everywhere(name: str) -> None:
+    words = {"prepare": ["stats", "DIR"], "transcribe": ["RUN", "a.wav"], "export": ["RUN", "--out", "DIR"]}
+    arguments = words.get(name, [] if name in ("train", "doctor") else ["RUN"])
+    message = rf"^unknown option --hepl; did you mean '--help'\?; speechtrain {name} --help shows the usage$"
+    with pytest.raises(ConfigError, match=message):
+        run([name, *arguments, "--hepl"])
+
+
+def test_python_runs_the_package() -> None:
+    line = [sys.executable, "-m", "speechtrain", "report", "--version"]
+    assert re.fullmatch(r"speechtrain \d+\.\d+\.\d+\n", subprocess.check_output(line, text=True))
+
+
+def test_shell_completion_is_installed_for_a_program_that_exists() -> None:
+    line = [SCRIPTS / "speechtrain", "train", "-sc", "install=bash"]
+    text = subprocess.check_output(line, text=True)
+    assert text.rstrip().endswith("-F hydra_bash_completion speechtrain-train")
+
+
+@pytest.mark.parametrize("argv", [["RUN"], ["run_dir=RUN"]])
+def test_the_doctor_takes_no_run(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="checks a recipe and no run"):
+        run(["doctor", *argv])
 
 
 def test_the_program_and_its_other_name_print_the_same() -> None:
@@ -93,7 +125,7 @@ def test_the_program_and_its_other_name_print_the_same() -> None:
 def test_a_run_has_two_forms_in_every_command(tmp_path: Path) -> None:
     build = parser()
     options = ["--worst", "1", "decoder=beam"]
-    for words in (["runs/a b", *options], [*options, "run_dir=runs/a b"]):
+    for words in (["runs/a b", *options], [*options, "run_dir=runs/a b"], ["run_dir='runs/a b'", *options]):
         arguments = build.parse_with_run(words)
         assert (arguments.run, arguments.overrides) == (Path("runs/a b"), ["decoder=beam"])
     run_dir = tmp_path / "it's a run"
@@ -102,5 +134,6 @@ def test_a_run_has_two_forms_in_every_command(tmp_path: Path) -> None:
     command = read([str(run_dir), "trainer.max_steps=3"])
     assert command.run_dir == run_dir
     assert command.overrides[1:] == ["trainer.max_steps=3"]
+    assert read(["a" * 300]).overrides == ["a" * 300]
     with pytest.raises(ConfigError, match=r"neither KEY=VALUE nor a run directory"):
         read([str(tmp_path)])

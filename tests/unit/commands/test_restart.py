@@ -15,6 +15,7 @@ from speechtrain.devices.cpu import CPU
 
 pytestmark = pytest.mark.slow
 
+SCRIPTS = Path(sys.executable).parent
 RECORDING = Path(digits.__file__).parent / "digits_audio" / "valid.flac"
 
 
@@ -37,18 +38,18 @@ def last_variables(process: subprocess.Popen[str]) -> dict[str, str]:
     return variables
 
 
-@pytest.mark.parametrize("command", ["evaluate", "transcribe"])
+@pytest.mark.parametrize("command", ["speechtrain evaluate", "speechtrain-transcribe"])
 def test_the_device_sets_the_variables_of_a_command(run_dir: Path, command: str, tmp_path: Path) -> None:
-    program = Path(sys.executable).with_name(f"speechtrain-{command}")
+    name, *words = command.split()
     arguments = ["--worst", "0"]
-    if command == "transcribe":
+    if not words:
         arguments = [str(RECORDING), "--out", str(tmp_path)]
     device = CPU(threads=1)
     expected = {**device.environment(1), **device.facts.evaluation_variables}
     assert expected["GOMP_SPINCOUNT"] == "3000"
     environment = {name: value for name, value in os.environ.items() if name not in expected}
     user_value = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "17"}
-    line = [str(program), str(run_dir), *arguments, "device.threads=1"]
+    line = [str(SCRIPTS / name), *words, str(run_dir), *arguments, "device.threads=1"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(line, env=environment | user_value, stdout=pipe, stderr=pipe, text=True)
     variables = last_variables(process)

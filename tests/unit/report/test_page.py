@@ -215,6 +215,25 @@ def test_the_worst_are_called_so_and_the_first_of_an_older_run_are_not(tmp_path:
         assert "Reference against hypothesis" in shown
 
 
+def test_right_sentences_are_left_out_beside_wrong_ones(tmp_path: Path) -> None:
+    right = {"id": "right", "reference": "one", "hypothesis": "one", "errors": 0}
+    wrong = {"id": "wrong", "reference": "one", "hypothesis": "two", "errors": 1}
+    folder = _write(tmp_path / "both", ("examples", {"step": 1, "set": "dev", "rows": [wrong, right]}))
+    html = page([read_run(folder)])
+    assert "the worst, 1 of 2 shown" in html
+    assert "<small>wrong</small>" in html
+    assert "<small>right</small>" not in html
+    folder = _write(tmp_path / "right", ("examples", {"step": 1, "set": "dev", "rows": [right]}))
+    assert "<small>right</small>" in page([read_run(folder)])
+
+
+def test_the_result_comes_before_the_charts_of_the_training(tmp_path: Path) -> None:
+    html = page([read_run(_whole_run(tmp_path / "run"))])
+    headings = ("WER test", "<h3>Loss", "<h3>WER", "Reference against hypothesis", "<h3>Gradient norm")
+    places = [html.index(heading) for heading in headings]
+    assert places == sorted(places)
+
+
 def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     run = read_run(_whole_run(tmp_path))
     assert page([run]).partition("<footer>")[0] == page([run]).partition("<footer>")[0]
