@@ -494,7 +494,7 @@ class SpeechData(DataModule):
             shown = " ".join(map(repr, sorted(symbols)[:10])) + (" …" if len(symbols) > 10 else "")
             raise DataError(
                 f"the tokenizer cannot encode {bad} of {len(looked)} transcripts of data.train, such as "
-                f"{first!r}: unknown symbols {shown}; change tokenizer.normaliser, or tokenizer=auto"
+                f"{first!r}: unknown symbols {shown}; set tokenizer=auto, or its normaliser or alphabet"
             )
 
     def _is_too_many(self, bad: int, looked: int) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -180,3 +182,15 @@ def test_normalisers_join_from_left_to_right() -> None:
 def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"normaliser: 'englsh' is unknown; did you mean 'english'"):
         normaliser("lower+englsh")
+
+
+def test_pages_and_comments_name_each_normaliser() -> None:
+    root = Path(__file__).resolve().parents[3]
+    names = list(NORMALISERS)
+    for choice in ("characters", "huggingface", "sentencepiece"):
+        text = (root / "conf" / "tokenizer" / f"{choice}.yaml").read_text()
+        line = text.partition("normaliser:")[2].partition("\n")[0]
+        assert " | ".join(names) + ", joined by +" in line
+    page = (root / "docs" / "text.md").read_text()
+    table = page.partition("## Normalisers")[2]
+    assert re.findall(r"^\| `(\w+)`", table, re.M) == names
