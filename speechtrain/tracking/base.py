@@ -53,8 +53,8 @@ class Tracker(ABC):
     ``start``
         once per process: ``parameters``, ``steps`` (planned in all), and other facts about the run.
     ``device``
-        once per process: ``device``, ``chip``, ``precision``, ``policy``, and the ``milliseconds`` of each policy
-        that was timed.
+        once per process: ``device``, ``chip``, ``precision``, ``policy``, and the ``milliseconds`` of each
+        policy that was timed.
     ``warm_up``
         on a device that compiles graphs, before the first update: their counts, ``seconds``.
     ``plan``
