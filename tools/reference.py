@@ -27,6 +27,7 @@ from config_reference import code, definition_of, field_comments, sentences
 from speechtrain import errors, run_directory
 from speechtrain.commands.main import COMMANDS, run
 from speechtrain.tracking.base import Tracker
+from speechtrain.training.time_plan import Revision, TimePlan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"
@@ -121,7 +122,7 @@ FILES = (
         "train",
         "the compute policy, and the times if policies were timed ([keys](#devicejson))",
     ),
-    ("plan.json", "train", "the plan of a run that is planned by time ([keys](../stored-names.md#planjson))"),
+    ("plan.json", "train", "the plan of a run that is planned by time ([keys](#planjson))"),
     (
         "tokenizer.model",
         "train",
@@ -162,6 +163,8 @@ RECORDS = (
     ("checkpoints/step-N/checkpoint.json", run_directory.CheckpointManifest),
     ("checkpoints/best.json", run_directory.BestCheckpoint),
     ("device.json", run_directory.DeviceRecord),
+    ("plan.json", TimePlan),
+    ("The values of a revision in plan.json", Revision),
 )
 
 
@@ -377,7 +380,7 @@ def run_files_page() -> str:
     events = inspect.cleandoc(Tracker.__doc__ or "").partition("The list below")[2]
     text = f"Each line has `event` and `time`. {markdown('The list below' + events)}"
     parts += ["## metrics.jsonl", text]
-    sources = "speechtrain/run_directory.py, speechtrain/tracking/base.py and tools/reference.py"
+    sources = "the records that it lists, speechtrain/tracking/base.py and tools/reference.py"
     return NOTE.format(sources) + "\n\n".join(parts) + "\n"
 
 

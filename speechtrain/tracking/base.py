@@ -52,6 +52,14 @@ class Tracker(ABC):
         parameters of the front end and the augmentation under their names in the config.
     ``start``
         once per process: ``parameters``, ``steps`` (planned in all), and other facts about the run.
+    ``device``
+        once per process: ``device``, ``chip``, ``precision``, ``policy``, and the ``milliseconds`` of each
+        policy that was timed.
+    ``warm_up``
+        on a device that compiles graphs, before the first update: their counts, ``seconds``.
+    ``plan``
+        in a run that is planned by time, with each plan: ``step``, ``steps``, ``hours``, ``validate_every``,
+        ``s_per_update``, ``s_per_validation``.
     ``resume``
         after ``start`` where a checkpoint was restored: ``step``, the updates already done. Later
         steps of earlier attempts are void.

@@ -26,10 +26,10 @@ class Revision:
 
     step: int  # updates so far
     wall_s: float  # seconds of the run so far
-    updates: int  # of the whole run
+    updates: int  # planned updates of the whole run
     validated: int  # the step of the latest validation
     validate_at: int  # the step of the next validation
-    share: float  # of the run that was done, by the plans so far
+    share: float  # the share of the run that was done, by the plans so far
 
     def share_at(self, step: int) -> float:
         """Return the share of the run that is done after ``step`` updates, from 0 to 1."""
@@ -44,12 +44,14 @@ class TimePlan:
     A continued run applies the stored revisions at the same steps, so an interruption changes no update.
     """
 
-    hours: float
-    updates: int = 0
-    validate_every: int = 0
-    seconds_per_update: float = 0.0
+    hours: float  # the planned duration of all starts
+    updates: int = 0  # planned updates of the whole run
+    validate_every: int = 0  # updates from one validation to the next
+    seconds_per_update: float = 0.0  # the median of the latest updates
     seconds_per_validation: float = 0.0  # 0: not measured yet
-    revisions: list[Revision] = field(default_factory=list)
+    revisions: list[Revision] = field(
+        default_factory=list
+    )  # all revisions in order, each a list of its values
 
     @property
     def seconds(self) -> float:
