@@ -160,7 +160,7 @@ def test_no_two_commands_of_the_readme_have_one_run() -> None:
         identity = tuple(typed_fields(command.overrides))
         assert identity not in runs, f"{line.strip()} continues the run of {runs[identity]}"
         runs[identity] = line.strip()
-    assert len(runs) > 3
+    assert len(runs) >= 2
 
 
 @pytest.mark.parametrize(

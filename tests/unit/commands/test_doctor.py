@@ -218,6 +218,7 @@ def test_the_rehearsal_takes_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = [word for word in TINY if not word.startswith("device.")]
     tiny += ["data.shapes=1", "data.batch.count=2", "encoder.features.mels=20", "decoder.max_symbols=8"]
     code, found = look(capsys, *tiny, "device=lazy")
+    assert "one step" in found, found
     assert (code, found["one step"][0]) == (0, "green"), found
 
 
