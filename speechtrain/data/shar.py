@@ -62,6 +62,8 @@ class Shar(LhotseCuts):
         cuts, tars = _files(self.path, "cuts", ".jsonl"), _files(self._audio.path, "recording", ".tar")
         if packed := next((tar for tar in tars if tar.suffix != ".tar"), None):
             raise DataError(f"{packed} cannot be read at any place; unpack it (gunzip {packed.name})")
+        if not tars and cuts[0].name in ("cuts.jsonl", "cuts.jsonl.gz"):  # as prepare convert writes it
+            raise DataError(f"{self.path} has a manifest and no recording.*.tar. Give {cuts[0]}")
         if len(tars) != len(cuts):
             told = f"{len(cuts)} files of cuts, and {self._audio.path} has {len(tars)} recording.*.tar"
             fix = "to_shar writes them with fields={'recording': 'flac'}; {path: …, audio: FOLDER} names them"

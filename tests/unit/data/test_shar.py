@@ -212,6 +212,13 @@ def test_a_shar_without_audio_is_refused(tmp_path: Path) -> None:
     assert "cuts.000000.jsonl.gz:1: " in refusal(str(shar))
 
 
+def test_a_folder_with_a_manifest_names_the_manifest(tmp_path: Path) -> None:
+    """``prepare convert`` writes such a folder."""
+    (tmp_path / "cuts.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"has a manifest .* Give .*/cuts\.jsonl$"):
+        list(Shar(tmp_path).entries())
+
+
 @pytest.mark.parametrize(
     "fault", ["gzip", "other", "short", "extra", "cut off", "order", "text", "link", "odd"]
 )
