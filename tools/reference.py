@@ -391,7 +391,10 @@ def exit_codes_page() -> str:
     rows.append(
         "| 1 | | It is an internal error of speechtrain. | Report it, with the file that the line names. |"
     )
-    for error in sorted(errors.SpeechtrainError.__subclasses__(), key=lambda error: error.exit_code):
+    classes = [
+        error for error in errors.SpeechtrainError.__subclasses__() if error.__module__ == errors.__name__
+    ]
+    for error in sorted(classes, key=lambda error: error.exit_code):
         meaning, _, advice = inspect.cleandoc(error.__doc__ or "").replace("``", "`").partition("\n\n")
         cells = (code(error.__name__), " ".join(meaning.split()), " ".join(advice.split()))
         rows.append(f"| {error.exit_code} | {' | '.join(cells)} |")
