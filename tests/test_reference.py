@@ -108,7 +108,7 @@ def test_the_index_links_each_page() -> None:
 
 
 def test_the_generated_pages_are_up_to_date(reference: ModuleType) -> None:
-    importlib.import_module("speechtrain.devices.recorder")  # Its error class is no exit code of the page.
+    importlib.import_module("speechtrain.devices.recorder")  # The page leaves its error class out.
     assert reference.stale_pages() == [], "run make docs-reference"
 
 
