@@ -84,7 +84,7 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(run_dir: Path) -> Non
     for first in (1, 3, 1):
         _track("wandb", run_dir, first)
         latest = (run_dir / "wandb" / "latest-run").resolve().name
-        ids.append(latest.rpartition("-")[2])
+        ids.append(latest.split("-")[3])  # offline-run-TIME-ID, with -1 behind it within the same second
     assert ids[0] == ids[1] != ids[2]
 
 
