@@ -19,12 +19,12 @@ from datetime import date
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
+from speechtrain.runs.compose import compose
 from speechtrain.train_rank import build_task
 
 Shapes = Sequence[tuple[float, int]]

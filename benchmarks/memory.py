@@ -26,9 +26,9 @@ import psutil
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_device, build_optimizer, build_precision
+from speechtrain.runs.compose import compose
 from speechtrain.train_rank import build_task
 
 MiB = 2**20

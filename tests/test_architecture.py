@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.devices.base import Device
+from speechtrain.runs.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "speechtrain"
@@ -207,7 +207,7 @@ TOUCH_FILES = {
     "data/index.py": "the cache below the user's own home",
     "data/corpora/unpacking.py": "archives below the root that the user names",
     "data/corpora/connected.py": "a new file of the corpus",
-    "data/manifests.py": "manifests that the user names",
+    "data/formats/manifests.py": "manifests that the user names",
     "interop/pickles.py": "a model that the user names",
     "interop/weights.py": "a model that the user names, and a new folder",
     "checkpoint/whole.py": "a new folder",
@@ -216,7 +216,7 @@ TOUCH_FILES = {
     "devices/preload.py": "/proc, and libraries",
     "devices/cpu.py": "/proc",
     "devices/affinity.py": "/sys",
-    "commands/_find_run.py": "the user's own YAML files",
+    "runs/run_name.py": "the user's own YAML files",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
@@ -275,20 +275,20 @@ PARSE_FILES = {
     "data/skips.py": "skipped.jsonl, which the ranks of a start write for one another",
     "training/time_plan.py": "plan.json, which a start writes for the next one",
     "distributed/watchdog.py": "what stuck ranks report to one another",
-    "commands/_external_launch.py": "rendezvous.json of the ranks of one start",
-    "commands/_start_jobs.py": "the outcomes of a sweep's jobs",
-    "commands/_corpus.py": "corpus YAMLs, and the options of a corpus",
-    "commands/_init_from.py": "encoder/imported.yaml of an export",
-    "commands/_find_run.py": "the user's own YAML files, also those that a run stores",
+    "runs/external_launch.py": "rendezvous.json of the ranks of one start",
+    "runs/jobs.py": "the outcomes of a sweep's jobs",
+    "commands/prepare_corpus.py": "corpus YAMLs, and the options of a corpus",
+    "runs/finetuned.py": "encoder/imported.yaml of an export",
+    "runs/run_name.py": "the user's own YAML files, also those that a run stores",
     "launchers/kubernetes.py": "output of kubectl",
     "launchers/ssh.py": "output of the agents",
     "data/corpora/digits.py": "the index of a folder of digits",
     "data/corpora/recipes.py": "manifests of a recipe of lhotse",
     "data/index.py": "the cache",
-    "data/manifests.py": "manifests",
+    "data/formats/manifests.py": "manifests",
     "data/sources.py": "the specification of a source",
-    "interop/huggingface.py": "models of Hugging Face",
-    "interop/parakeet.py": "models of Hugging Face",
+    "interop/wav2vec2_hf.py": "models of Hugging Face",
+    "interop/parakeet_hf.py": "models of Hugging Face",
     "interop/weights.py": "the YAML files of the package",
     "text/huggingface.py": "tokenizer.json of the library tokenizers",
 }

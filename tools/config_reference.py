@@ -32,7 +32,7 @@ from conf_files import (
     read_file,
 )
 
-from speechtrain.commands._corpus import Corpus
+from speechtrain.commands.prepare_corpus import Corpus
 from speechtrain.config.schema import INTERFACES, NODES, OFFERED, Config
 from speechtrain.config.targets import import_class, parameter_types
 from speechtrain.data.corpora.downloads import Archive

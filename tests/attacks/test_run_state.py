@@ -429,9 +429,9 @@ def test_choices_of_a_device_of_anything(name: str, run_dir: Path, forks: Forks)
 @pytest.mark.timeout(3600)
 def test_each_bit_of_a_result(run_dir: Path, forks: Forks) -> None:
     """By the functions that read it: a command for each bit would take an hour."""
-    from speechtrain.commands._start_run import _describe, _is_complete
     from speechtrain.config.migrations import migrate_limits
     from speechtrain.run_directory import outcome, read_failure, read_result
+    from speechtrain.runs.start import _describe, _is_complete
 
     path = run_dir / "result.json"
     content = path.read_bytes()

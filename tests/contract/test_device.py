@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import PLAIN, ComputePolicy
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
@@ -40,6 +39,7 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
+from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.train_rank import _plan, open_device
@@ -75,7 +75,7 @@ def test_the_environment_is_pure(choice: str) -> None:
 
 _OPEN = """
 import sys
-from speechtrain.commands._hydra_app import compose
+from speechtrain.runs.compose import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")

@@ -16,8 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from speechtrain.commands._hydra_app import compose
-from speechtrain.commands._start_run import _outcome
 from speechtrain.config.build import build_data, build_device, build_tokenizer
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
@@ -26,6 +24,8 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launcher import Result, World
 from speechtrain.optim.schedules import Schedule
 from speechtrain.run_directory import RunLock
+from speechtrain.runs.compose import compose
+from speechtrain.runs.start import _outcome
 from speechtrain.tracking.console import start_line
 from speechtrain.train_rank import (
     StopRequest,
@@ -38,9 +38,9 @@ from speechtrain.train_rank import (
     trainer_config_for,
 )
 from speechtrain.trainer_config import TrainerConfig
+from tests.support.tiny_run import TINY, untrained
 
 from ..conftest import Disk
-from .commands.conftest import TINY, untrained
 
 
 def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:

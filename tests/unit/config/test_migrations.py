@@ -11,11 +11,11 @@ import torch
 from speechtrain.checkpoint import migrations as weight_migrations
 from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._load_run import own_config
 from speechtrain.config import migrations
 from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.config.migrations import FORMAT, migrate, migrate_limits
 from speechtrain.errors import ConfigError
+from speechtrain.inference.open_run import own_config
 from speechtrain.trainer_config import TrainerConfig
 
 OLD_RUN = Path(__file__).resolve().parents[2] / "golden" / "old_runs" / "rnnt" / "interrupted"
