@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -45,8 +45,8 @@ from speechtrain.config.build import (
     build_tokenizer,
     rank_bytes,
 )
-from speechtrain.config.check import part_class
 from speechtrain.config.resolved import dump, load, resolved
+from speechtrain.config.stored import read_config
 from speechtrain.counter_rng import RunStream, seed_at
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
@@ -158,14 +158,6 @@ def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
     if config.trainer.get("checkpoint_layers"):
         checkpoint_layers(task)
     return task, tokenizer
-
-
-def read_config(run_dir: Path) -> DictConfig:
-    """Load a run's stored config, with the paths of the tokenizer's copy in the run."""
-    config = load(run_dir / CONFIG)
-    tokenizer_class = cast("type[Tokenizer]", part_class("tokenizer", config.tokenizer))
-    config.tokenizer.update(tokenizer_class.saved(str(run_dir.resolve())))
-    return config
 
 
 def _begin_with(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:

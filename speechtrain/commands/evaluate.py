@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, console, json_text
+from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import SPELLING, ConfigError, MachineError, printable
-from speechtrain.files import atomic, finite, writing
+from speechtrain.files import atomic, finite, json_text, writing
 from speechtrain.run_directory import is_error_rate, metric, shown
 
 if TYPE_CHECKING:

@@ -5,67 +5,26 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import yaml
-
-from speechtrain.commands._cli import Parser, say
-from speechtrain.config.check import check_node
+from speechtrain.commands._cli import Parser
 from speechtrain.data.corpora.downloads import Archive, fetch
 from speechtrain.data.corpora.huggingface import HuggingFace
-from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled, recipe_names
+from speechtrain.data.corpora.recipes import Set, cuts_by_part, filled
 from speechtrain.data.formats.manifests import Record
 from speechtrain.data.prepare.cut_files import cuts_of, write_cuts
 from speechtrain.data.prepare.subwords import Subwords
 from speechtrain.data.sources import open_source
-from speechtrain.errors import ConfigError, DataError, nearest, one_line
-from speechtrain.files import read_json, small_yaml, whole_path, write_json, writing, yaml_text
+from speechtrain.errors import ConfigError, DataError, nearest
+from speechtrain.files import read_json, say, whole_path, write_json, writing
 from speechtrain.runs.choices import corpora
+from speechtrain.runs.named_corpus import MANIFESTS, Corpus, build_part, corpus_by_name, with_pairs
 
-Node = TypeVar("Node")
 _KEPT = "corpus.json"
-MANIFESTS = "manifests"
-"""Folder of DATASET_DIR that has a folder of manifests for each corpus."""
 _FIX = "use another out="
-
-
-@dataclass
-class Corpus:
-    """A corpus by name: what conf/corpus/NAME.yaml says of it, and what is typed."""
-
-    corpus: str  # name of the corpus
-    out: str = ""  # folder of the manifests. Empty: DATASET_DIR/manifests/CORPUS
-    root: str = ""  # folder of the recordings and archives. Empty: DATASET_DIR
-    download: bool = False  # true: download the archives that are missing
-    jobs: int = 2  # processes of a recipe
-    parts: list[str] | None = None  # parts to write. null: the parts in root, or all if download=true
-    title: str = ""  # name of the corpus, for messages
-    page: str = ""  # web page of the corpus
-    language: str = ""  # language of a corpus with several
-    folder: str = ""  # folder of the corpus below root, unless root is that folder
-    recipe: str = ""  # a recipe of lhotse, or table, stm or voice_activity of this project
-    arguments: dict[str, Any] = field(default_factory=dict)  # arguments of the recipe
-    place: str = ""  # file or folder that a part must have, below the folder
-    # parts by name, each with its own recipe, arguments and place if they differ from the corpus's
-    sets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    train: list[str] = field(default_factory=list)  # parts that train
-    valid: list[str] = field(default_factory=list)  # parts that validate
-    training: str = "scratch"  # recipe of the command that the last line shows
-    normaliser: str = "unicode"  # normaliser of the transcripts, for the tokenizers
-    # SentencePiece models of the training parts by file name, each with kind and size
-    tokenizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    url: str = ""  # address of the archives. A mirror can replace it
-    # archives to download by file name, with the keys of an archive
-    archives: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.archives and not self.folder:
-            self.folder = self.corpus
 
 
 def prepare_corpus(argv: list[str]) -> int:
@@ -74,7 +33,7 @@ def prepare_corpus(argv: list[str]) -> int:
     pairs = dict(_pair(text) for text in given.pairs)
     name = pairs["corpus"]
     if name == "huggingface":
-        return made(HuggingFace, _merged({}, pairs, HuggingFace)).write()
+        return build_part(HuggingFace, with_pairs({}, pairs, HuggingFace)).write()
     corpus = corpus_by_name(pairs, given.config_dir)
     if corpus.jobs < 1:
         raise ConfigError(f"jobs={corpus.jobs}: it must be at least 1")
@@ -99,11 +58,6 @@ def prepare_corpus(argv: list[str]) -> int:
     _train_tokenizers(corpus, out)
     say(_command(corpus, out, sets))
     return 0
-
-
-def corpus_by_name(pairs: Mapping[str, str], folder: str | None = None) -> Corpus:
-    """Return the corpus that ``pairs`` name, of the package or of ``folder``, with their other keys."""
-    return made(Corpus, _merged(_written(pairs["corpus"], folder), pairs, Corpus))
 
 
 def _parser() -> Parser:
@@ -131,50 +85,6 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _written(name: str, folder: str | None) -> dict[str, Any]:
-    """The content of the corpus's YAML file; of one that has none, lhotse's recipe of this name."""
-    ours = corpora(folder)
-    if name not in ours:
-        if name not in (known := recipe_names()):
-            near = nearest(name, [*ours, "huggingface", *known])
-            told = f"; there are {', '.join(ours)}, huggingface, and lhotse's recipes"
-            raise ConfigError(f"corpus={name}: there is no such corpus{near or told}")
-        return {"recipe": name}
-    try:
-        found = yaml.safe_load(yaml_text(ours[name]))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{ours[name]} cannot be read: {one_line(str(error), 300)}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{ours[name]} has no keys")
-    return found
-
-
-def _merged(node: dict[str, Any], pairs: Mapping[str, str], kind: type) -> dict[str, Any]:
-    """``node`` with what is typed; texts and lists need no quotes."""
-    hints = typing.get_type_hints(kind)
-    merged = dict(node)
-    for key, text in pairs.items():
-        value: Any = text
-        if hints.get(key) not in (str, None) or "." in key:
-            try:
-                value = yaml.safe_load(small_yaml(text))
-            except (ValueError, yaml.YAMLError):
-                raise ConfigError(f"{key}={text[:200]} cannot be read; put its text in quotes") from None
-        if "list" in str(hints.get(key)) and isinstance(value, str):
-            value = [part.strip() for part in text.split(",")]
-        outer, _, inner = key.partition(".")
-        merged[outer] = {**(merged.get(outer) or {}), inner: value} if inner else value
-    return merged
-
-
-def made(kind: type[Node], node: Mapping[str, Any], where: str = "corpus") -> Node:
-    """A part from its keys. Raises ConfigError for one that is unknown, missing or of another type."""
-    if "_target_" in node:
-        raise ConfigError(f"{where}._target_: a corpus names no class; remove it")
-    check_node(where, {**node, "_target_": f"{kind.__module__}.{kind.__qualname__}"})
-    return kind(**node)
-
-
 def _download(corpus: Corpus, root: Path) -> None:
     if not corpus.archives:
         if not corpus.sets:
@@ -185,7 +95,7 @@ def _download(corpus: Corpus, root: Path) -> None:
             f"unpack it below {root}, and type the command without download=true"
         )
     parts = _known(corpus.parts or [*corpus.sets], corpus.sets)
-    made_of = {name: made(Archive, node, f"archives.{name}") for name, node in corpus.archives.items()}
+    made_of = {name: build_part(Archive, node, f"archives.{name}") for name, node in corpus.archives.items()}
     wanted = {name: archive for name, archive in made_of.items() if {*archive.parts} & {*parts}}
     fetch(root, corpus.url, wanted, corpus.folder)
 
@@ -203,7 +113,9 @@ def _wanted(corpus: Corpus, names: Mapping[str, str]) -> dict[str, Set]:
     if not corpus.sets:
         return {"": Set(corpus.recipe, corpus.arguments)}
     common = {"recipe": corpus.recipe, "arguments": corpus.arguments, "place": corpus.place}
-    sets = {part: made(Set, common | (node or {}), f"sets.{part}") for part, node in corpus.sets.items()}
+    sets = {
+        part: build_part(Set, common | (node or {}), f"sets.{part}") for part, node in corpus.sets.items()
+    }
     parts = _known(corpus.parts or [*sets], sets)
     places = {
         part: Path(names["folder"], filled(sets[part].place, {**names, "part": part})) for part in parts
@@ -232,7 +144,7 @@ def _train_tokenizers(corpus: Corpus, out: Path) -> None:
     sources = [str(manifest) for manifest in manifests if manifest.exists()]
     for name, options in corpus.tokenizers.items():
         path = out / name
-        subwords = made(Subwords, {**options, "normaliser": corpus.normaliser}, f"tokenizers.{name}")
+        subwords = build_part(Subwords, {**options, "normaliser": corpus.normaliser}, f"tokenizers.{name}")
         if path.exists():
             say(f"{path} is there already; delete it to make it again")
         elif sources:

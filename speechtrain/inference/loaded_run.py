@@ -27,9 +27,10 @@ from speechtrain.data.module import SpeechData
 from speechtrain.data.pieces import Recording, recordings
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, RunError
-from speechtrain.inference.open_run import OpenedRun, choose, open_run, set_key
+from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
 from speechtrain.run_directory import number
+from speechtrain.runs.stored_config import choose, set_key
 from speechtrain.task import Task
 from speechtrain.training.evaluation import Outcome, evaluate
 from speechtrain.training.word_delays import END, START

@@ -5,42 +5,33 @@ Nothing is written and no lock is taken, so a run in progress may be opened at a
 
 from __future__ import annotations
 
-import inspect
 import logging
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from speechtrain.checkpoint.migrations import migrate_names
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_precision, build_tokenizer, size_of_network
-from speechtrain.config.check import mismatch
-from speechtrain.config.resume_fields import flat, key_of
-from speechtrain.config.schema import PLACES
-from speechtrain.config.targets import parameter_types, target_class
+from speechtrain.config.resume_fields import key_of
+from speechtrain.config.stored import read_config
 from speechtrain.devices.base import Device
-from speechtrain.errors import ConfigError, RunError, first_line, nearest, one_line
+from speechtrain.errors import RunError, nearest, one_line
 from speechtrain.run_directory import CONFIG, read_device
 from speechtrain.runs.auto_device import AUTO, auto_device
-from speechtrain.runs.command_line import rewrite
-from speechtrain.runs.compose import compose, override_value
 from speechtrain.runs.on_host import restart_for
+from speechtrain.runs.stored_config import apply_overrides, choose, relocate
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
-from speechtrain.train_rank import build_task, open_device, read_config
+from speechtrain.train_rank import build_task, open_device
 from speechtrain.training.autotune import recorded_policy
 
 _LOG = logging.getLogger(__name__)
-_CHOICES = ("device", "precision", "decoder")
-"""Groups whose choice may change when a trained run is opened."""
 
 
 @dataclass(frozen=True)
@@ -55,31 +46,14 @@ class OpenedRun:
     tokenizer: Tokenizer
 
 
-def own_config(run_dir: Path) -> DictConfig:
-    """Load a run's stored config, with the paths of its present folder and of its tokenizer's copy there."""
-    config = read_config(run_dir)
-    _relocate(config, str(config.run_dir), str(run_dir.resolve()))
-    return config
-
-
 def _config_for_use(run_dir: Path) -> DictConfig:
     """Load a run's stored config, which does not choose where the commands that use the run write."""
     config = read_config(run_dir)
-    _relocate(config, None, str(run_dir.resolve()))
+    relocate(config, None, str(run_dir.resolve()))
     for key in ("cache", "stage"):
         if OmegaConf.is_dict(config.data) and key in config.data:
             config.data[key] = None
     return config
-
-
-def _relocate(node: Any, before: str | None, now: str) -> None:
-    """Replace the run's former folder, or any with None, by the present one in every part that has it."""
-    for key in node if isinstance(node, DictConfig) else ():
-        value = node._get_node(key)
-        if isinstance(value, DictConfig):
-            _relocate(value, before, now)
-        elif key == "run_dir" and before in (None, str(value)):
-            node[key] = now
 
 
 def open_run(
@@ -166,75 +140,3 @@ def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor
             if names == (names := [folder.name for folder in checkpointer.folders()]):
                 raise
     return checkpointer.weights(checkpoint)
-
-
-def apply_overrides(config: DictConfig, overrides: Sequence[str], config_dir: str | None = None) -> None:
-    """Set KEY=VALUE pairs in a config, as speechtrain train reads them. Raises ConfigError."""
-    for override in overrides:
-        key, _, text = override.partition("=")
-        if key in _CHOICES and text:
-            choose(config, key, text, config_dir)
-            continue
-        for rewritten in rewrite([override]):  # ``allow_targets=`` moves to the environment
-            set_key(config, key, override_value(rewritten))
-
-
-def choose(config: DictConfig, group: str, choice: str, config_dir: str | None = None) -> None:
-    """Replace a group of a run's config by another choice, whose interpolations that config resolves."""
-    node = compose([f"{PLACES.get(group, group)}={choice}"], config_dir)[group]
-    config[group] = OmegaConf.create(OmegaConf.to_container(node, resolve=False))
-
-
-def set_key(config: DictConfig, key: str, value: Any) -> None:
-    """Set one key of a run's config. Raises ConfigError for an unknown key or a value of another type."""
-    try:
-        parent, leaf = _parent(config, key)
-        is_mapping = isinstance(value, Mapping | DictConfig)
-        if isinstance(parent._get_node(leaf), DictConfig) and not is_mapping:
-            raise ConfigError(f"{key}: a trained run keeps its {key}; set keys below it, as {key}.KEY=VALUE")
-        OmegaConf.update(config, key, value, merge=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key}: {first_line(error)}") from None
-    _check_type(parent, key, leaf)
-
-
-def stored_value(config: DictConfig, key: str) -> Any:
-    """A run's value of a key. Raises ConfigError for an unknown key."""
-    parent, leaf = _parent(config, key)
-    value = parent[leaf]
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
-    """The node of ``key`` and its last part; a key newer than the run gets its constructor's default."""
-    parent_key, _, leaf = key.rpartition(".")
-    parent: Any = OmegaConf.select(config, parent_key) if parent_key else config
-    if isinstance(parent, DictConfig) and "_target_" in parent and not _has_key(parent, leaf):
-        known = inspect.signature(target_class(str(parent._target_), parent_key)).parameters.get(leaf)
-        if known is not None and known.default is not known.empty:
-            parent[leaf] = known.default
-    if not isinstance(parent, DictConfig) or not _has_key(parent, leaf):
-        raise ConfigError(f"{key}: the run's config has no such key{_near(config, key)}")
-    return parent, leaf
-
-
-def _has_key(node: DictConfig, key: str) -> bool:
-    """Return whether a node has the key, also if its value is ``???``, which ``in`` takes as absent."""
-    return OmegaConf.is_missing(node, key) or key in node
-
-
-def _near(config: DictConfig, key: str) -> str:
-    plain = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(plain, dict)
-    values = flat(typing.cast("dict[str, Any]", plain)).items()
-    return nearest(key, [k for k, v in values if k.rpartition(".")[2] != "_target_" and v != {}])
-
-
-def _check_type(parent: DictConfig, key: str, leaf: str) -> None:
-    """Raise ConfigError if the value just set does not fit its constructor's parameter."""
-    if "_target_" not in parent:
-        return
-    found = target_class(str(parent["_target_"]), key.rpartition(".")[0])
-    value = OmegaConf.to_container(parent, resolve=True)[leaf]  # type: ignore[call-overload,index]
-    if problem := mismatch(value, parameter_types(found).get(leaf, Any)):
-        raise ConfigError(f"{key}: {problem}")

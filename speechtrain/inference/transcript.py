@@ -11,9 +11,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speechtrain.commands._cli import json_text
 from speechtrain.errors import SPELLING, printable
-from speechtrain.files import finite
+from speechtrain.files import finite, json_text
 
 if TYPE_CHECKING:
     from speechtrain.decoding.base import Hypothesis, Word

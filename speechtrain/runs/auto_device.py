@@ -13,10 +13,10 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from speechtrain.commands._cli import say
 from speechtrain.config.build import build_launcher
 from speechtrain.config.resume_fields import key_of
 from speechtrain.errors import ConfigError
+from speechtrain.files import say
 from speechtrain.launcher import Job, Launcher
 from speechtrain.runs.choices import choices
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speechtrain.commands._cli import unquoted
 from speechtrain.config.resume_fields import swept_volatile
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.run_directory import ABOUT
@@ -123,6 +122,14 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             argument = f"{PLACES[key]}={value}"
         rewritten.append(argument)
     return rewritten
+
+
+def unquoted(text: str) -> str:
+    """Return a value without the quotes of Hydra's syntax around it."""
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        quote, text = text[0], text[1:-1]
+        text = text.replace(f"\\{quote}", quote).replace("\\\\", "\\")
+    return text
 
 
 def _quoted(text: str) -> str:

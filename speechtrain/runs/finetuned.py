@@ -44,7 +44,7 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
     else:
         place = whole_path(str(name)) if name else None
     if place is not None and (run := run_of(place)) is not None:
-        from speechtrain.train_rank import read_config  # torch
+        from speechtrain.config.stored import read_config  # torch
 
         config = read_config(run)
         has_labels = cast("Any", part_class("tokenizer", config.tokenizer)).reads_text

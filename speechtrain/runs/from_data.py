@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._cli import say
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.build import build, build_encoder, build_launcher, build_model, build_tokenizer
 from speechtrain.config.check import check
@@ -29,7 +28,7 @@ from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
 from speechtrain.devices import host
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.files import writing
+from speechtrain.files import say, writing
 from speechtrain.runs.resume import drop_recipe_hours
 from speechtrain.runs.run_name import values_of
 from speechtrain.runs.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces

@@ -23,12 +23,11 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._cli import say
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, one_line
-from speechtrain.files import read_json, write_json
+from speechtrain.files import read_json, say, write_json
 from speechtrain.run_directory import CONFIG, RunResult, speed_text
 from speechtrain.run_directory import metric as metric_text
 from speechtrain.runs.auto_device import announce_auto, auto_device, check_same_device

@@ -14,13 +14,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from speechtrain.commands.prepare_corpus import MANIFESTS, Corpus, corpus_by_name
 from speechtrain.config.build import build, build_launcher
 from speechtrain.data.corpora.recipes import filled
 from speechtrain.errors import MALFORMED, DataError, one_line
 from speechtrain.files import whole_path
 from speechtrain.launcher import Job
 from speechtrain.runs.choices import corpora
+from speechtrain.runs.named_corpus import MANIFESTS, Corpus, corpus_by_name
 from speechtrain.text.vocabulary import NoText
 
 _RECORDINGS, _MODEL = "FOLDER_OR_MANIFEST", "FILE.model"  # placeholders in a plan

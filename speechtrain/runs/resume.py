@@ -11,18 +11,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._cli import say
 from speechtrain.config.resolved import whole_value
 from speechtrain.config.resume_fields import PER_START, fingerprint, is_volatile, key_of, with_whole_paths
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line, one_line
-from speechtrain.inference.open_run import choose, own_config, set_key, stored_value
+from speechtrain.files import say
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 from speechtrain.runs.auto_device import announce_auto
 from speechtrain.runs.command_line import Command, split
 from speechtrain.runs.compose import override_value
 from speechtrain.runs.run_name import find_run, folders_of, text_of, values_of
 from speechtrain.runs.started_runs import require_started
+from speechtrain.runs.stored_config import choose, config_at, set_key, stored_value
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _GROUPS = (*INTERFACES, *NODES, "recipe")
@@ -85,7 +85,7 @@ def continued(run_dir: Path, command: Command) -> DictConfig:
     Another override is applied if its key may change. Raises RunError, which names the key, if it may
     not, and ConfigError for a world size that does not divide the micro-batches of an update.
     """
-    config, about = own_config(run_dir), read_about(run_dir)
+    config, about = config_at(run_dir), read_about(run_dir)
     config.resume, config.dry_run = "auto", False
     new = _new_overrides(about, command)
     changes = dict([*_rewritten(command.config_dir, about.written), *_parsed(new)])

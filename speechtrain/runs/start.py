@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from speechtrain import errors, run_directory
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._cli import say
 from speechtrain.config.build import (
     build,
     build_data,
@@ -38,7 +37,7 @@ from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
-from speechtrain.files import atomic, read_text, write_json, write_text
+from speechtrain.files import atomic, read_text, say, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Launcher, Result, holds_secret
 from speechtrain.report.advice import advice
 from speechtrain.run_directory import (

@@ -13,9 +13,8 @@ import os
 import secrets
 from pathlib import Path
 
-from speechtrain.commands._cli import say
 from speechtrain.errors import RunError
-from speechtrain.files import read_text, whole_path, write_text
+from speechtrain.files import read_text, say, whole_path, write_text
 from speechtrain.run_directory import ABOUT, read_about
 
 

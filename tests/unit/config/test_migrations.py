@@ -15,7 +15,7 @@ from speechtrain.config import migrations
 from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.config.migrations import FORMAT, migrate, migrate_limits
 from speechtrain.errors import ConfigError
-from speechtrain.inference.open_run import own_config
+from speechtrain.runs.stored_config import config_at
 from speechtrain.trainer_config import TrainerConfig
 
 OLD_RUN = Path(__file__).resolve().parents[2] / "golden" / "old_runs" / "rnnt" / "interrupted"
@@ -66,7 +66,7 @@ def test_migrate_limits_gives_a_missing_key_its_default() -> None:
 
 def test_the_order_of_parameters_is_that_of_the_old_run() -> None:
     """An optimizer's state is kept by the parameter's number, so the order is a stored name, too."""
-    config = own_config(OLD_RUN)
+    config = config_at(OLD_RUN)
     with torch.device("meta"):
         task = build_model(config, build_tokenizer(config), build_encoder(config))
     (checkpoint,) = (OLD_RUN / "checkpoints").glob("step-*")

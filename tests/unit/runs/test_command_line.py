@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
-from speechtrain.commands._cli import one_line
 from speechtrain.config.check import check
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.errors import ConfigError, SpeechtrainError
+from speechtrain.errors import ConfigError, SpeechtrainError, one_line
 from speechtrain.runs import compose as composition
 from speechtrain.runs.command_line import check_flags, read
 

@@ -17,10 +17,10 @@ from speechtrain.commands import train
 from speechtrain.config.resolved import dump, load
 from speechtrain.config.resume_fields import typed_fields, with_whole_paths
 from speechtrain.errors import ConfigError, DataError, RunError
-from speechtrain.inference.open_run import set_key
 from speechtrain.run_directory import CONFIG
 from speechtrain.runs.command_line import read
 from speechtrain.runs.compose import compose
+from speechtrain.runs.stored_config import set_key
 
 SMALL = (
     *("model=rnnt", "data=manifest", "device.threads=1", "data.workers=0", "trainer.max_steps=2"),
