@@ -81,6 +81,7 @@ def run(argv: list[str]) -> int:
         return 0
     from speechtrain.runs.jobs import start_jobs
     from speechtrain.runs.resume import continued, run_to_continue
+    from speechtrain.runs.run_name import RunNames
     from speechtrain.runs.start import start_run
 
     command = read(argv)
@@ -89,9 +90,10 @@ def run(argv: list[str]) -> int:
         return together.join()
     with together.telling() if together else nullcontext():
         check_flags(command.flags)
-        run_dir = run_to_continue(command)
+        names = RunNames(command.config_dir)
+        run_dir = run_to_continue(command, names)
         if run_dir is None:
-            start_jobs(command)
+            start_jobs(command, names)
         else:
             start_run(command, continued(run_dir, command), {})
     return 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def read_config(run_dir: Path) -> DictConfig:
     """Load the config of the run in ``run_dir``, with the paths of the tokenizer's copy in the run.
 
-    Raises ConfigError if there is no config, RunError if it is damaged.
+    Raises ConfigError if the config is missing, RunError if it is damaged.
     """
     config = load(run_dir / CONFIG)
     tokenizer_class = cast("type[Tokenizer]", part_class("tokenizer", config.tokenizer))

@@ -51,17 +51,22 @@ def offer_finetuned(overrides: Sequence[str]) -> None:
         taken = _USUAL if has_labels else ["encoder"]
         parts |= {group: _values(config[group], run / CONFIG) for group in taken}
     elif place is not None and (place / _IMPORTED).is_file():
-        try:
-            node = yaml.safe_load(yaml_text(place / _IMPORTED))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"{place / _IMPORTED} cannot be read: {error}") from None
-        parts["encoder"] = _values(node, place / _IMPORTED)
+        parts["encoder"] = _imported_encoder(place / _IMPORTED)
     elif place is not None and place.exists() and "encoder" not in map(key_of, overrides):
         from speechtrain.interop.weights import read_nodes  # torch
 
         parts |= read_nodes(place)
     for group, node in parts.items():
         ConfigStore.instance().store(group=group, name=FINETUNED, node=node)
+
+
+def _imported_encoder(path: Path) -> Any:
+    """Return the encoder's keys, which ``speechtrain export --from`` has written to ``path``."""
+    try:
+        node = yaml.safe_load(yaml_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return _values(node, path)
 
 
 def _values(node: Any, source: Path) -> Any:

@@ -30,8 +30,8 @@ from speechtrain.devices import host
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import say, writing
 from speechtrain.runs.resume import drop_recipe_hours
-from speechtrain.runs.run_name import values_of
 from speechtrain.runs.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
+from speechtrain.runs.user_yaml import values_of
 from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
 
 _RARE_UTTERANCES, _RARE_SHARE = 3, 1e-5  # a character of fewer, or of a smaller share of all, is rare

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,16 @@ from speechtrain.runs.external_launch import started_together
 from speechtrain.runs.finetuned import FINETUNED
 from speechtrain.runs.from_data import follow_data, typed_keys
 from speechtrain.runs.recipe_needs import settle_needs
-from speechtrain.runs.resume import continued, run_name, written_files
-from speechtrain.runs.run_name import base_folder
+from speechtrain.runs.resume import continued
+from speechtrain.runs.run_name import RunNames, base_folder
 from speechtrain.runs.start import start_run
 from speechtrain.runs.started_runs import require_started
+from speechtrain.runs.user_yaml import written_files
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
 
-def start_jobs(command: Command) -> None:
+def start_jobs(command: Command, names: RunNames) -> None:
     """Compose each job's config and start its run; a job whose run exists continues it.
 
     There is one job, or with ``-m`` all jobs of a sweep through Hydra's sweeper and launcher; a failed job
@@ -55,7 +56,7 @@ def start_jobs(command: Command) -> None:
     folders, jobs = _Folders(), _Jobs(command)
 
     def name_of_run(*, _root_: DictConfig) -> str:
-        return _run_name(command, _root_.hydra)
+        return _name_of_job(names, command, _root_.hydra)
 
     def folder_of_run(*, _root_: DictConfig) -> str:
         return folders.expect(str(_root_.run_dir or base_folder() / name_of_run(_root_=_root_)))
@@ -68,33 +69,44 @@ def start_jobs(command: Command) -> None:
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
 
-    previous = sys.argv
-    logging.raiseExceptions = False  # of a closed pipe, as in --info | head
-    sys.argv = [previous[0], *command.flags, *command.overrides]
-    before, os.environ["HYDRA_FULL_ERROR"] = {**os.environ}, "1"  # it then raises, instead of printing lines
-    if command.is_sweep:
-        os.environ["PYTHONSAFEPATH"] = "1"  # of joblib's workers and submitit's jobs
     try:
-        offer_choices(command.overrides, command.config_dir)
-        main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
-        app = main(lambda config: jobs(config))
-        _run(app, command.flags)
+        with _process_of(command):
+            offer_choices(command.overrides, command.config_dir)
+            main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
+            app = main(lambda config: jobs(config))
+            _run(app, command.flags)
     except SpeechtrainError:
         raise
-    except Exception as error:  # it comes from composing: jobs keep theirs
+    except Exception as error:  # Composing raises it, because jobs keep their errors.
         if isinstance(error, HydraException) or not isinstance(error, OSError):  # a missing choice is both
             raise explain(error, command.overrides, command.config_dir) from error
         if error.filename is None:  # of stdout
             raise
-        where = f"{error.filename}: {error.strerror}"
-        raise MachineError(f"{where}; set run_dir or OUTPUT_DIR to a writable folder") from error
+        message = f"{error.filename}: {error.strerror}"
+        raise MachineError(f"{message}; set run_dir or OUTPUT_DIR to a writable folder") from error
     finally:
-        sys.argv = previous
-        for name in {"HYDRA_FULL_ERROR", "PYTHONSAFEPATH"} - before.keys():
-            os.environ.pop(name, None)
         jobs.read_outcomes()
         folders.remove_empty()
     jobs.conclude()
+
+
+@contextlib.contextmanager
+def _process_of(command: Command) -> Iterator[None]:
+    """Give this process the arguments of ``command`` and the variables that Hydra needs."""
+    arguments = sys.argv
+    variables = {"HYDRA_FULL_ERROR": "1"}  # Hydra then raises an error instead of printing lines.
+    if command.is_sweep:
+        variables["PYTHONSAFEPATH"] = "1"  # for the workers of joblib and the jobs of submitit
+    missing = variables.keys() - os.environ.keys()
+    logging.raiseExceptions = False  # of a closed pipe, as in --info | head
+    sys.argv = [arguments[0], *command.flags, *command.overrides]
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        sys.argv = arguments
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
@@ -113,9 +125,8 @@ def _typed(settings: Any) -> list[str]:
     return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
 
 
-def _run_name(command: Command, settings: Any) -> str:
-    swept = _swept_keys(command, settings)
-    return run_name(settings.runtime.choices, _typed(settings), command.config_dir, swept)
+def _name_of_job(names: RunNames, command: Command, settings: Any) -> str:
+    return names.name(settings.runtime.choices, _typed(settings), _swept_keys(command, settings))
 
 
 def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:

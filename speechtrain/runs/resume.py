@@ -1,4 +1,4 @@
-"""The run that a command continues, or the name of a new one; its config, with what is new in this start."""
+"""The run that a command continues, and its config with the changes of this start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.config.resolved import whole_value
-from speechtrain.config.resume_fields import PER_START, fingerprint, is_volatile, key_of, with_whole_paths
+from speechtrain.config.resume_fields import PER_START, is_volatile, key_of, with_whole_paths
 from speechtrain.config.schema import INTERFACES, NODES
 from speechtrain.errors import ConfigError, RunError, first_line, one_line
 from speechtrain.files import say
@@ -20,9 +20,10 @@ from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 from speechtrain.runs.auto_device import announce_auto
 from speechtrain.runs.command_line import Command, split
 from speechtrain.runs.compose import override_value
-from speechtrain.runs.run_name import find_run, folders_of, text_of, values_of
+from speechtrain.runs.run_name import RunNames, folders_of
 from speechtrain.runs.started_runs import require_started
 from speechtrain.runs.stored_config import choose, config_at, set_key, stored_value
+from speechtrain.runs.user_yaml import text_of, values_of
 
 _ONLY_PRINTS = {"--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"}
 _GROUPS = (*INTERFACES, *NODES, "recipe")
@@ -33,17 +34,17 @@ _LENGTHS = ("trainer.max_steps", "trainer.max_epochs")
 _SHOWN = 3  # keys in a message
 
 
-def run_to_continue(command: Command) -> Path | None:
+def run_to_continue(command: Command, names: RunNames) -> Path | None:
     """The existing run that a command continues; None for a new run, a sweep and for no training.
 
     Raises RunError for a run that the command finds by itself and that this user has not started, and if
     the command only names a directory without a run.
     """
-    names = {flag.partition("=")[0] for flag in command.flags}
-    if command.is_sweep or names & _ONLY_PRINTS or any(o[:5] == "hydra" for o in command.overrides):
+    flags = {flag.partition("=")[0] for flag in command.flags}
+    if command.is_sweep or flags & _ONLY_PRINTS or any(o[:5] == "hydra" for o in command.overrides):
         return None
     if command.run_dir is None:
-        run_dir = find_run(command.overrides, command.config_dir)
+        run_dir = names.existing_run(command.overrides)
         if run_dir is not None:
             require_started(run_dir)
             line = f"the same keys started {run_dir}, which continues; run_dir=NEW starts another"
@@ -58,24 +59,6 @@ def run_to_continue(command: Command) -> Path | None:
             "new run, such as recipe=demo"
         )
     return None
-
-
-def run_name(
-    choices: Mapping[str, Any], overrides: Sequence[str], folder: str | None, swept: Sequence[str] = ()
-) -> str:
-    """Return the folder name of a run: the existing run's, or one from the overrides and the user's files."""
-    run_dir = find_run(overrides, folder, swept)
-    if run_dir is not None:
-        return run_dir.name
-    digest = fingerprint(overrides, written_files(choices, folder), swept)
-    # A group may be absent here, because check() refuses ~GROUP only later.
-    return f"{choices.get('model')}-{choices.get('data')}-{digest}"
-
-
-def written_files(choices: Mapping[str, Any], folder: str | None) -> dict[str, str]:
-    """The text of each chosen YAML file in the user's own config folder, by ``group/choice``."""
-    names = sorted(f"{group}/{choice}" for group, choice in choices.items())
-    return {name: text for name in names if (text := text_of(folder, name))}
 
 
 def continued(run_dir: Path, command: Command) -> DictConfig:

@@ -1,50 +1,80 @@
-"""The existing run that has the same overrides as a command."""
+"""The name of a command's run: the name of the run that the same command has started, or a new one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from speechtrain.config.resume_fields import flat, key_of, swept_volatile, typed_fields
-from speechtrain.errors import RunError, first_line
-from speechtrain.files import small_yaml
+from speechtrain.config.resume_fields import fingerprint, key_of, swept_volatile, typed_fields
+from speechtrain.errors import RunError
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
+from speechtrain.runs.user_yaml import text_of, written_files
 
 
-def find_run(overrides: Sequence[str], folder: str | None, swept: Collection[str] = ()) -> Path | None:
-    """Return the run below OUTPUT_DIR with these overrides and the same YAML files of ``folder``.
+class RunNames:
+    """The names of the runs of one command.
 
-    A key that may change counts only in ``swept``, the keys that the command's sweep varies. A run of
-    another sweep has other such keys and does not match. Raises RunError if several runs match.
+    ``config_dir`` is the user's own config folder. The run.json of each run below OUTPUT_DIR is read at most
+    once, so a command does not see runs that others start meanwhile.
     """
-    volatile = swept_volatile(swept)
-    run_dirs: list[Path] = []
-    named_dirs: list[Path] = []
-    for path in sorted(base_folder().glob(f"*/{ABOUT}")):
-        about = read_about(path.parent)
-        if about.argv is None or about.swept != volatile:
-            continue  # A damaged run.json has no command line and matches no command.
-        first_folder, current_folder = folders_of(about)
-        fields = typed_fields(overrides, swept, current_folder)
-        if typed_fields(about.overrides, volatile, first_folder) != fields:
-            continue
-        is_same = all(text_of(folder, name) == text for name, text in about.written.items())
-        if is_same and (path.parent / CONFIG).is_file():
-            run_dirs.append(path.parent)
+
+    def __init__(self, config_dir: str | None) -> None:
+        self._config_dir = config_dir
+        self._runs: list[tuple[Path, About]] | None = None
+
+    def name(self, choices: Mapping[str, Any], overrides: Sequence[str], swept: Collection[str] = ()) -> str:
+        """Return the name of the run with these overrides, whether it exists or not.
+
+        ``choices`` are the choices of Hydra's groups. Raises RunError if several runs have these overrides.
+        """
+        run_dir = self.existing_run(overrides, swept)
+        if run_dir is not None:
+            return run_dir.name
+        digest = fingerprint(overrides, written_files(choices, self._config_dir), swept)
+        # A group may be absent here, because check() refuses ~GROUP only later.
+        return f"{choices.get('model')}-{choices.get('data')}-{digest}"
+
+    def existing_run(self, overrides: Sequence[str], swept: Collection[str] = ()) -> Path | None:
+        """Return the run below OUTPUT_DIR with these overrides and the same YAML files of the user.
+
+        A key that may change counts only in ``swept``, the keys that the command's sweep varies. A run of
+        another sweep has other such keys and does not match. Raises RunError if several runs match.
+        """
+        volatile = swept_volatile(swept)
+        run_dirs: list[Path] = []
+        named_dirs: list[Path] = []
+        for run_dir, about in self._started_runs():
+            if about.argv is None or about.swept != volatile:
+                continue  # A damaged run.json has no command line and matches no command.
+            first_folder, current_folder = folders_of(about)
+            fields = typed_fields(overrides, swept, current_folder)
+            if typed_fields(about.overrides, volatile, first_folder) != fields:
+                continue
+            if not self._has_same_files(about) or not (run_dir / CONFIG).is_file():
+                continue
             if "run_dir" in map(key_of, about.overrides):
-                named_dirs.append(run_dirs.pop())
-    run_dirs = run_dirs or named_dirs  # A run that was started without run_dir comes first.
-    if len(run_dirs) > 1:
-        raise RunError(
-            f"{run_dirs[0]} and {run_dirs[1]} started with the same keys. Choose one with run_dir=DIR"
-        )
-    return run_dirs[0] if run_dirs else None
+                named_dirs.append(run_dir)
+            else:
+                run_dirs.append(run_dir)
+        run_dirs = run_dirs or named_dirs  # A run that was started without run_dir comes first.
+        if len(run_dirs) > 1:
+            raise RunError(
+                f"{run_dirs[0]} and {run_dirs[1]} started with the same keys. Choose one with run_dir=DIR"
+            )
+        return run_dirs[0] if run_dirs else None
+
+    def _started_runs(self) -> list[tuple[Path, About]]:
+        if self._runs is None:
+            self._runs = []
+            for path in sorted(base_folder().glob(f"*/{ABOUT}")):
+                self._runs.append((path.parent, read_about(path.parent)))
+        return self._runs
+
+    def _has_same_files(self, about: About) -> bool:
+        """Return whether the user's YAML files have the texts that they had at the run's start."""
+        return all(text_of(self._config_dir, name) == text for name, text in about.written.items())
 
 
 def folders_of(about: About) -> tuple[str, str]:
@@ -58,27 +88,5 @@ def folders_of(about: About) -> tuple[str, str]:
 
 
 def base_folder() -> Path:
-    """The folder of runs without ``run_dir``."""
+    """Return the folder of runs without ``run_dir``."""
     return Path(os.environ.get("OUTPUT_DIR", "runs"))
-
-
-def text_of(folder: str | None, name: str) -> str:
-    """The text of a YAML file in the user's own config folder; empty if there is none."""
-    try:
-        return Path(folder, f"{name}.yaml").read_text() if folder else ""
-    except (OSError, ValueError):  # A name of a stored run may hold any character.
-        return ""
-
-
-def values_of(text: str) -> dict[str, Any]:
-    """Return the values of a YAML text by dotted key, with references as they are written.
-
-    Raises ValueError for a text of another kind or size.
-    """
-    try:
-        values = OmegaConf.to_container(OmegaConf.create(small_yaml(text)), resolve=False)
-    except (OmegaConfBaseException, RecursionError, YAMLError) as error:
-        raise ValueError(first_line(error)) from None
-    if not isinstance(values, dict):
-        raise ValueError("it is not a mapping of keys")
-    return flat({str(key): value for key, value in values.items()})

@@ -31,7 +31,8 @@ from speechtrain.runs.auto_device import (
 from speechtrain.runs.command_line import read
 from speechtrain.runs.compose import compose, compose_with_choices
 from speechtrain.runs.external_launch import ExternalLaunch
-from speechtrain.runs.resume import continued, run_name, run_to_continue
+from speechtrain.runs.resume import continued, run_to_continue
+from speechtrain.runs.run_name import RunNames
 from tests.support.digits import write_sample
 from tests.support.tiny_run import TINY, untrained
 
@@ -247,8 +248,8 @@ def test_the_name_of_a_run_is_the_same_on_each_host(
     names = set()
     for device in ("cpu", "cuda", "lazy"):
         monkeypatch.setenv(VARIABLE, device)
-        names.add(run_name({"model": "rnnt", "data": "digits"}, ["recipe=demo"], None))
-    names.add(run_name({"model": "rnnt", "data": "digits"}, ["recipe=demo", "device=cpu"], None))
+        names.add(RunNames(None).name({"model": "rnnt", "data": "digits"}, ["recipe=demo"]))
+    names.add(RunNames(None).name({"model": "rnnt", "data": "digits"}, ["recipe=demo", "device=cpu"]))
     assert names == {"rnnt-digits-a516384e"}
 
 

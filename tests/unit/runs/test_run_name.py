@@ -1,29 +1,52 @@
-"""The user's own YAML files that a run stores: a stranger's run may hold any text."""
+"""The name of a run, and the number of reads of ``run.json``."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
-from speechtrain.runs.run_name import text_of, values_of
-
-LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
-)
-
-
-DEEP = "a: " + "[" * 2_000 + "]" * 2_000
-TAG = "a: !!python/object/apply:os.system ['x']\n"
+from speechtrain.commands import train
+from speechtrain.errors import RunError
+from speechtrain.run_directory import About, read_about
+from speechtrain.runs import run_name
+from tests.support.tiny_run import TINY
 
 
-@pytest.mark.parametrize("text", ["[1]", "a: [\n", TAG, LAUGHS, DEEP])
-def test_values_of_refuses_a_text_of_another_kind_or_size(text: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        values_of(text)
+@pytest.fixture
+def reads(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of reads of the run.json of each run in the folder of this test, which has two runs."""
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for file in ("run.json", "config.yaml"):
+            (tmp_path / name / file).write_bytes((run_dir / file).read_bytes())
+    counts: Counter[str] = Counter()
+
+    def read(folder: Path) -> About:
+        counts[folder.name] += 1
+        return read_about(folder)
+
+    monkeypatch.setattr(run_name, "read_about", read)
+    return counts
 
 
-def test_values_of_keeps_references_as_they_are_written() -> None:
-    assert values_of("peak: ${optimizer.lr}\nb: {c: 1}\n") == {"peak": "${optimizer.lr}", "b.c": 1}
+def test_a_command_reads_each_run_json_once(reads: Counter[str]) -> None:
+    assert train.run([*TINY, "dry_run=true"]) == 0
+    assert reads == {"a": 1, "b": 1}
 
 
-def test_text_of_is_empty_for_a_name_that_no_file_has(tmp_path: object) -> None:
-    assert text_of(str(tmp_path), "model/\0x") == ""
+def test_a_sweep_reads_each_run_json_once(reads: Counter[str]) -> None:
+    assert train.run(["-m", *TINY, "dry_run=true", "optimizer.lr=0.001,0.002"]) == 0
+    assert reads == {"a": 1, "b": 1}
+
+
+def test_existing_run_matches_a_run_that_is_read_once(reads: Counter[str], run_dir: Path) -> None:
+    names = run_name.RunNames(None)
+    overrides = read_about(run_dir).overrides
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"a and .*b started with the same keys"):
+            names.existing_run(overrides)
+    assert names.existing_run(["seed=3"]) is None
+    assert reads == {"a": 1, "b": 1}

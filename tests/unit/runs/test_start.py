@@ -24,7 +24,7 @@ from speechtrain.runs.command_line import Command, read
 from speechtrain.runs.compose import compose
 from speechtrain.runs.on_host import host_environment
 from speechtrain.runs.resume import continued
-from speechtrain.runs.run_name import find_run
+from speechtrain.runs.run_name import RunNames
 from speechtrain.runs.start import _conclude, _is_complete, start_run
 
 from ...conftest import Disk
@@ -235,20 +235,20 @@ def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.Mo
     run_dir.mkdir()
     begun(run_dir)
     (run_dir / "run.json").write_text(json.dumps({"argv": [], "overrides": ["seed=2", "trainer.keep=9"]}))
-    assert find_run(["trainer.max_steps=5", "seed=2"], None) == run_dir
-    assert find_run(["seed=3"], None) is None
+    assert RunNames(None).existing_run(["trainer.max_steps=5", "seed=2"]) == run_dir
+    assert RunNames(None).existing_run(["seed=3"]) is None
     other_dir = tmp_path / "named"  # with run_dir=, as for a second run of the same keys
     other_dir.mkdir()
     begun(other_dir)
     about = {"argv": [], "overrides": ["seed=2", f"run_dir={other_dir}"]}
     (other_dir / "run.json").write_text(json.dumps(about))
-    assert find_run(["seed=2"], None) == run_dir
+    assert RunNames(None).existing_run(["seed=2"]) == run_dir
     (run_dir / "run.json").write_text("{")  # damaged: it says nothing of what was typed
-    assert find_run(["seed=2"], None) == other_dir
-    assert find_run([], None) is None
+    assert RunNames(None).existing_run(["seed=2"]) == other_dir
+    assert RunNames(None).existing_run([]) is None
 
 
-def test_find_run_compares_the_volatile_keys_that_a_sweep_varies(
+def test_existing_run_compares_the_volatile_keys_that_a_sweep_varies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
@@ -259,10 +259,12 @@ def test_find_run_compares_the_volatile_keys_that_a_sweep_varies(
         begun(run_dir)
         about = {"argv": [], "overrides": ["seed=2", f"trainer.max_steps={steps}"], "swept": swept}
         (run_dir / "run.json").write_text(json.dumps(about))
-    assert find_run(["trainer.max_steps=2", "seed=2"], None, swept) == tmp_path / "job-2"
-    assert find_run(["trainer.max_steps=3", "seed=2"], None, swept) is None
-    assert find_run(["trainer.max_steps=2", "seed=2"], None) is None  # A command alone has a run of its own.
-    assert find_run(["trainer.max_steps=2", "seed=2"], None, ["trainer.max_hours"]) is None
+    assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], swept) == tmp_path / "job-2"
+    assert RunNames(None).existing_run(["trainer.max_steps=3", "seed=2"], swept) is None
+    assert (
+        RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"]) is None
+    )  # A command alone has a run of its own.
+    assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], ["trainer.max_hours"]) is None
 
 
 def test_continued_composes_no_stored_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +374,7 @@ def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
     begun(run_dir, "model=rnnt_mlperf", "optimizer=lamb", "schedule=mlperf", "augment=none")
     typed = ["model=rnnt", "device=cpu", "dry_run=true"]
     (run_dir / "run.json").write_text(json.dumps({"argv": typed, "overrides": typed}))
-    assert find_run(typed, None) == run_dir
+    assert RunNames(None).existing_run(typed) == run_dir
     config = continued(run_dir, read(typed))
     assert config.encoder.hidden == 1024
     assert config.optimizer._target_.endswith("LAMB")

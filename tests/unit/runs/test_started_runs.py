@@ -126,10 +126,10 @@ def test_start_jobs_refuses_a_received_run(
 
 def run_name_of(options: tuple[str, ...]) -> str:
     """The name of the folder of a new run with these overrides."""
-    from speechtrain.runs.resume import run_name
+    from speechtrain.runs.run_name import RunNames
 
     overrides = [*DRY, *(text for text in options if text == "resume=never")]
-    return run_name({"model": "rnnt_small", "data": "digits"}, overrides, None)
+    return RunNames(None).name({"model": "rnnt_small", "data": "digits"}, overrides)
 
 
 def test_train_continues_what_the_user_has_started(
