@@ -24,8 +24,8 @@ from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
+from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
-from speechtrain.train_rank import build_task
 
 Shapes = Sequence[tuple[float, int]]
 SHAPES = ((16.7, 100), (14, 90), (12, 80), (10, 70), (8, 60), (6, 50), (4, 30), (2, 20))  # seconds, labels

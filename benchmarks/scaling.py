@@ -46,10 +46,10 @@ from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.launcher import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
+from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
-from speechtrain.train_rank import build_task
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.run_state import Interval, Parts
 from speechtrain.training.trainer import Trainer

@@ -323,6 +323,14 @@ def test_only_the_door_parses_a_file_of_a_run() -> None:
         assert not any(map(reads_a_file_of_a_run, calls)), name
 
 
+def test_only_the_door_writes_a_result() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "write_json":
+                is_result = "RESULT" in ast.unparse(node) or "result.json" in ast.unparse(node)
+                assert not is_result or path.name == "run_directory.py", f"{path}:{node.lineno}"
+
+
 def test_a_call_that_parses_a_file_of_a_run_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text("read_json(run_dir / RESULT)\njson.loads(read_text(run / 'run.json'))\nyaml_text(path)\n")

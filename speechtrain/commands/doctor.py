@@ -276,8 +276,9 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
     import torch
 
-    from speechtrain.config.build import build_data, build_device, build_optimizer
-    from speechtrain.train_rank import build_task, fill_batch_memory, free_batch_memory, open_device
+    from speechtrain.config.build import build_data, build_device
+    from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
+    from speechtrain.rank.build import build_task, open_device
 
     what = "device"
     with contextlib.ExitStack() as stack:
@@ -295,9 +296,7 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
                 task.to(device.tensor(torch.zeros(())).device)
             parameters = sum(p.numel() for p in task.parameters())
             yield Finding(GREEN, what, f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
-            yield from tried(
-                "optimizer", lambda: type(build_optimizer(config, task.parameter_groups())).__name__
-            )
+            yield from tried("optimizer", lambda: _optimizer_name(config, task))
             what = "data"
             fill_batch_memory(config, lambda: free_batch_memory(config, device, task))
             data = build_data(config, tokenizer, task)
@@ -312,6 +311,12 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
             yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
             yield from _training(config, data, task, device=device, precision=opened[1])
+
+
+def _optimizer_name(config: DictConfig, task: Task) -> str:
+    from speechtrain.config.build import build_optimizer
+
+    return type(build_optimizer(config, task.parameter_groups())).__name__
 
 
 def _training(

@@ -22,13 +22,13 @@ from speechtrain.config.resume_fields import key_of
 from speechtrain.config.stored import read_config
 from speechtrain.devices.base import Device
 from speechtrain.errors import RunError, nearest, one_line
+from speechtrain.rank.build import build_task, open_device
 from speechtrain.run_directory import CONFIG, read_device
 from speechtrain.runs.auto_device import AUTO, auto_device
 from speechtrain.runs.on_host import restart_for
 from speechtrain.runs.stored_config import apply_overrides, choose, relocate
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
-from speechtrain.train_rank import build_task, open_device
 from speechtrain.training.autotune import recorded_policy
 
 _LOG = logging.getLogger(__name__)

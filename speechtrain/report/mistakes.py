@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 
 from speechtrain.errors import SPELLING, printable
-from speechtrain.metrics import character_errors
+from speechtrain.metrics import character_errors, rate_interval
 from speechtrain.report.page import KINDS, align
-from speechtrain.task import Example
-from speechtrain.training.evaluation import worst
+from speechtrain.task import Example, worst_examples
 
-_SAMPLES = 1_000  # of the bootstrap
-_PERCENTILES = (2.5, 97.5)
 _CONFUSIONS = 10
 
 
@@ -39,25 +36,11 @@ def mistakes(examples: Sequence[Example], worst_count: int) -> dict[str, Any]:
         counts[number] = len(wrong), words, *character_errors(one.reference, one.hypothesis)
     found: dict[str, Any] = {name: kinds[kind] for kind, name in KINDS.items()}
     found |= {"words": int(counts[:, 1].sum()), "utterances": len(examples)}
-    found |= {"wer_interval": interval(counts[:, :2]), "cer_interval": interval(counts[:, 2:])}
-    rows = [one.row() for one in worst(examples, worst_count)]
+    found |= {"wer_interval": rate_interval(counts[:, :2]), "cer_interval": rate_interval(counts[:, 2:])}
+    rows = [example.row() for example in worst_examples(examples, worst_count)]
     found["worst"] = [one for one in rows if one["errors"]]
     found["confusions"] = [[*pair, times] for pair, times in confused.most_common(_CONFUSIONS)]
     return found
-
-
-def interval(counts: np.ndarray) -> list[float]:
-    """The 95 % interval of a rate over utterances (N, 2) of errors and words; [] where there are none."""
-    if not counts[:, 1].sum():
-        return []
-    # utterances of equal counts are drawn together: the same distribution, in a fraction of the time
-    kinds, times = np.unique(counts, axis=0, return_counts=True)
-    draw = np.random.default_rng(0)
-    rates = []
-    for _ in range(_SAMPLES):
-        errors, words = draw.multinomial(len(counts), times / len(counts)) @ kinds
-        rates.append(errors / words if words else 0.0)
-    return [float(edge) for edge in np.percentile(rates, _PERCENTILES)]
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:

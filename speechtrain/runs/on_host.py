@@ -20,9 +20,8 @@ from speechtrain.config.resolved import load
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.errors import MachineError, SpeechtrainError, one_line
-from speechtrain.files import write_json
 from speechtrain.launcher import RANK_MEMORY, World
-from speechtrain.run_directory import RANKS, RESULT
+from speechtrain.run_directory import RANKS, write_result
 
 
 def host_environment(
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> int:
         os.execvpe(command[0], command, {**variables, **os.environ})
     except SpeechtrainError as error:
         failure = {"error": str(error), "exit_code": error.exit_code, "failed_at": time.time()}
-        write_json(run_dir / RANKS / platform.node() / RESULT, {"status": "failed", **failure})
+        write_result(run_dir / RANKS / platform.node(), {"status": "failed", **failure})
         return error.exit_code
 
 

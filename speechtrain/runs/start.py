@@ -124,7 +124,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
             _discard(run_dir, launcher.files)
         raise error
     result = replace(result, limits=plain["trainer"])
-    write_json(run_dir / RESULT, asdict(result))
+    run_directory.write_result(run_dir, asdict(result))
     if result.status == "preempted":
         raise Preempted(f"saved at step {result.steps} in {run_dir}; the same command continues")
     say(f"{run_dir}: {_describe(result)}")
@@ -278,8 +278,7 @@ def _write(config: DictConfig, job: Job, about: About, *, is_named: bool) -> Non
         # first: without its overrides, the same command would be refused as another config
         write_json(job.run_dir / ABOUT, content, private=private)
         write_text(job.config, text, private=private)
-        for path in (job.run_dir / RESULT, *(job.run_dir / RANKS).glob(f"*/{RESULT}")):
-            path.unlink(missing_ok=True)
+        run_directory.remove_results(job.run_dir)
     finally:
         lock.release()  # rank 0 takes it over
     if simulated := config.trainer.simulate_world:

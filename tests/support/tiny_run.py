@@ -20,8 +20,8 @@ def untrained(folder: Path, *overrides: str) -> Path:
     """A run that has saved its initial weights and has not trained."""
     from speechtrain.checkpoint.whole import Checkpointer
     from speechtrain.config.resolved import dump
+    from speechtrain.rank.build import build_task
     from speechtrain.runs.compose import compose
-    from speechtrain.train_rank import build_task
 
     config = compose([*overrides, f"run_dir={folder}"])
     task, tokenizer = build_task(config)

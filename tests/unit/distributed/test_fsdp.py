@@ -469,7 +469,7 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
     from speechtrain.devices.hpu import HPU
     from speechtrain.devices.ipex import IPEX
     from speechtrain.devices.lazy import Lazy
-    from speechtrain.train_rank import open_ranks
+    from speechtrain.rank.build import open_ranks
     from speechtrain.trainer_config import TrainerConfig
 
     limits = TrainerConfig(shard="parameters")

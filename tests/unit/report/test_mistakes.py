@@ -8,7 +8,8 @@ import jiwer
 import numpy as np
 import pytest
 
-from speechtrain.report.mistakes import interval, lines_of, mistakes
+from speechtrain.metrics import rate_interval
+from speechtrain.report.mistakes import lines_of, mistakes
 from speechtrain.task import Example
 
 WORDS = ["one", "two", "three", "four", "the", "a"]
@@ -77,7 +78,7 @@ def test_the_interval_covers_the_true_rate_as_often_as_it_says() -> None:
     held, widths = 0, []
     for _ in range(100):
         counts = np.stack([rng.binomial(10, 0.2, 60), np.full(60, 10)], axis=1).astype(float)
-        low, high = interval(counts)
+        low, high = rate_interval(counts)
         held += int(low <= 0.2 <= high)
         widths.append(high - low)
     assert 88 <= held <= 100
@@ -90,8 +91,8 @@ def test_the_interval_is_that_of_resampled_utterances() -> None:
     counts = np.stack([rng.integers(0, 4, 50), rng.integers(1, 9, 50)], axis=1).astype(float)
     sums = counts[rng.integers(50, size=(20_000, 50))].sum(axis=1)
     edges = np.percentile(sums[:, 0] / sums[:, 1], (2.5, 97.5))
-    assert interval(counts) == pytest.approx(edges, abs=0.1 * (edges[1] - edges[0]))
-    assert interval(counts[rng.permutation(50)]) == interval(counts)
+    assert rate_interval(counts) == pytest.approx(edges, abs=0.1 * (edges[1] - edges[0]))
+    assert rate_interval(counts[rng.permutation(50)]) == rate_interval(counts)
 
 
 def test_a_set_without_words_has_no_interval() -> None:

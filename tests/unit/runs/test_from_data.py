@@ -17,11 +17,11 @@ from speechtrain.config.build import build, build_tokenizer
 from speechtrain.config.check import check
 from speechtrain.devices import host
 from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.rank.build import build_task, load_initial_weights
 from speechtrain.runs import sizing
 from speechtrain.runs.compose import compose
 from speechtrain.runs.from_data import follow_data, rare_characters, typed_keys
 from speechtrain.runs.sizing import Speech, frame, hold_out, scratch
-from speechtrain.train_rank import _begin_with, build_task
 from tests.support.tiny_run import untrained
 
 
@@ -158,7 +158,7 @@ def test_tensors_are_kept_by_labels_and_never_by_shape(tmp_path: Path) -> None:
 
     def begun(place: Path, *overrides: str) -> set[str]:
         config = compose([*RECOGNISER, f"init_from={place}", *overrides])
-        found = _begin_with(config, *build_task(config))
+        found = load_initial_weights(config, *build_task(config))
         return set(found.get("fresh for another vocabulary", "").split(", ")) - {""}
 
     assert not begun(run)

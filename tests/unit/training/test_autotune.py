@@ -16,10 +16,10 @@ from speechtrain.config.build import build_data
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.precision import BF16, FP32, Precision
+from speechtrain.rank.build import build_task
 from speechtrain.run_directory import DeviceRecord
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
-from speechtrain.train_rank import build_task
 from speechtrain.training import autotune
 from speechtrain.training.autotune import choose_policy, recorded_policy
 

@@ -23,24 +23,18 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launcher import Result, World
 from speechtrain.optim.schedules import Schedule
+from speechtrain.rank.batch_memory import choose_batch_memory, free_batch_memory
+from speechtrain.rank.build import build_task, load_initial_weights, plan_updates, trainer_config_for
+from speechtrain.rank.main import _restart
+from speechtrain.rank.stop import StopRequest
 from speechtrain.run_directory import RunLock
 from speechtrain.runs.compose import compose
 from speechtrain.runs.start import _outcome
 from speechtrain.tracking.console import start_line
-from speechtrain.train_rank import (
-    StopRequest,
-    _begin_with,
-    _choose_batch_memory,
-    _plan,
-    _restart,
-    build_task,
-    free_batch_memory,
-    trainer_config_for,
-)
 from speechtrain.trainer_config import TrainerConfig
 from tests.support.tiny_run import TINY, untrained
 
-from ..conftest import Disk
+from ...conftest import Disk
 
 
 def rank(run_dir: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +60,7 @@ def test_a_failure_is_a_result_with_a_code_and_a_trace(tmp_path: Path) -> None:
 
 RESTARTS = """
 import json, os, pathlib, sys
-from speechtrain import train_rank
+from speechtrain.rank import main as train_rank
 folder = pathlib.Path(sys.argv[1])
 for count in ("0", "1", "2"):
     if not os.fork():
@@ -147,10 +141,11 @@ def test_a_run_of_another_is_left_alone(tmp_path: Path) -> None:
 def test_a_rank_that_outlived_its_command_before_it_could_ask_stops(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
-        "from speechtrain.train_rank import PARENT, StopRequest, _stop_with_parent\n"
+        "from speechtrain.launcher import PARENT\n"
+        "from speechtrain.rank.stop import StopRequest, stop_with_parent\n"
         "for parent in sys.argv[1:]:\n"
         "    os.environ[PARENT] = parent\n"
-        "    stop = StopRequest(); _stop_with_parent(stop); print(stop())"
+        "    stop = StopRequest(); stop_with_parent(stop); print(stop())"
     )
     expected = {
         str(os.getpid()): "False",
@@ -206,7 +201,7 @@ def test_weights_of_another_vocabulary_are_not_taken_over(tmp_path: Path, part: 
     config = compose([*TINY, BACKWARD, f"init_from={run / part}"])
     task, tokenizer = build_task(config)
     fresh = {name: value.clone() for name, value in task.state_dict().items()}
-    line = start_line(_begin_with(config, task, tokenizer))
+    line = start_line(load_initial_weights(config, task, tokenizer))
     assert all(name in line for name in OF_THE_VOCABULARY), line
     for name, value in task.state_dict().items():
         assert value.equal(fresh[name] if name in OF_THE_VOCABULARY else before[name]), name
@@ -222,7 +217,7 @@ def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_un
     for start, lost in ((run, set[str]()), (bare, OF_THE_VOCABULARY)):
         config = compose([*TINY, FORWARD, "tokenizer.normaliser=none", f"init_from={start}"])
         task, tokenizer = build_task(config)
-        told = _begin_with(config, task, tokenizer)
+        told = load_initial_weights(config, task, tokenizer)
         assert (told["tensors taken over"], told["fresh"]) == (len(before) - len(lost), len(lost))
         assert set(told.get("fresh for another vocabulary", "").split(", ")) - {""} == lost
         kept = {name: value for name, value in task.state_dict().items() if name not in lost}
@@ -232,7 +227,7 @@ def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_un
 def planned(*overrides: str) -> tuple[Schedule, int | None]:
     """The plan of a run on the embedded corpus."""
     config = compose(["data.workers=0", *overrides])
-    return _plan(config, TrainerConfig(**config.trainer), build_data(config, build_tokenizer(config)))
+    return plan_updates(config, TrainerConfig(**config.trainer), build_data(config, build_tokenizer(config)))
 
 
 def test_a_plan_that_cannot_do_its_work_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,7 +271,7 @@ def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: 
     config = run_with_auto(tmp_path / "run", "data.valid_batch.memory_gib=auto")
     task, tokenizer = build_task(config)
     other = load(tmp_path / "run" / "config.yaml")  # rank 1's
-    note = _choose_batch_memory(config, Roomy(), Rank(0), task=task)
+    note = choose_batch_memory(config, Roomy(), Rank(0), task=task)
     values = sum(p.numel() for p in task.parameters())
     half = (10 * 2**30 - 5 * 4 * values) / 2 / 2**30  # weights, gradients, two moments, average
     chosen = config.data.batch.memory_gib
@@ -289,9 +284,9 @@ def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: 
     before = (tmp_path / "run" / "config.yaml").read_bytes()
     little = Roomy()
     little.free = 2**20
-    _choose_batch_memory(other, little, Rank(1, chosen), task=task)
+    choose_batch_memory(other, little, Rank(1, chosen), task=task)
     assert other == config
-    assert _choose_batch_memory(other, little, Rank(0), task=task) == {}  # a later start chooses nothing
+    assert choose_batch_memory(other, little, Rank(0), task=task) == {}  # a later start chooses nothing
     assert (tmp_path / "run" / "config.yaml").read_bytes() == before
 
 
