@@ -45,7 +45,7 @@ def rate_interval(counts: np.ndarray) -> list[float]:
     """Return the 95 % interval of an error rate from (errors, words) of each utterance, (N, 2).
 
     It has the percentiles of 1,000 resamplings of the utterances with a fixed seed (Bisani and Ney, 2004).
-    Returns [] if there are no words.
+    Returns [] for utterances without words.
     """
     if not counts[:, 1].sum():
         return []
@@ -55,7 +55,10 @@ def rate_interval(counts: np.ndarray) -> list[float]:
     rates = []
     for _ in range(_SAMPLES):
         errors, words = generator.multinomial(len(counts), frequencies / len(counts)) @ kinds
-        rates.append(errors / words if words else 0.0)
+        if words:
+            rates.append(errors / words)
+        else:
+            rates.append(0.0)
     return [float(edge) for edge in np.percentile(rates, _PERCENTILES)]
 
 
