@@ -531,7 +531,7 @@ class SpeechData(DataModule):
         if state["texts"] != self.index.texts:
             changed = "the transcripts of data.train have changed since the checkpoint"
             raise DataError(f"{changed}; restore them, or use another run_dir")
-        if self.hold_out and state.get("held_out") != self.sides:
+        if self.hold_out and state["held_out"] != self.sides:
             other = "the run was begun by a release that holds out other recordings"
             raise DataError(f"{other}, so it would validate on what it has trained on; use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))

@@ -30,7 +30,6 @@ from speechtrain.config.build import (
     dry_build,
 )
 from speechtrain.config.check import check
-from speechtrain.config.migrations import migrate_limits
 from speechtrain.config.resolved import dump, resolved
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
@@ -178,7 +177,7 @@ def _finished(config: DictConfig, command: Command) -> RunResult | None:
     max_steps = config.trainer.max_steps
     if max_steps is not None and max_steps < (result.steps or 0):
         reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
-    elif migrate_limits(result.limits) != resolved(config)["trainer"]:
+    elif result.limits != resolved(config)["trainer"]:
         return None
     before: Mapping[str, Any] = result.data or {}
     after = before
