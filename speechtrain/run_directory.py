@@ -453,12 +453,7 @@ def _figures(metrics: Any) -> str:
     found = metrics if isinstance(metrics, Mapping) else {}
     # the first set's metrics are listed twice, once without its name
     of_sets = {name: value for name, value in found.items() if "/" in name}
-    return ", ".join(metric(name, value) for name, value in shown(of_sets or found).items())
-
-
-def shown(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are printed: delays serve the times of words, and stay in logs, results and charts."""
-    return {name: value for name, value in metrics.items() if not name.endswith("_delay")}
+    return ", ".join(metric(name, value) for name, value in (of_sets or found).items())
 
 
 def number(value: Any) -> float | None:

@@ -34,7 +34,6 @@ class Example:
     id: str  # the id of the utterance
     reference: str  # the normalised transcript
     hypothesis: str  # the decoded text
-    span: tuple[float, float] | None = None  # start of the first word and end of the last, in seconds
 
     def row(self) -> dict[str, Any]:
         """The fields of a log and of a file. ``errors`` are in words."""
@@ -54,13 +53,7 @@ def worst_examples(examples: Iterable[Example], count: int) -> list[Example]:
 def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:
     """The utterances of a batch with their ``speechtrain.decoding.base.Hypothesis``, no padding rows."""
     rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
-    return tuple(
-        Example(
-            name, reference, found.text, (words[0].start, words[-1].end) if (words := found.words) else None
-        )
-        for name, reference, found in rows
-        if name
-    )
+    return tuple(Example(name, reference, hypothesis.text) for name, reference, hypothesis in rows if name)
 
 
 @dataclass(frozen=True)

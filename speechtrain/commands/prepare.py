@@ -23,7 +23,6 @@ from speechtrain.commands._cli import Parser, add_command, console
 from speechtrain.commands.prepare_lm import add_lm
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.corpora.fsdd import Fsdd
 from speechtrain.data.formats.folder import files_below
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, simple_cut, text_of
@@ -174,7 +173,7 @@ def _add_tsv(commands: Any) -> None:
 
 def _add_sources(build: argparse.ArgumentParser) -> None:
     build.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
-    build.add_argument("--corpus", choices=("digits", "fsdd"), help="a corpus instead (fsdd: DATASET_DIR)")
+    build.add_argument("--corpus", choices=("digits",), help="the embedded corpus instead")
 
 
 def _add_jobs(build: argparse.ArgumentParser) -> None:
@@ -205,13 +204,11 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def named_source(arguments: argparse.Namespace) -> Source:
-    """Open the SOURCEs or the --corpus. Raises ConfigError for neither or both."""
+    """Open the SOURCEs or the embedded corpus. Raises ConfigError for neither or both."""
     if bool(arguments.sources) == bool(arguments.corpus):
-        raise ConfigError("give one or more SOURCEs, or a --corpus (digits or fsdd)")
-    if arguments.corpus == "digits":
+        raise ConfigError("give one or more SOURCEs, or --corpus digits")
+    if arguments.corpus:
         return Digits("train", 2000)
-    if arguments.corpus == "fsdd":
-        return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
     source = open_source(arguments.sources)
     for warning in source.warnings():
         print(printable(f"speechtrain: warning: {warning}"), file=sys.stderr)

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from speechtrain.checkpoint.whole import read_state, validated
+from speechtrain.checkpoint.whole import read_state
 from speechtrain.config.build import build, build_data
 from speechtrain.config.check import part_class
 from speechtrain.counter_rng import seed_at
@@ -29,11 +29,9 @@ from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
-from speechtrain.run_directory import number
 from speechtrain.runs.stored_config import choose, set_key
 from speechtrain.task import Task
 from speechtrain.training.evaluation import Outcome, evaluate
-from speechtrain.training.word_delays import END, START
 
 if TYPE_CHECKING:
     from speechtrain.batch import Batch
@@ -92,8 +90,6 @@ class LoadedRun:
         self.checkpoint = opened.checkpoint
         self.sample_rate = opened.task.sample_rate
         self._most_seconds = most_seconds
-        stored = validated(opened.checkpoint)
-        self.delays = (number(stored.get(START)) or 0.0, number(stored.get(END)) or 0.0)
 
     def __repr__(self) -> str:
         opened = self.opened
@@ -226,12 +222,12 @@ class LoadedRun:
                     one.waiting += 1
                     if len(rows) == batch:
                         self._decode(rows)
-                        yield from _ready(queue, self.delays)
+                        yield from _ready(queue)
             except DataError as error:
                 one.error = error
             one.waiting -= 1
         self._decode(rows)
-        yield from _ready(queue, self.delays)
+        yield from _ready(queue)
 
     def _decode(self, rows: list[tuple[_Pending, float, Samples]]) -> None:
         """Add a segment for each row to its recording, and empty ``rows``."""
@@ -293,9 +289,7 @@ def load(
     return LoadedRun(opened, float(opened.config.data.max_decoded_seconds) if is_set else LONGEST_SECONDS)
 
 
-def _ready(
-    queue: deque[_Pending | DataError], delays: tuple[float, float]
-) -> Iterator[Transcript | DataError]:
+def _ready(queue: deque[_Pending | DataError]) -> Iterator[Transcript | DataError]:
     """Take what is complete from the head of ``queue``."""
     while queue and (isinstance(one := queue[0], DataError) or not one.waiting):
         queue.popleft()
@@ -305,7 +299,7 @@ def _ready(
             yield one.error
         else:
             found = one.recording
-            yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments), delays)
+            yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments))
 
 
 def _choose_sets(config: DictConfig, named: Mapping[str, str]) -> None:

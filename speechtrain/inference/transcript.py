@@ -44,7 +44,6 @@ class Transcript:
     audio: str  # the file, if there is one
     seconds: float  # the length of the recording
     segments: tuple[Segment, ...]  # its pieces in order
-    delays: tuple[float, float] = (0.0, 0.0)  # seconds by which words begin and end late, taken off
 
     def __repr__(self) -> str:
         return f"<Transcript {self.name}, {self.seconds:.1f} s: {self.text}>"
@@ -64,7 +63,7 @@ class Transcript:
 
         A word ends at the latest when the next one begins. Words that begin together share their time.
         """
-        groups = [list(group) for _, group in groupby(self._shifted(), key=attrgetter("start"))]
+        groups = [list(group) for _, group in groupby(self._timed(), key=attrgetter("start"))]
         starts = [group[0].start for group in groups]
         limits = [*starts, self.seconds][1:]
         words: list[Word] = []
@@ -75,13 +74,12 @@ class Transcript:
                 words.append(replace(word, start=word_start, end=word_end))
         return tuple(words)
 
-    def _shifted(self) -> Iterator[Word]:
-        """The words with the times of the recording, less the delays."""
-        late_start, late_end = self.delays
+    def _timed(self) -> Iterator[Word]:
+        """Yield each word with its times in the recording."""
         for segment in self.segments:
             for word in segment.hypothesis.words:
-                start = min(max(0.0, segment.start + word.start - late_start), self.seconds)
-                end = min(max(start, segment.start + word.end - late_end), self.seconds)
+                start = min(segment.start + word.start, self.seconds)
+                end = min(segment.start + word.end, self.seconds)
                 yield replace(word, start=start, end=end)
 
     def captions(self) -> Iterator[tuple[float, float, str]]:

@@ -16,7 +16,6 @@ from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.metrics import MetricSums
 from speechtrain.task import Example, Sums, Task, worst_examples
-from speechtrain.training.word_delays import WordDelays
 
 
 class Interrupted(Exception):
@@ -60,7 +59,7 @@ def evaluate(
     try:
         for name, batches in sets.items():
             begun = time.perf_counter()
-            sums, expected, delays = MetricSums(), MetricSums(), WordDelays()
+            sums, expected = MetricSums(), MetricSums()
             kept: list[Example] = []
             for batch in batches:
                 if stop_requested():
@@ -70,7 +69,6 @@ def evaluate(
                     result = task.evaluate(device.move(batch))
                 device.mark_step()
                 sums.add(result.metrics)
-                delays.add(batch, result.examples, task.sample_rate)
                 kept += result.examples
                 if task.writes_text:
                     expected.add(_expected(batch, result.examples))
@@ -79,7 +77,6 @@ def evaluate(
             sums.reduce(group.sum)
             expected.reduce(group.sum)
             metrics, totals = sums.means(), sums.totals()
-            metrics |= delays.medians(group.sum) if task.writes_text else {}
             told = _contradiction(task, totals, expected.totals())
             seconds = time.perf_counter() - begun
             outcomes[name] = Outcome(metrics, totals, tuple(kept), seconds, told)

@@ -44,15 +44,14 @@ def random_words(rng: np.random.Generator, seconds: float) -> list[Timed]:
 
 
 def random_transcript(seed: int, is_timed: bool = True) -> Transcript:
-    """Twenty minutes of random words in pieces of random lengths, whose times are shifted."""
+    """Twenty minutes of random words in pieces of random lengths."""
     rng = np.random.default_rng(seed)
     bounds = {0, 1200, *rng.integers(0, 1200, 80).tolist()}
     pieces = []
     for start, end in itertools.pairwise(sorted(bounds)):
         hypothesis = spoken(random_words(rng, end - start), is_timed)
         pieces.append(Segment(start, end, hypothesis))
-    start_delay, end_delay = rng.uniform(-0.9, 0.9, 2).tolist()
-    return Transcript("a.wav", "a.wav", 1200.0, tuple(pieces), (start_delay, end_delay))
+    return Transcript("a.wav", "a.wav", 1200.0, tuple(pieces))
 
 
 def milliseconds(clock: str) -> int:
