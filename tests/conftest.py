@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import subprocess
@@ -37,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in USERS:
         os.environ.pop(name, None)
     os.environ["SPEECHTRAIN_DEVICE"] = "cpu"  # of every command of the suite that chooses no device
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collection, since they live as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 # the same examples every time: a suite that passed passes again
@@ -102,7 +109,11 @@ PATIENCE_SECONDS = 10.0
 
 def _children() -> set[int]:
     """Processes below this one that are still running, those that serve all tests left out."""
-    found = set()
+    found: set[int] = set()
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return found  # At once: psutil reads a file of every process of the machine.
     for child in psutil.Process().children(recursive=True):
         try:
             line = " ".join(child.cmdline())

@@ -46,7 +46,7 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
-from .conftest import choices, composed, folder_of
+from .conftest import choices, composed, folder_of, run_in_forks
 
 pytestmark = pytest.mark.slow
 
@@ -73,11 +73,13 @@ def test_the_environment_is_pure(choice: str) -> None:
     assert not new & {"habana_frameworks", "intel_extension_for_pytorch"}
 
 
-_OPEN = """
-import sys
+_IMPORTS = """
+import torch
 from speechtrain.runs.compose import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
+"""
+_OPEN = """
 device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")
 obstacle = device.obstacle()
 assert obstacle.isprintable() and len(obstacle) < 400, obstacle
@@ -91,7 +93,6 @@ except MachineError as error:
     assert text.isprintable() and len(text) < 400, text
     print(text)
 else:
-    import torch
     assert not obstacle, obstacle
     tensor = device.tensor(torch.ones(3))
     device.mark_step(); device.synchronize()
@@ -101,17 +102,19 @@ else:
 """
 
 
+@pytest.fixture(scope="module")
+def opened() -> dict[str, tuple[int, str]]:
+    arguments = {choice: [choice, *folder_of("device", choice), ""] for choice in CHOICES}
+    return run_in_forks(_IMPORTS, _OPEN, arguments)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
-def test_open_works_or_says_in_one_sentence_what_is_missing(choice: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _OPEN, choice, *folder_of("device", choice), ""],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1
+def test_open_works_or_says_in_one_sentence_what_is_missing(
+    choice: str, opened: dict[str, tuple[int, str]]
+) -> None:
+    code, output = opened[choice]
+    assert code == 0, output
+    assert len(output.splitlines()) == 1, output
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -18,6 +18,7 @@ from speechtrain.rank.batch_memory import choose_batch_memory, free_batch_memory
 from speechtrain.rank.build import build_task
 from speechtrain.runs.compose import compose
 from speechtrain.tracking.console import start_line
+from tests.support.composed import composed
 
 
 class Rank(SingleProcess):
@@ -71,7 +72,7 @@ def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: 
 
 
 def test_a_rank_shares_its_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = compose(["data.batch.memory_gib=auto"])
+    config = composed("data.batch.memory_gib=auto")
     task, _ = build_task(config)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert free_batch_memory(config, Roomy(), task) < 2.5

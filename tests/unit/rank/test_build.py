@@ -17,6 +17,7 @@ from speechtrain.rank.build import build_task, load_initial_weights, plan_update
 from speechtrain.runs.compose import compose
 from speechtrain.tracking.console import start_line
 from speechtrain.trainer_config import TrainerConfig
+from tests.support.composed import composed
 from tests.support.tiny_run import TINY, untrained
 
 FORWARD, BACKWARD = (f"tokenizer.alphabet='{letters}'" for letters in ("abcdefgh ", " hgfedcba"))
@@ -70,7 +71,7 @@ def test_weights_of_the_same_vocabulary_are_taken_over_and_not_of_one_that_is_un
 
 def planned(*overrides: str) -> tuple[Schedule, int | None]:
     """The plan of a run on the embedded corpus."""
-    config = compose(["data.workers=0", *overrides])
+    config = composed("data.workers=0", *overrides)
     return plan_updates(config, TrainerConfig(**config.trainer), build_data(config, build_tokenizer(config)))
 
 

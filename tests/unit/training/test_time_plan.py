@@ -25,12 +25,12 @@ from speechtrain.errors import RunError
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Cosine, Schedule
 from speechtrain.precision import FP32
-from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
 from speechtrain.training.time_plan import Revision, TimePlan, read, shared, write
 from speechtrain.training.trainer import Trainer
+from tests.support.composed import composed
 from tests.support.small_trainer import Counted, Line, Recorder
 
 SECONDS = 1800.0
@@ -154,7 +154,7 @@ RECIPES = {
 def test_a_plan_survives_another_speed_of_the_first_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, factor: float
 ) -> None:
-    config = compose(RECIPES[recipe])
+    config = composed(*RECIPES[recipe])
     schedule = build_schedule(config, steps_per_epoch=50, planned_steps=1)
     every = config.trainer.validate_every
     run = Run(tmp_path, monkeypatch, first_tenth(factor), schedule=schedule, validate_every=every)
