@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import gc
 import os
 import shutil
@@ -12,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 import pytest
 from hypothesis import settings
+from omegaconf import OmegaConf
 
 USERS = ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "SPEECHTRAIN_ALLOW_TARGETS", "HYDRA_FULL_ERROR")
 
@@ -38,6 +41,24 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in USERS:
         os.environ.pop(name, None)
     os.environ["SPEECHTRAIN_DEVICE"] = "cpu"  # of every command of the suite that chooses no device
+
+
+load_yaml = OmegaConf.load
+yaml_by_content: dict[str, Any] = {}
+
+
+def load_yaml_once(file: str | Path | IO[Any]) -> Any:
+    """Parse each content of an open file once. Hydra reads the same files again for each composition."""
+    if isinstance(file, str | Path):
+        return load_yaml(file)
+    text = file.read()
+    file.seek(0)
+    if text not in yaml_by_content:
+        yaml_by_content[text] = load_yaml(file)
+    return copy.deepcopy(yaml_by_content[text])
+
+
+OmegaConf.load = staticmethod(load_yaml_once)  # type: ignore[method-assign, assignment]
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,17 @@ REFERENCES += ["${oc.env:${seed}}", "${oc.env:A,${seed}}", "${oc.decode:${oc.env
 REFERENCES += ["${oc.env:A,'${seed}'}", "${oc.e${oc.env:A}nv:A}", "$${oc.env:A}{seed}", "${oc.env:A,\\'}"]
 
 
+@cache
+def stored_text() -> str:
+    return resolved.dump(composed("run_dir=x"))
+
+
 @pytest.mark.parametrize("text", REFERENCES)
 @pytest.mark.parametrize("kind", [str, lambda text: [text], lambda text: {text: 1}])
 def test_a_stored_config_refers_to_the_environment_only(
     tmp_path: Path, text: str, kind: Callable[[str], Any]
 ) -> None:
-    content = yaml.safe_load(resolved.dump(composed("run_dir=x")))
+    content = yaml.safe_load(stored_text())
     content["model"]["a"] = kind(text)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content, width=10**6))
     with pytest.raises(RunError, match="refers to more than"):
