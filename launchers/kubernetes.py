@@ -164,11 +164,6 @@ class Kubernetes(Launcher):
         fields = {"JOB_COMPLETION_INDEX": f"metadata.annotations['{_INDEX}']", "POD_IP": "status.podIP"}
         amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
         quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
-        given = {
-            "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",
-            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
-            "resources": {"requests": quantities, "limits": quantities} if quantities else {},
-        }
         # numbered: a claim's name may be too long for a volume
         mounts = [{"name": f"volume-{n}", "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
@@ -177,7 +172,9 @@ class Kubernetes(Launcher):
             "name": _CONTAINER,
             "image": self.image,
             "command": self._command(job, port),
-            **{key: value for key, value in given.items() if value},
+            "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",  # empty: the image's own
+            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
+            "resources": {"requests": quantities, "limits": quantities},
             "env": [
                 *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": path}}} for n, path in fields.items()),
                 *({"name": n, "value": _literal(v)} for n, v in environment.items()),
@@ -209,10 +206,10 @@ class Kubernetes(Launcher):
             memory = {"medium": "Memory", "sizeLimit": self.shared_memory}
             volumes.append({"name": _MEMORY, "emptyDir": memory})
         labels = {key: str(value) for key, value in (self.node_selector or {}).items()}
-        given = {"nodeSelector": labels, "serviceAccountName": self.service_account}
         return {
             "terminationGracePeriodSeconds": self.grace_seconds,
-            **{key: value for key, value in given.items() if value},
+            "nodeSelector": labels,
+            "serviceAccountName": self.service_account or "",
             "containers": [self._container(job, port)],
             "volumes": volumes,
             **(self.pod or {}),
