@@ -24,9 +24,8 @@ LOG = "slurm.log"
 """Files in the run directory: the submitted script, and the output of the script and of rank 0."""
 
 _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
-_OVER = frozenset(
-    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-)
+# Explicit, because the user's SQUEUE_STATES replaces squeue's default.
+_UNFINISHED = "PENDING,RUNNING,SUSPENDED,COMPLETING"
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|infinite|unlimited", re.IGNORECASE)
 _PLAIN = re.compile(r"[^\s\x00-\x1f]+")
 # options of sbatch, and the parameters with their values
@@ -125,11 +124,11 @@ class Slurm(Launcher):
 
 def _states(number: str) -> list[str]:
     """Return the states of a job's unfinished parts, or ``UNKNOWN`` while the controller does not answer."""
-    listed = ask_client(["squeue", "--noheader", "--jobs", number, "--format=%T", "--states=all"])
-    if listed is None:
-        known = ask_client(["squeue", "--noheader", "--format=%T"])
-        return [] if known is not None else ["UNKNOWN"]
-    return [state for state in listed.split() if state not in _OVER]
+    squeue = ["squeue", "--noheader", "--format=%T"]
+    states = ask_client([*squeue, f"--jobs={number}", f"--states={_UNFINISHED}"])
+    if states is None:  # the controller has forgotten the job, or does not answer
+        states = "UNKNOWN" if ask_client(squeue) is None else ""
+    return states.split()
 
 
 def _exit_code(number: str) -> int | None:

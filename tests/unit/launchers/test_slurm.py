@@ -76,7 +76,7 @@ def test_the_command_names_the_line_that_follows_the_log_and_waits_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = tmp_path / "states"
-    states.write_text("PENDING\nRUNNING\nCOMPLETED\n")
+    states.write_text("PENDING\nRUNNING\n")
     submit = "echo 'begun' >> 'a run/slurm.log'; echo 7"
     install_programs(tmp_path, monkeypatch, sbatch=submit, squeue="head -n 1 states; sed -i 1d states")
     run_dir = tmp_path / "a run"
