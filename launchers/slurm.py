@@ -87,7 +87,8 @@ class Slurm(Launcher):
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        return Result(wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds))
+        code = wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds)
+        return Result(code, log=LOG)
 
     def render(self, job: Job) -> str:
         return here_document(self._submission(job), self.script(job))
