@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from speechtrain import errors
-from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, RunError
+from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, RunError, print_notice
 from speechtrain.files import write_text
 from speechtrain.launcher import (
     AGENT,
@@ -256,7 +254,7 @@ class Kubernetes(Launcher):
         has_succeeded, reason = end
         if has_succeeded:
             return 0
-        print(errors.one_line(f"speechtrain: job.batch/{name}: {reason}"), file=sys.stderr, flush=True)
+        print_notice(f"job.batch/{name}: {reason}")
         return 1
 
     def _stop(self, name: str, signals: int) -> bool:
