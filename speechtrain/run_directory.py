@@ -222,6 +222,17 @@ def read_result(run_dir: Path) -> RunResult | None:
     return _read(run_dir / RESULT, RunResult)
 
 
+def write_result(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the ``result.json`` of a run, or of a rank or host in its own folder. Raises OSError."""
+    write_json(folder / RESULT, content)
+
+
+def remove_results(run_dir: Path) -> None:
+    """Remove the ``result.json`` of a run and of its ranks and hosts, so that none is of an earlier start."""
+    for path in (run_dir / RESULT, *(run_dir / RANKS).glob(f"*/{RESULT}")):
+        path.unlink(missing_ok=True)
+
+
 def read_best(run_dir: Path) -> BestCheckpoint | None:
     return _read(run_dir / BEST, BestCheckpoint)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,16 @@ class Example:
     def row(self) -> dict[str, Any]:
         """The fields of a log and of a file. ``errors`` are in words."""
         texts = {"reference": self.reference, "hypothesis": self.hypothesis}
-        return {"id": self.id, **texts, "errors": word_errors(*texts.values())[0]}
+        return {"id": self.id, **texts, "errors": self.word_errors}
+
+    @property
+    def word_errors(self) -> int:
+        return word_errors(self.reference, self.hypothesis)[0]
+
+
+def worst_examples(examples: Iterable[Example], count: int) -> list[Example]:
+    """Return the utterances with the most word errors. Those with equal errors keep their order."""
+    return heapq.nlargest(count, examples, key=lambda example: example.word_errors)
 
 
 def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:

@@ -41,7 +41,6 @@ from speechtrain.run_directory import (
 _LOG = logging.getLogger(__name__)
 
 WHOLE, SHARDED = 1, 2
-FORMAT = SHARDED  # the newest that is read; versions that read only WHOLE refuse it, and set nothing aside
 SHARDS = "shards"
 WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
 _FILES = {"state.pt", WEIGHTS}
@@ -352,7 +351,7 @@ class Checkpointer:
         is_whole = set(files) - shards == _FILES and folder.name == f"step-{manifest.step:08d}"
         if form not in (WHOLE, SHARDED):
             raise OtherFormat(
-                f"{folder} has checkpoint format {form}, not {WHOLE} to {FORMAT}; update speechtrain for it"
+                f"{folder} has checkpoint format {form}, not {WHOLE} or {SHARDED}; update speechtrain for it"
             )
         if not is_whole:
             raise RunError(f"{folder / 'checkpoint.json'} does not describe {folder.name}")

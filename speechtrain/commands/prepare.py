@@ -20,11 +20,14 @@ import numpy as np
 import soundfile
 
 from speechtrain.commands._cli import Parser, add_command, console
-from speechtrain.commands._language_model import add_lm
+from speechtrain.commands.prepare_lm import add_lm
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.corpora.fsdd import Fsdd
-from speechtrain.data.cut_files import (
+from speechtrain.data.formats.folder import files_below
+from speechtrain.data.formats.lhotse_cuts import Samples
+from speechtrain.data.formats.manifests import Record, seconds_of, simple_cut, text_of
+from speechtrain.data.prepare.cut_files import (
     Totals,
     check_room,
     cuts_of,
@@ -34,14 +37,11 @@ from speechtrain.data.cut_files import (
     refuse_empty,
     write_cuts,
 )
-from speechtrain.data.folder import files_below
-from speechtrain.data.lhotse_cuts import Samples
-from speechtrain.data.manifests import Record, seconds_of, simple_cut, text_of
+from speechtrain.data.prepare.statistics import Statistics, hear, table
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
-from speechtrain.data.statistics import Statistics, hear, table
-from speechtrain.data.tars import file_of
+from speechtrain.data.tar_members import file_of
 from speechtrain.errors import ConfigError, DataError, printable
 from speechtrain.files import atomic, whole_path
 
@@ -184,7 +184,7 @@ def _add_jobs(build: argparse.ArgumentParser) -> None:
 def run(argv: list[str]) -> int:
     """Run one subcommand and return its exit code. Raises a SpeechtrainError if it fails."""
     if any(argument.startswith("corpus=") for argument in argv):
-        from speechtrain.commands._corpus import prepare_corpus
+        from speechtrain.commands.prepare_corpus import prepare_corpus
 
         return prepare_corpus(argv)
     arguments = parser().parse_args(argv)
@@ -196,7 +196,7 @@ def run(argv: list[str]) -> int:
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
-    from speechtrain.commands._subwords import Subwords
+    from speechtrain.data.prepare.subwords import Subwords
 
     names = ("kind", "size", "normaliser", "character_coverage")
     subwords = Subwords(**{name: getattr(arguments, name) for name in names})

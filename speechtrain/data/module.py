@@ -23,11 +23,11 @@ from speechtrain.compute_policy import usable_cpus
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import DECODED_SECONDS, files_of
 from speechtrain.data.base import DataModule
-from speechtrain.data.batches import REASONS, BatchLoader, collate
 from speechtrain.data.equal_content import equal_files
+from speechtrain.data.formats.manifests import digest
 from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, crowded, label_count, open_index
-from speechtrain.data.manifests import digest
+from speechtrain.data.loader import REASONS, BatchLoader, collate
 from speechtrain.data.recordings import header
 from speechtrain.data.sampler import (
     BatchLimits,
@@ -42,7 +42,7 @@ from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source, problem_of
 from speechtrain.data.stage import AHEAD, Stager
-from speechtrain.data.tars import file_of
+from speechtrain.data.tar_members import file_of
 from speechtrain.data.workers import InProcess, Processes, Workers
 from speechtrain.errors import DataError
 from speechtrain.files import FilePath, atomic
@@ -531,7 +531,7 @@ class SpeechData(DataModule):
         if state["texts"] != self.index.texts:
             changed = "the transcripts of data.train have changed since the checkpoint"
             raise DataError(f"{changed}; restore them, or use another run_dir")
-        if self.hold_out and state.get("held_out") != self.sides:
+        if self.hold_out and state["held_out"] != self.sides:
             other = "the run was begun by a release that holds out other recordings"
             raise DataError(f"{other}, so it would validate on what it has trained on; use another run_dir")
         self._position = (int(state["epoch"]), int(state["position"]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from speechtrain.data.stage import open_near
-from speechtrain.data.tars import file_of, open_member
+from speechtrain.data.tar_members import file_of, open_member
 from speechtrain.errors import one_line
 
 if TYPE_CHECKING:

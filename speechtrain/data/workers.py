@@ -37,7 +37,7 @@ import torch.multiprocessing  # makes pickling send large tensors by shared memo
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.data.batches import BatchLoader
+from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +14,8 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.metrics import MetricSums, word_errors
-from speechtrain.task import Example, Sums, Task
+from speechtrain.metrics import MetricSums
+from speechtrain.task import Example, Sums, Task, worst_examples
 from speechtrain.training.word_delays import WordDelays
 
 
@@ -76,7 +75,7 @@ def evaluate(
                 if task.writes_text:
                     expected.add(_expected(batch, result.examples))
                 if examples is not None:
-                    kept = worst(kept, examples)
+                    kept = worst_examples(kept, examples)
             sums.reduce(group.sum)
             expected.reduce(group.sum)
             metrics, totals = sums.means(), sums.totals()
@@ -87,11 +86,6 @@ def evaluate(
     finally:
         task.train(training)
     return outcomes
-
-
-def worst(examples: Iterable[Example], count: int) -> list[Example]:
-    """The utterances with the most word errors, the first of equals first."""
-    return heapq.nlargest(count, examples, key=lambda one: word_errors(one.reference, one.hypothesis)[0])
 
 
 # exp(-loss per label) is the geometric mean of the probability of the references' labels: at 0.35 nats 0.7,

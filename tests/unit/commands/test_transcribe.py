@@ -12,10 +12,10 @@ import pytest
 import soundfile
 
 from speechtrain.commands import transcribe
-from speechtrain.commands._loaded_run import LoadedRun
-from speechtrain.commands._transcripts import Segment, Transcript, written
 from speechtrain.decoding.base import Hypothesis
 from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.inference.loaded_run import LoadedRun
+from speechtrain.inference.transcript import Segment, Transcript, written
 from speechtrain.text.vocabulary import Characters
 from tests.support.digits import write_sample
 
