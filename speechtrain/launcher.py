@@ -86,6 +86,8 @@ class Result:
     """A line for the user if the processes run without this command: how to stop them."""
     cause: str = ""
     """A line about what ended the processes from outside, such as a lost host."""
+    log: str = AGENT
+    """The file in the run directory that says how the processes ended."""
 
 
 class Launcher(ABC):

@@ -35,6 +35,7 @@ from speechtrain.errors import (
     SpeechtrainError,
     disk_explained,
     one_line,
+    print_notice,
 )
 from speechtrain.files import lost_output, open_append, write_text
 from speechtrain.launcher import World, is_number
@@ -173,7 +174,7 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     try:
         lock.acquire()
     except (RunError, OSError) as error:  # another process runs it, and owns its result
-        print(one_line(f"speechtrain: error: {error}"), file=sys.stderr)
+        print_notice(f"error: {error}")
         return error.exit_code if isinstance(error, RunError) else MachineError.exit_code
     try:
         return _attempt(path, stop, is_watched=is_watched)
@@ -226,7 +227,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     try:
         write_result(folder, result)
     except OSError as error:
-        print(one_line(f"speechtrain: error: {folder / RESULT} cannot be written: {error}"), file=sys.stderr)
+        print_notice(f"error: {folder / RESULT} cannot be written: {error}")
         code = code or MachineError.exit_code
     attempt.end(result)  # last: a tracker may take seconds, in which the launcher may kill this process
     return code

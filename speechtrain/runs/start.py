@@ -108,7 +108,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         ended = launcher.launch(job)
     except SpeechtrainError:  # no process was started
         if is_new:
-            _discard(run_dir, launcher.files)
+            _discard(run_dir, launcher)
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_continues(run_dir)) from None
@@ -118,9 +118,9 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
 
     result = _outcome(ended, run_dir)
     if result.status == "failed":
-        error = _error_of(result, run_dir)
+        error = _error_of(result, run_dir, ended.log)
         if is_new and result.is_cause and isinstance(error, _FIXABLE):
-            _discard(run_dir, launcher.files)
+            _discard(run_dir, launcher)
         raise error
     result = replace(result, limits=plain["trainer"])
     run_directory.write_result(run_dir, asdict(result))
@@ -303,6 +303,9 @@ def _outcome(ended: Result, run_dir: Path) -> RunResult:
         raise MachineError(f"the run was ended by {name}{memory}; {_continues(run_dir)}")
     if result is None:
         message = f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}"
+        log = run_dir / ended.log
+        if log.exists():  # launcher=local has none
+            message = f"{message}; see {log}"
         with atomic(run_dir / RESULT) as temporary:  # a full disk explains it: then this raises OSError
             temporary.write_text(message)
             raise RunError(message)
@@ -328,21 +331,21 @@ def _check_place(run_dir: Path, files: Iterable[str]) -> None:
         )
 
 
-def _discard(run_dir: Path, files: Iterable[str]) -> None:
+def _discard(run_dir: Path, launcher: Launcher) -> None:
     """Empty the folder of a run that a user's error ended before its first step, if all in it is our own."""
     found = list(run_dir.iterdir())
-    if all(any(fnmatchcase(path.name, pattern) for pattern in (*_BEGUN, *files)) for path in found):
+    if all(any(fnmatchcase(path.name, pattern) for pattern in (*_BEGUN, *launcher.files)) for path in found):
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for path in {*found} - {run_dir / RANKS}:
             path.unlink()
 
 
-def _error_of(result: RunResult, run_dir: Path) -> SpeechtrainError:
+def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> SpeechtrainError:
     error_class = errors.class_of(result.exit_code or 1)
     folder = run_directory.rank_folder(run_dir, result.rank)
     trace = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
     if not result.is_cause:  # killed, or its host was lost: it wrote no error
-        trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
+        trace = f" (which one, and how it ended: {run_dir / log}; the same command continues)"
     return error_class(f"{result.error}{trace}")
 
 
