@@ -53,7 +53,14 @@ MAY_IMPORT = {
     "distributed": {"devices.base"},
     "checkpoint": {"distributed"},
     # it knows interfaces only
-    "training": {"checkpoint.whole", "data.base", "devices.base", "distributed.group", "tracking.base"}
+    "training": {
+        "checkpoint.best_metric",
+        "checkpoint.whole",
+        "data.base",
+        "devices.base",
+        "distributed.group",
+        "tracking.base",
+    }
     | {"checkpoint.fit", "optim.common", "optim.ema", "optim.schedules"},
     "interop": {"checkpoint", "encoders", "features", "models", "nn", "text"},
     "report": {"config.resume_fields", "tracking"},
