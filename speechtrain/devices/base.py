@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import STATIC, ComputePolicy
+from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
 from speechtrain.precision import NAMES, Precision
+
+_CORES_OF_A_CARD = 100  # the speed of an accelerator in a plan
 
 Prepared = tuple[nn.Module, torch.optim.Optimizer]
 """A module and its optimizer, with the vendor's transformations."""
@@ -80,7 +82,7 @@ class Device(ABC):
     """Whether a host may get more ranks than it has CPUs, or memory for their models."""
 
     on_host: bool = False
-    """Whether it computes in the host's memory, with torch alone."""
+    """Whether it computes on the host's cores, in the host's memory."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
@@ -112,6 +114,10 @@ class Device(ABC):
         It may ask the driver, and claims no chip.
         """
         return self.absence(1)
+
+    def equivalent_cores(self, world_size: int) -> int:
+        """Return the number of CPU cores that a plan for ``world_size`` ranks on this host counts with."""
+        return len(usable_cpus()) if self.on_host else _CORES_OF_A_CARD * world_size
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""

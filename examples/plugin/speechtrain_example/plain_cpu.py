@@ -12,6 +12,7 @@ class PlainCPU(Device):
     """Torch on the CPU, in fp32, with no thread or core of its own choice."""
 
     name = "cpu"
+    on_host = True
 
     def environment(self, processes: int) -> dict[str, str]:
         return {}
