@@ -87,6 +87,9 @@ class Device(ABC):
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
 
+    compile: bool = False
+    """Whether ``torch.compile`` compiles the model, for each shape (``compute_policy.compile_module``)."""
+
     def environment(self, processes: int) -> dict[str, str]:
         """Variables that must be set before Python starts, for ``processes`` ranks on this host.
 
@@ -121,7 +124,7 @@ class Device(ABC):
 
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
-        if self.static_shapes and not shapes:
+        if (self.static_shapes or self.compile) and not shapes:
             raise ConfigError(
                 f"data.shapes=0: device={self.name} compiles a graph for every shape; set data.shapes=8"
             )
@@ -147,16 +150,20 @@ class Device(ABC):
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         """The plain policy of training in ``dtype``: torch's own kernels where the device has them."""
-        plain = ComputePolicy() if not self.static_shapes else replace(STATIC, mark_step=self.mark_step)
+        policy = ComputePolicy()
+        if self.static_shapes:
+            policy = replace(STATIC, mark_step=self.mark_step)
+        if self.compile:
+            policy = replace(policy, compiler="inductor")
         if dtype == torch.float32:
-            return plain
+            return policy
         products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 is too narrow
-        return replace(plain, autocast_dtype=dtype, product_dtype=products)
+        return replace(policy, autocast_dtype=dtype, product_dtype=products)
 
     def attach(self, policy: ComputePolicy) -> ComputePolicy:
         """``policy``, read from a record, with this opened device's own functions."""
         own = self.policy(torch.float32)
-        return replace(policy, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
+        return replace(policy, compiler=own.compiler, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         """The policies to time on this opened device before the first step, the reference first."""
@@ -199,8 +206,12 @@ class Device(ABC):
         return {}
 
     def graphs(self) -> int:
-        """Number of compilations so far, 0 if the device does not count them."""
-        return 0
+        """Number of compilations so far: by default, by ``torch.compile``."""
+        if not self.compile:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"].get("unique_graphs", 0))
 
     def explain(
         self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0

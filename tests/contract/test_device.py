@@ -27,7 +27,7 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands._from_data import follow_data, typed_keys
 from speechtrain.commands._hydra_app import compose
-from speechtrain.compute_policy import PLAIN, ComputePolicy
+from speechtrain.compute_policy import PLAIN, ComputePolicy, compile_module
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
@@ -435,11 +435,10 @@ def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch
     told: dict[str, Any] = {}
     module = nn.Linear(2, 2)
     monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    HPU("compile").prepare(module, optimizer)
+    compile_module(module, HPU("compile").policy(torch.bfloat16), 8)
     assert told["backend"] in VENDOR.BACKENDS
     told.clear()
-    HPU("lazy").prepare(module, optimizer)
+    compile_module(module, HPU("lazy").policy(torch.bfloat16), 8)
     assert not told
     assert HPU.facts.collectives["hpu"] in VENDOR.BACKENDS
 
