@@ -1,7 +1,5 @@
 """A device: the CPU with torch's own settings."""
 
-import resource
-
 import torch
 
 from speechtrain.batch import Batch
@@ -14,9 +12,6 @@ class PlainCPU(Device):
     name = "cpu"
     on_host = True
 
-    def environment(self, processes: int) -> dict[str, str]:
-        return {}
-
     def open(self, local_rank: int) -> None:
         """There is nothing to claim."""
 
@@ -25,6 +20,3 @@ class PlainCPU(Device):
 
     def move(self, batch: Batch) -> Batch:
         return batch
-
-    def memory(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
