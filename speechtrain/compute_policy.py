@@ -44,6 +44,7 @@ class ComputePolicy:
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
     lstm_segment: int = 0  # frames that an LSTM encoder computes between two ends of a graph; 0: all
+    compiler: str = field(default="", compare=False)  # the backend of torch.compile, if it compiles
     mark_step: Callable[[], None] = field(
         default=lambda: None, compare=False, repr=False
     )  # ends a lazy graph
@@ -127,6 +128,38 @@ def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
     for block in module.modules():
         if isinstance(block, PolicyAware):
             block.apply_policy(policy)
+
+
+def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> None:
+    """Compile ``module`` in place for ``shapes`` shapes of training, if ``policy`` has a compiler.
+
+    Static shapes make the whole module one graph. Otherwise these are compiled: the members of each
+    ``ModuleList`` that a part names in ``shard_units``, or without any the module except its ``losses``.
+    """
+    if not policy.compiler:
+        return
+    from torch._dynamo import config
+
+    # Training and evaluation each compile every shape. Torch would run others than the first few eagerly.
+    config.recompile_limit = max(config.recompile_limit, 2 * shapes)
+    parts: list[nn.Module] = []
+    if not policy.static_shapes:
+        parts = _repeated(module)
+        if not parts and hasattr(module, "losses"):
+            # They read lengths, which would break the graph.
+            module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
+    for part in parts or [module]:
+        part.compile(backend=policy.compiler, dynamic=False)
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for owner in module.modules():
+        for name in getattr(owner, "shard_units", ()):
+            unit = owner.get_submodule(name)
+            if isinstance(unit, nn.ModuleList):
+                layers += unit
+    return layers
 
 
 def fastest(

@@ -305,12 +305,12 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
         except Exception as error:  # a doctor reports whatever it finds
             yield failure(what, error)
             return
-        if not device.on_host:
+        if device.static_shapes or not device.on_host:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
-            yield from _training(config, data, task, device=device, precision=opened[1])
+            yield from _training(config, data, task, *opened)
 
 
 def _optimizer_name(config: DictConfig, task: Task) -> str:

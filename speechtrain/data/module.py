@@ -92,6 +92,8 @@ class SpeechData(DataModule):
     Raises ValueError for invalid arguments, DataError for unusable data.
     """
 
+    train_is_optional = True
+
     def __init__(
         self,
         train: Source | FilePath | dict[str, Any] | list[FilePath | dict[str, Any]],

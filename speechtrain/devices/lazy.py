@@ -49,6 +49,7 @@ class Lazy(Device):
     """
 
     name = "lazy"
+    on_host = True
     static_shapes = True
     facts = DeviceFacts(
         collectives={"cpu": "gloo", "lazy": "gloo"},

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.build import build, build_launcher
+from speechtrain.config.check import part_class
 from speechtrain.data.corpora.recipes import filled
 from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import whole_path
@@ -168,7 +169,7 @@ def _command(corpus: Corpus, parts: list[str]) -> str:
 def _missing_subwords(tokenizer: Any) -> dict[str, Any]:
     """Return kind and size of a SentencePiece model that does not exist. Else it is empty."""
     model = str(tokenizer.get("model"))
-    if model in (_UNSET, _MODEL) and str(tokenizer.get("_target_")).endswith(".SentencePiece"):
+    if model in (_UNSET, _MODEL) and part_class("tokenizer", tokenizer).is_preparable:
         return _SUBWORDS
     name = _corpus_of(model)
     return corpus_by_name({"corpus": name}).tokenizers.get(Path(model).name, {}) if name else {}

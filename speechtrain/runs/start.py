@@ -32,7 +32,7 @@ from speechtrain.config.build import (
 from speechtrain.config.check import check
 from speechtrain.config.resolved import dump, resolved
 from speechtrain.config.resume_fields import key_of
-from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
@@ -60,7 +60,6 @@ from speechtrain.text.vocabulary import NoText
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
 
-_EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training works, not how well
 _BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
@@ -238,13 +237,19 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
             print(errors.printable(f"report: {path}"))
         except Exception as error:  # the run itself has ended well
             print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
-    train = config.data.get("train")
-    if OmegaConf.is_dict(train) and train.get("_target_") == _EXAMPLE and not command.is_sweep:
+    if _is_example(config.data.get("train")) and not command.is_sweep:
         machine = ("device", "precision", "launcher", "world_size")
         kept = [o for o in command.overrides if key_of(o).partition(".")[0] in machine]
         own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
         line = f"your own recordings: {shlex.join(['speechtrain', 'train', *own, *kept])}"
         print(errors.printable(line))
+
+
+def _is_example(train: Any) -> bool:
+    """True for a source that shows that training works, and not how well."""
+    if not OmegaConf.is_dict(train) or "_target_" not in train:
+        return False
+    return bool(getattr(target_class(train._target_, "data.train"), "is_example", False))
 
 
 def _is_complete(result: RunResult, run_dir: Path) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy
+from speechtrain.compute_policy import PLAIN, ComputePolicy, compile_module
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
@@ -41,6 +41,7 @@ from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.rank.build import open_device, plan_updates
 from speechtrain.runs.compose import compose
+from speechtrain.runs.from_data import follow_data, typed_keys
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -75,6 +76,7 @@ def test_the_environment_is_pure(choice: str) -> None:
 
 _OPEN = """
 import sys
+from speechtrain.runs.from_data import follow_data, typed_keys
 from speechtrain.runs.compose import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
@@ -96,6 +98,7 @@ else:
     tensor = device.tensor(torch.ones(3))
     device.mark_step(); device.synchronize()
     assert float((tensor + tensor).sum().cpu()) == 6.0
+    assert device.on_host or not tensor.is_cpu, "a plan would count it as a card"
     assert device.memory() >= 0 and device.graphs() >= 0
     print("open")
 """
@@ -432,11 +435,10 @@ def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch
     told: dict[str, Any] = {}
     module = nn.Linear(2, 2)
     monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    HPU("compile").prepare(module, optimizer)
+    compile_module(module, HPU("compile").policy(torch.bfloat16), 8)
     assert told["backend"] in VENDOR.BACKENDS
     told.clear()
-    HPU("lazy").prepare(module, optimizer)
+    compile_module(module, HPU("lazy").policy(torch.bfloat16), 8)
     assert not told
     assert HPU.facts.collectives["hpu"] in VENDOR.BACKENDS
 
@@ -534,3 +536,24 @@ def test_mark_step_follows_every_backward_and_every_update(
         assert set(follows) == {"mark_step"}
     else:
         assert "mark_step" not in steps
+
+
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_computes_on_the_host_gets_the_network_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A card's cores would train a network of 176 units on these 25 hours within half an hour."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    row = {"audio_filepath": "a.wav", "duration": 18.0, "text": "a quick brown fox"}
+    manifest = tmp_path / "train.jsonl"
+    manifest.write_text(f"{json.dumps(row)}\n" * 5000)
+    keys = ["recipe=scratch", "world_size=1", "trainer.max_hours=0.5", f"data.train={manifest}"]
+    summaries = {}
+    for choice in ("cpu", "plain_cpu", "cuda"):
+        config = composed("device", choice, *keys, f"run_dir={tmp_path / 'run'}")
+        follow_data(config, typed_keys(keys, {}))
+        summaries[choice] = config.from_data
+    assert summaries["plain_cpu"] == summaries["cpu"] != summaries["cuda"]
