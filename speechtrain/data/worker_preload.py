@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-import lhotse.audio.backend
-import lhotse.augmentation.torchaudio  # noqa: F401 - imported for the workers, which inherit it
-
-import speechtrain.data.batches  # noqa: F401
+import speechtrain.data.batches
+import speechtrain.data.lhotse_audio  # noqa: F401 - imported for the workers, which inherit it
 
 # multiprocessing runs the program's module again in each worker, under another name. The server has
 # already imported it, so this costs nothing, but runpy warns about it.
