@@ -1,7 +1,7 @@
 """Private parts of torch. No other module of the package uses one.
 
 A part is looked up at its first use, and a torch without it gives an error that names both. So torch needs no
-upper bound, and the image of a vendor decides its version. Checked for torch 2.7, 2.13 and 2.14.
+upper bound, and the image of a vendor decides its version. Checked for torch 2.7 to 2.14.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PARTS = {
     # The operations below autograd. The number of a node leads from the backward to the forward.
     "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
     "autograd_node": "torch._C._current_autograd_node",
-    "node_number": "torch.autograd.graph.Node._sequence_nr",
     "next_node_number": "torch.autograd._get_sequence_nr",
+    # It sees each change of the device or dtype of a module's tensors.
     "apply": "torch.nn.Module._apply",
     # PyTorch's lazy tensors.
     "start_lazy": "torch._lazy.ts_backend.init",

@@ -17,6 +17,11 @@ def test_this_torch_has_the_part(name: str) -> None:
     assert getattr(torch_private, name) is not None
 
 
+def test_a_node_of_this_torch_has_its_number() -> None:
+    node = torch.ones(1, requires_grad=True).exp().grad_fn
+    assert hasattr(node, "_sequence_nr"), f"torch {torch.__version__} has no _sequence_nr of a node"
+
+
 @pytest.mark.parametrize("path", ["torch._moved", "torch._moved.name", "torch.nn.Module._moved"])
 def test_a_part_that_is_missing_is_named_with_the_version(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_private.PARTS, "part", path)
