@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, usable_cpus
 from speechtrain.devices import affinity, host
@@ -206,8 +207,7 @@ class CUDA(Device):
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
         if self.compile:
-            from torch._dynamo import config
-
+            config = torch_private.dynamo_config
             # in training and in evaluation; beyond the limit, torch would run the layers eagerly
             config.recompile_limit = max(config.recompile_limit, 2 * self._shapes)
             layers = _repeated(module)
@@ -247,6 +247,4 @@ class CUDA(Device):
     def graphs(self) -> int:
         if not self.compile:
             return 0
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"].get("unique_graphs", 0))
+        return int(torch_private.dynamo_counters["stats"].get("unique_graphs", 0))

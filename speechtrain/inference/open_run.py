@@ -72,12 +72,12 @@ def _config_for_use(run_dir: Path) -> DictConfig:
     return config
 
 
-def _relocate(node: Any, before: str | None, now: str) -> None:
+def _relocate(node: DictConfig, before: str | None, now: str) -> None:
     """Replace the run's former folder, or any with None, by the present one in every part that has it."""
-    for key in node if isinstance(node, DictConfig) else ():
-        value = node._get_node(key)
-        if isinstance(value, DictConfig):
-            _relocate(value, before, now)
+    values: Any = OmegaConf.to_container(node)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _relocate(node[key], before, now)
         elif key == "run_dir" and before in (None, str(value)):
             node[key] = now
 
@@ -189,8 +189,8 @@ def set_key(config: DictConfig, key: str, value: Any) -> None:
     """Set one key of a run's config. Raises ConfigError for an unknown key or a value of another type."""
     try:
         parent, leaf = _parent(config, key)
-        is_mapping = isinstance(value, Mapping | DictConfig)
-        if isinstance(parent._get_node(leaf), DictConfig) and not is_mapping:
+        values: Any = OmegaConf.to_container(parent)
+        if isinstance(values[leaf], dict) and not isinstance(value, Mapping | DictConfig):
             raise ConfigError(f"{key}: a trained run keeps its {key}; set keys below it, as {key}.KEY=VALUE")
         OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException as error:
