@@ -138,9 +138,8 @@ def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> Non
     """
     if not policy.compiler:
         return
-    from torch._dynamo import config
-
     # Training and evaluation each compile every shape. Torch would run others than the first few eagerly.
+    config = torch_private.dynamo_config
     config.recompile_limit = max(config.recompile_limit, 2 * shapes)
     parts: list[nn.Module] = []
     if not policy.static_shapes:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simple, load_audio
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simple
 from speechtrain.data.formats.manifests import SEGMENT, seconds_of
 from speechtrain.data.recordings import Unusable, open_recording, or_unusable
 
@@ -218,6 +218,8 @@ def _mono(samples: Samples, known: Any, wanted: Any) -> Samples:
 
 def _read_mixed(cut: Mapping[str, Any], sample_rate: int) -> Samples:
     """Read a cut of several files, tracks or transforms with lhotse."""
+    from speechtrain.data.lhotse_audio import load_audio
+
     _check_lengths(cut)
     samples, rate = load_audio(cut, _decode, _as_lhotse)
     where = files_of(cut)[0] if files_of(cut) else str(cut["id"])

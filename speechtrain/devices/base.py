@@ -209,9 +209,7 @@ class Device(ABC):
         """Number of compilations so far: by default, by ``torch.compile``."""
         if not self.compile:
             return 0
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"].get("unique_graphs", 0))
+        return int(torch_private.dynamo_counters["stats"].get("unique_graphs", 0))
 
     def explain(
         self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0

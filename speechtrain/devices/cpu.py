@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, usable_cpus
 from speechtrain.devices import affinity, host, preload
@@ -283,4 +284,4 @@ def is_medium_exact() -> bool:
 
 def _has_onednn_bf16() -> bool:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(has_onednn and torch_private.is_onednn_bf16_supported())
