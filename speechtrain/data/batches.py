@@ -1,4 +1,4 @@
-"""Batches from planned cuts: decode, change speed, encode the transcripts, pad."""
+"""Loads the batches of planned cuts: decode audio, change speed, encode transcripts, pad."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class BatchLoader:
     stage: str = ""
 
     def __call__(self, planned: MicroBatch) -> Batch:
-        """Decode one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
+        """Load one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
         with _one_thread(), reading_from(self.stage):
-            return self._decode(planned)
+            return self._load(planned)
 
     def files(self, planned: MicroBatch) -> Iterator[str]:
         """The paths of a micro-batch's recordings."""
@@ -99,7 +99,7 @@ class BatchLoader:
         cuts = [self.index.cut(int(row)) for row in planned.rows]
         return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
 
-    def _decode(self, planned: MicroBatch) -> Batch:
+    def _load(self, planned: MicroBatch) -> Batch:
         lengths = planned_samples(self.index.seconds[planned.rows], planned.percents, self.sample_rate)
         rows, skipped = [], []
         for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):

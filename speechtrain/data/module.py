@@ -63,7 +63,7 @@ _WHERE_TRANSCRIPTS_ARE = (
 _FILTERS = ("", "too_long", "too_short", "untranscribed")  # reasons why a training recording is not used
 _, _TOO_LONG, _TOO_SHORT, _UNTRANSCRIBED = range(len(_FILTERS))
 _HELD_OUT = "held_out"  # the evaluation set of what is held out
-_SMALL_SECONDS = 600  # a smaller part of an evaluation set is decoded here faster than workers start
+_SMALL_SECONDS = 600  # a smaller part of an evaluation set is loaded here faster than workers start
 
 
 class SpeechData(DataModule):
@@ -256,7 +256,7 @@ class SpeechData(DataModule):
         return {"sets": sets, "weights": list(weights.values())}
 
     @cached_property
-    def decoder(self) -> BatchLoader:
+    def loader(self) -> BatchLoader:
         """The loader of training batches."""
         limits = {"max_labels_per_second": self.max_labels_per_second, "allow_empty": self.allow_empty}
         return self._loader(self.index, **limits, crop_seconds=self.crop_seconds, seed=self.seed)
@@ -287,30 +287,30 @@ class SpeechData(DataModule):
         own: Iterator[MicroBatch] = islice(planned, rank, None, world_size)
         if self.stage:
             own = self._staged(own, rank, world_size)
-        for number, batch in enumerate(self.workers.map(self.decoder, own), 1):
+        for number, batch in enumerate(self.workers.map(self.loader, own), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self._kept))
-            if number % accumulate == 0:  # updated when the batch is yielded, not when decoded
+            if number % accumulate == 0:  # updated when the batch is yielded, not when loaded
                 self._position = self.sampler.advance(*self._position, world_size * accumulate)
             yield batch
 
     def _staged(self, own: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
         """``own``, whose recordings are copied ahead of time, as are this rank's of the evaluation sets."""
         self._staging.close()
-        sets = [(_reader(self._set(name).decoder), self._set(name).plan) for name in self._names]
+        sets = [(_reader(self._set(name).loader), self._set(name).plan) for name in self._names]
         ranges = ((loader, plan, range(rank, len(plan), world_size)) for loader, plan in sets)
         later = (partial(loader.files, plan[i]) for loader, plan, numbers in ranges for i in numbers)
         most = min(AHEAD, self.sampler.length(self._position[0]) // world_size)  # plans of two epochs at most
         stager = Stager(self.stage, later)
         self._staging.callback(stager.close)
-        return stager.ahead(own, _reader(self.decoder).files, max(1, most))
+        return stager.ahead(own, _reader(self.loader).files, max(1, most))
 
     def shapes(self) -> list[tuple[int, int, int]]:
         return [(shape.rows, shape.samples, shape.labels) for shape in self.sampler.shapes]
 
     def sample(self) -> Batch | None:
         order = self.sampler.sizes(0).argsort()
-        return self.decoder(self.sampler.plan(0)[int(order[len(order) // 2])])
+        return self.loader(self.sampler.plan(0)[int(order[len(order) // 2])])
 
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         for row in self._usable.tolist():
@@ -413,7 +413,7 @@ class SpeechData(DataModule):
             return
         skips: list[Any] = []
         for row in self._kept.reshape(-1, 1):
-            skips += self.decoder(MicroBatch(row, np.array([100], np.int16))).skipped
+            skips += self.loader(MicroBatch(row, np.array([100], np.int16))).skipped
         if self._is_too_many(len(skips), total):
             raise DataError(
                 f"{len(skips)} of {total} recordings of data.train are unusable, such as {skips[0].id!r} "
@@ -599,7 +599,7 @@ class EvaluationSet:
 
     index: Index
     plan: Plan
-    decoder: BatchLoader
+    loader: BatchLoader
     skips: SkipLog
 
 
@@ -621,16 +621,16 @@ class EvaluationBatches(Iterable[Batch]):
         return math.ceil(len(self.chosen.plan) / self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        plan, decoder = self.chosen.plan, self.chosen.decoder
+        plan, loader = self.chosen.plan, self.chosen.loader
         own = range(self.rank, len(plan), self.world_size)
-        for batch in self.workers.map(decoder, (plan[i] for i in own)):
+        for batch in self.workers.map(loader, (plan[i] for i in own)):
             for skip in batch.skipped:  # only of recordings that are held out: others raise
                 self.chosen.skips.add(skip, len(self.chosen.index))
             yield batch
         if len(own) < len(self):
-            width = int(decoder.tokenizer.reads_text)
-            last = plan[len(plan) - 1].shape or Shape(1, round(decoder.sample_rate * 0.1), width)
-            yield collate([], decoder.sample_rate, last)
+            width = int(loader.tokenizer.reads_text)
+            last = plan[len(plan) - 1].shape or Shape(1, round(loader.sample_rate * 0.1), width)
+            yield collate([], loader.sample_rate, last)
 
 
 def _share(key: str, index: Index, mask: NDArray[np.bool_], fact: str) -> Iterator[str]:

@@ -128,7 +128,7 @@ class Sampler:
     is all). ``labels`` are their label counts, needed for packing by memory and for shapes. ``speed`` is
     the lowest and the highest factor; each cut's factor is drawn from (seed, epoch, cut) on a grid of
     0.01. With ``shapes`` above 0, micro-batches have at most that many fixed shapes. No cut is planned
-    longer than ``crop_seconds``; the decoder crops it. With ``weights``, ``sets`` has the number of each
+    longer than ``crop_seconds``; the loader crops it. With ``weights``, ``sets`` has the number of each
     cut's set, and an epoch has as many cuts as there are, of each set its share: the next ones of a
     shuffled pass through the set, then of another pass.
     """

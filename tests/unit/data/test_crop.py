@@ -362,10 +362,10 @@ def test_files_are_normalised_as_in_training(recordings: Any) -> None:
     )
 
 
-def test_the_decoder_goes_to_workers_with_its_options(manifest: str) -> None:
+def test_the_loader_goes_to_workers_with_its_options(manifest: str) -> None:
     import pickle
 
-    decoder = pretraining(manifest, normalise=True, crop_seconds=0.3, seed=9).decoder
-    again = pickle.loads(pickle.dumps(decoder))
+    loader = pretraining(manifest, normalise=True, crop_seconds=0.3, seed=9).loader
+    again = pickle.loads(pickle.dumps(loader))
     assert isinstance(again, BatchLoader)
     assert (again.normalise, again.crop_seconds, again.seed) == (True, 0.3, 9)

@@ -90,7 +90,7 @@ def test_resume_with_workers_is_that_without(corpus: Path) -> None:
         first.workers.wait_until_ready()
         found += [next(stream) for _ in range(13)]
         assert (first.state_dict()["epoch"], first.state_dict()["position"]) == (1, 3)  # 11 to an epoch
-        second.load_state_dict(first.state_dict())  # decoded ahead is not handed over
+        second.load_state_dict(first.state_dict())  # batches loaded ahead are not handed over
         again = second.train(accumulate=2)
         found += [next(again)]
         assert isinstance(second.workers, Processes)

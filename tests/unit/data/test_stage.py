@@ -99,7 +99,7 @@ def test_a_rank_copies_what_it_needs(tmp_path: Path, cache: Path, recordings: An
     data._valid = {}
     batches = data.train(rank=1, world_size=2)
     next(batches)
-    wait_for(lambda: len(copies(tmp_path / "stage")) >= 17)  # its first batch is decoded without
+    wait_for(lambda: len(copies(tmp_path / "stage")) >= 17)  # its first batch is loaded without
     time.sleep(0.1)
     assert len(copies(tmp_path / "stage")) <= 20
     data.close()
