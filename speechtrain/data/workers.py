@@ -37,9 +37,11 @@ import torch.multiprocessing  # makes pickling send large tensors by shared memo
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import usable_cpus
 from speechtrain.data.batches import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
+from speechtrain.launcher import is_number
 
 Loader = Callable[[MicroBatch], Batch]
 
@@ -290,6 +292,29 @@ class Processes(Workers):
             worker.process.kill()
             worker.process.join()
         self._workers = []
+
+
+def open_workers(count: int, timeout_seconds: float) -> Workers:
+    """Return ``count`` workers, not started yet, or by ``automatic_workers`` if it is -1. 0 is this process.
+
+    Raises ValueError for invalid arguments.
+    """
+    if timeout_seconds <= 0:
+        raise ValueError(f"timeout_seconds={timeout_seconds}: it must be above 0")
+    if not -1 <= count <= 256:  # Each worker is a process of 200 MB.
+        raise ValueError(f"workers={count}: need -1 <= workers <= 256")
+    if count < 0:
+        count = automatic_workers()
+    return Processes(count, timeout_seconds) if count else InProcess()
+
+
+def automatic_workers() -> int:
+    """Return one fewer than this rank's share of the usable cores, at most 8 (see LOCAL_WORLD_SIZE)."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cores = len(usable_cpus())
+    if is_number(ranks):
+        cores //= max(1, int(ranks))
+    return max(0, min(8, cores - 1))
 
 
 def _start_server() -> None:

@@ -24,9 +24,10 @@ from speechtrain.data.audio import (
 )
 from speechtrain.data.batches import BatchLoader, audio_row, collate
 from speechtrain.data.index import open_index
-from speechtrain.data.sampler import MicroBatch, Shape
+from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
+from speechtrain.data.static_shapes import Shape
 from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000
