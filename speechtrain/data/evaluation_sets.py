@@ -37,8 +37,9 @@ class EvaluationSet(NamedTuple):
 class EvaluationSets:
     """The evaluation sets by name, each opened at first use.
 
-    ``specs`` has the source of each set. If it is empty and ``training_set`` holds out recordings, these are
-    the only set. ``new_loader`` makes the loader of an index. Raises ValueError for an invalid source.
+    ``specs`` has the source of each set, and then ``training_set`` holds out nothing. Without ``specs``, its
+    held-out recordings are the only set. ``new_loader`` makes the loader of an index. Raises ValueError for
+    an invalid source.
     """
 
     specs: dict[str, Any]
@@ -51,7 +52,8 @@ class EvaluationSets:
     def __post_init__(self) -> None:
         for name, spec in self.specs.items():
             check_source(f"valid: {name}", spec, is_valid=True)
-            self.training_set.hold_out = 0.0  # The run has other sets.
+        if self.specs:
+            self.training_set.hold_out = 0.0
         self._sets: dict[str, EvaluationSet] = {}
 
     @property

@@ -304,6 +304,8 @@ def test_speed_changes_the_length_by_the_drawn_factor(corpus: Path) -> None:
         ({"speed": [1.1, 0.9]}, "speed="),
         ({"sample_rate": 0}, "sample_rate=0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0"),
+        ({"shapes": -1}, "shapes=-1"),
+        ({"hold_out": 1.5}, "hold_out=1.5"),
     ],
 )
 def test_arguments_that_fit_no_data_are_refused(corpus: Path, options: dict[str, Any], words: str) -> None:
