@@ -19,13 +19,13 @@ from datetime import date
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Costs, Recorder
 from speechtrain.losses.transducer import transducer_loss
-from speechtrain.train_rank import build_task
+from speechtrain.rank.build import build_task
+from speechtrain.runs.compose import compose
 
 Shapes = Sequence[tuple[float, int]]
 SHAPES = ((16.7, 100), (14, 90), (12, 80), (10, 70), (8, 60), (6, 50), (4, 30), (2, 20))  # seconds, labels

@@ -33,12 +33,12 @@ from recipes import TRAIN, speakers, unheard
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.commands._loaded_run import LoadedRun, load
-from speechtrain.commands._mistakes import interval
 from speechtrain.config.build import build_data
 from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.decoding.base import Decoder
+from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.metrics import character_errors, word_errors
+from speechtrain.report.mistakes import interval
 from speechtrain.task import examples_of
 from speechtrain.text.ngram import write_ngram
 

@@ -28,7 +28,6 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from speechtrain.batch import Footprint
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_device, build_encoder, build_model, build_tokenizer
 from speechtrain.devices.base import Device
@@ -39,6 +38,7 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.nn.lstm import LSTM
 from speechtrain.run_directory import read_result
+from speechtrain.runs.compose import compose
 from speechtrain.training.graph_warmup import padding_batch
 
 NAME = "first-contact"

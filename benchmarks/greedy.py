@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speechtrain.commands._loaded_run import load
 from speechtrain.config.build import build_data
 from speechtrain.decoding.base import Decoder, TransducerScorer
 from speechtrain.decoding.greedy import Greedy
+from speechtrain.inference.loaded_run import load
 from speechtrain.nn.joint import Joint
 from speechtrain.nn.prediction import LSTMPrediction
 from speechtrain.text.vocabulary import Characters

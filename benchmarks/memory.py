@@ -26,10 +26,10 @@ import psutil
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_device, build_optimizer, build_precision
-from speechtrain.train_rank import build_task
+from speechtrain.rank.build import build_task
+from speechtrain.runs.compose import compose
 
 MiB = 2**20
 EVEN, RAGGED = (6.0,) * 8, (12.0, 11.0, 10.0, 5.0, 4.0, 4.0, 3.0, 3.0)

@@ -67,10 +67,10 @@ def ours(kind: str, folder: Path, is_saving: bool) -> tuple[Step, Step]:
     from omegaconf import OmegaConf
 
     from speechtrain.batch import Batch
-    from speechtrain.commands._hydra_app import compose
     from speechtrain.config.build import build_encoder, build_model
     from speechtrain.interop.weights import initialise, read_nodes, read_weights
     from speechtrain.losses import transducer
+    from speechtrain.runs.compose import compose
     from speechtrain.text.vocabulary import Characters
     from speechtrain.training.recompute import checkpoint_layers
 

@@ -40,16 +40,16 @@ from cpu_step import noise
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build_precision
 from speechtrain.devices.cpu import CPU, chip
 from speechtrain.distributed.group import Group, SingleProcess, open_group
 from speechtrain.launcher import World
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.lamb import LAMB
+from speechtrain.rank.build import build_task
+from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 from speechtrain.tracking.jsonl import Jsonl
-from speechtrain.train_rank import build_task
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.run_state import Interval, Parts
 from speechtrain.training.trainer import Trainer

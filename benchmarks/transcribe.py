@@ -7,7 +7,7 @@
 transcribed by the console command in a process of its own; memory is the peak of that process, and time is
 from its start to its end, and again without what two minutes take (the start of Python and torch).
 `words` takes a run of `recipe=demo`: words of 300 utterances in voices never heard are joined at known times,
-and each word of a text without errors is compared with them, with and without the run's own delays.
+and each word of a text without errors is compared with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +68,7 @@ def words(given: argparse.Namespace) -> None:
 
     run = speechtrain.load(given.run, *given.overrides)
     source = Digits(split="valid", utterances=300, seed=5)
-    errors: dict[str, list[tuple[float, float]]] = {"raw": [], "less the run's delays": []}
+    errors: list[tuple[float, float]] = []
     used = 0
     for said in source.plan():
         (found,) = run.transcribe((said.audio(source.clips).astype(np.float32) / 2**15, RATE))
@@ -80,17 +79,16 @@ def words(given: argparse.Namespace) -> None:
         for clip, gap in zip(said.clips, (*said.gaps, 0), strict=True):
             spans.append((at / RATE, (at + source.clips.lengths[clip]) / RATE))
             at += source.clips.lengths[clip] + gap
-        for name, one in zip(errors, (replace(found, delays=(0.0, 0.0)), found), strict=True):
-            pairs = zip(one.words, spans, strict=True)
-            errors[name] += [(word.start - begin, word.end - end) for word, (begin, end) in pairs]
-    print(f"{used} of 300 utterances without an error; the run's delays: {run.delays}\n")
-    print("| times | start: median | median error | 90 % | end: median | median error | 90 % |")
-    print("|---|---|---|---|---|---|---|")
-    for name, pairs in errors.items():
-        figures = []
-        for late in np.array(pairs).T * 1000:
-            figures += [np.median(late), np.median(abs(late)), np.percentile(abs(late), 90)]
-        print(f"| {name} | " + " | ".join(f"{figure:.0f} ms" for figure in figures) + " |")
+        for word, (begin, end) in zip(found.words, spans, strict=True):
+            errors.append((word.start - begin, word.end - end))
+    print(f"{used} of 300 utterances without an error\n")
+    print("| start: median | median error | 90 % | end: median | median error | 90 % |")
+    print("|---|---|---|---|---|---|")
+    figures = []
+    for milliseconds in np.array(errors).T * 1000:
+        distances = abs(milliseconds)
+        figures += [np.median(milliseconds), np.median(distances), np.percentile(distances, 90)]
+    print("| " + " | ".join(f"{figure:.0f} ms" for figure in figures) + " |")
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.devices.cpu import CPU
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.interop import huggingface
-from speechtrain.interop.wav2vec2 import describe
+from speechtrain.interop import wav2vec2_hf
+from speechtrain.interop.pretrained import describe
 from speechtrain.losses.contrastive import contrastive_loss
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.conv_extractor import CONVOLUTIONS, ConvExtractor
@@ -89,7 +89,7 @@ def make(given: argparse.Namespace) -> tuple[Wav2Vec2, Any, Batch, dict[str, Ten
     sizes: dict[str, Any] = SMOKE if given.smoke else {}
     encoder = Wav2Vec2Encoder(layers(given.channels), layer_drop=0.0, mask=SpanMask(), **sizes)
     task = Wav2Vec2(encoder).train()
-    config = huggingface.config_of(describe(task, {}))
+    config = wav2vec2_hf.config_of(describe(task, {}))
     model = transformers.Wav2Vec2ForPreTraining(transformers.Wav2Vec2Config(**config)).train()
     samples = int(given.seconds * 16000)
     batch = Batch(

@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speechtrain.commands._loaded_run import load
+    from speechtrain.inference.loaded_run import load
     from speechtrain.losses.transducer import transducer_loss
 
 __version__ = "0.1.0"
 __all__ = ("__version__", "load", "transducer_loss")
 
-_HOMES = {"load": "speechtrain.commands._loaded_run", "transducer_loss": "speechtrain.losses.transducer"}
+_HOMES = {"load": "speechtrain.inference.loaded_run", "transducer_loss": "speechtrain.losses.transducer"}
 
 
 def __getattr__(name: str) -> Any:

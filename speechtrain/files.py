@@ -25,7 +25,7 @@ from typing import IO, Annotated, Any, cast
 
 import yaml
 
-from speechtrain.errors import MALFORMED, MachineError
+from speechtrain.errors import MALFORMED, SPELLING, MachineError, printable
 
 MOST_BYTES = 2**24  # of a file that is read whole: the largest, checkpoint.json of 1000 ranks, has 0.1 MB
 MOST_LOG_BYTES = 2**28  # of a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes
@@ -347,3 +347,15 @@ def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
     except (OSError, *MALFORMED):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def say(line: str) -> None:
+    """Print a line that no work depends on. If stdout cannot be written, a warning on stderr replaces it."""
+    if cause := lost_output(f"{line}\n"):
+        print(f"speechtrain: warning: stdout: {cause}; {line}", file=sys.stderr)
+
+
+def json_text(content: Any) -> str:
+    """Return JSON on one line, with the letters of all scripts. Control characters are escaped."""
+    text = json.dumps(content, ensure_ascii=False)
+    return text if text == printable(text, SPELLING) else json.dumps(content)

@@ -17,7 +17,7 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import read_bytes
 
 WORKER = "speechtrain.train_rank"
-ON_HOST = "speechtrain.commands._on_host"
+ON_HOST = "speechtrain.runs.on_host"
 """The program that runs first on a host whose ranks a command of another host may have started."""
 AGENT = "agent.log"
 """File in the run directory: the stderr of an agent that starts the ranks."""
@@ -86,6 +86,8 @@ class Result:
     """A line for the user if the processes run without this command: how to stop them."""
     cause: str = ""
     """A line about what ended the processes from outside, such as a lost host."""
+    log: str = AGENT
+    """The file in the run directory that says how the processes ended."""
 
 
 class Launcher(ABC):

@@ -222,6 +222,17 @@ def read_result(run_dir: Path) -> RunResult | None:
     return _read(run_dir / RESULT, RunResult)
 
 
+def write_result(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the ``result.json`` of a run, or of a rank or host in its own folder. Raises OSError."""
+    write_json(folder / RESULT, content)
+
+
+def remove_results(run_dir: Path) -> None:
+    """Remove the ``result.json`` of a run and of its ranks and hosts, so that none is of an earlier start."""
+    for path in (run_dir / RESULT, *(run_dir / RANKS).glob(f"*/{RESULT}")):
+        path.unlink(missing_ok=True)
+
+
 def read_best(run_dir: Path) -> BestCheckpoint | None:
     return _read(run_dir / BEST, BestCheckpoint)
 
@@ -442,12 +453,7 @@ def _figures(metrics: Any) -> str:
     found = metrics if isinstance(metrics, Mapping) else {}
     # the first set's metrics are listed twice, once without its name
     of_sets = {name: value for name, value in found.items() if "/" in name}
-    return ", ".join(metric(name, value) for name, value in shown(of_sets or found).items())
-
-
-def shown(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are printed: delays serve the times of words, and stay in logs, results and charts."""
-    return {name: value for name, value in metrics.items() if not name.endswith("_delay")}
+    return ", ".join(metric(name, value) for name, value in (of_sets or found).items())
 
 
 def number(value: Any) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,24 +34,26 @@ class Example:
     id: str  # the id of the utterance
     reference: str  # the normalised transcript
     hypothesis: str  # the decoded text
-    span: tuple[float, float] | None = None  # start of the first word and end of the last, in seconds
 
     def row(self) -> dict[str, Any]:
         """The fields of a log and of a file. ``errors`` are in words."""
         texts = {"reference": self.reference, "hypothesis": self.hypothesis}
-        return {"id": self.id, **texts, "errors": word_errors(*texts.values())[0]}
+        return {"id": self.id, **texts, "errors": self.word_errors}
+
+    @property
+    def word_errors(self) -> int:
+        return word_errors(self.reference, self.hypothesis)[0]
+
+
+def worst_examples(examples: Iterable[Example], count: int) -> list[Example]:
+    """Return the utterances with the most word errors. Those with equal errors keep their order."""
+    return heapq.nlargest(count, examples, key=lambda example: example.word_errors)
 
 
 def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:
     """The utterances of a batch with their ``speechtrain.decoding.base.Hypothesis``, no padding rows."""
     rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
-    return tuple(
-        Example(
-            name, reference, found.text, (words[0].start, words[-1].end) if (words := found.words) else None
-        )
-        for name, reference, found in rows
-        if name
-    )
+    return tuple(Example(name, reference, hypothesis.text) for name, reference, hypothesis in rows if name)
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,7 @@ class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 
     metric: str = "loss"
-    """The name of the evaluation metric that selects the best checkpoint. Lower is better.
-
-    ``checkpoint.whole.selection_key`` has the rule, which looks at the CER if the WER is above 90 %.
-    """
+    """The name of the evaluation metric that selects the best checkpoint (``checkpoint/best_metric.py``)."""
 
     skips_parameters: bool = False
     """Whether some update's loss does not use a trained parameter. DDP must then search for it."""

@@ -38,6 +38,19 @@ class TrainerConfig:
     timeout_seconds: float = 1800.0  # a rank without progress for longer ends the run, in seconds
     profile: str = ""  # A:B writes a torch profile of steps A to B; empty: none
 
+    def divide_micro_batches(self, world_size: int) -> None:
+        """Divide the ``simulate_world`` micro-batches of a step among the ranks, by setting ``accumulate``.
+
+        Raises ConfigError if ``world_size`` does not divide them.
+        """
+        if self.simulate_world is None:
+            return
+        if self.simulate_world % world_size:
+            raise ConfigError(
+                f"trainer.simulate_world={self.simulate_world} is not a multiple of world_size={world_size}"
+            )
+        self.accumulate = self.simulate_world // world_size
+
 
 def is_planned_by_time(config: TrainerConfig) -> bool:
     """True where ``max_hours`` is the only length of a run, so that its updates are planned to fill it."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.devices.base import Device
+from speechtrain.runs.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "speechtrain"
@@ -34,7 +34,7 @@ CONTRACTS = {
 
 MOST_ROOT_MODULES = 14
 
-PYTHON = {"commands._loaded_run", "losses.transducer"}
+PYTHON = {"inference.loaded_run", "losses.transducer"}
 """What `import speechtrain` offers; it is imported at first use."""
 
 # a folder, or the program of a rank: what it may import of speechtrain besides itself and the contracts
@@ -53,7 +53,14 @@ MAY_IMPORT = {
     "distributed": {"devices.base"},
     "checkpoint": {"distributed"},
     # it knows interfaces only
-    "training": {"checkpoint.whole", "data.base", "devices.base", "distributed.group", "tracking.base"}
+    "training": {
+        "checkpoint.best_metric",
+        "checkpoint.whole",
+        "data.base",
+        "devices.base",
+        "distributed.group",
+        "tracking.base",
+    }
     | {"checkpoint.fit", "optim.common", "optim.ema", "optim.schedules"},
     "interop": {"checkpoint", "encoders", "features", "models", "nn", "text"},
     "report": {"config.resume_fields", "tracking"},
@@ -63,13 +70,18 @@ MAY_IMPORT = {
     "supervision": set(),
     "launchers": {"supervision"},
     "__main__": {"commands.main"},
-    "train_rank": {"checkpoint", "config", "data.base", "devices.base", "distributed", "interop.weights"}
-    | {"optim.ema", "optim.schedules", "supervision", "text.vocabulary", "tracking", "training"},
-    # they compose the parts and show them; blocks of networks and trackers are none of their business
-    "commands": {"checkpoint", "config", "data", "devices", "distributed", "interop", "report", "supervision"}
-    | {"text", "train_rank", "training"}
-    # types of what is shown
+    "train_rank": {"rank.main"},
+    # They build the parts of a run by their interfaces. Blocks of networks are none of their business.
+    "rank": {"checkpoint", "config", "data.base", "data.module", "devices.base", "distributed"}
+    | {"interop.weights", "optim.ema", "optim.schedules", "supervision", "text.vocabulary", "tracking"}
+    | {"training"},
+    "runs": {"checkpoint", "config", "data", "devices", "interop", "report", "supervision", "text"},
+    "inference": {"checkpoint", "config", "data", "devices.base", "distributed.group", "rank.build", "runs"}
+    | {"text.vocabulary", "training"}
+    # types of the results
     | {"decoding.base", "encoders.base"},
+    "commands": {"checkpoint", "config", "data", "devices", "inference", "interop", "rank", "report", "runs"}
+    | {"text", "training.evaluation"},
 }
 
 
@@ -144,20 +156,31 @@ def test_no_module_and_no_folder_imports_itself_in_a_circle() -> None:
     assert cycle({"a": {"b"}, "b": {"a"}, "c": {"a"}})  # this test can fail
 
 
-def test_commands_and_their_helpers_import_helpers_only() -> None:
-    """With no circle among them, a call between their modules goes one way: down from a command."""
-    found = {
-        f"{path.name}:{line} imports {name}"
-        for path in (PACKAGE / "commands").glob("*.py")
-        for line, name in imports(path)
-        if re.match(r"speechtrain\.commands\.[^_]", name)
-    }
-    assert not found
+def test_nothing_imports_a_program() -> None:
+    """``commands/`` holds programs only. ``__main__`` starts the first of them."""
+    importers = set()
+    for path in SOURCES:
+        if axis_of(path) in ("commands", "__main__"):
+            continue
+        for line, name in imports(path):
+            if name.startswith("speechtrain.commands"):
+                importers.add(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not importers
+
+
+def test_a_program_imports_no_other_program() -> None:
+    """Only ``prepare`` imports the programs of its subcommands."""
+    importers = set()
+    for path in (PACKAGE / "commands").glob("*.py"):
+        for line, name in imports(path):
+            if re.match(r"speechtrain\.commands\.(?!_|prepare_)", name):
+                importers.add(f"{path.name}:{line} imports {name}")
+    assert not importers
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_hydra_stays_at_the_door(path: Path) -> None:
-    if axis_of(path) in ("commands", "config", "train_rank"):
+    if axis_of(path) in ("commands", "config", "inference", "rank", "runs"):
         return
     named = [name for _, name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")]
     assert not named, f"{path.relative_to(ROOT)} imports {named}; classes never meet the config"
@@ -207,7 +230,7 @@ TOUCH_FILES = {
     "data/index.py": "the cache below the user's own home",
     "data/corpora/unpacking.py": "archives below the root that the user names",
     "data/corpora/connected.py": "a new file of the corpus",
-    "data/manifests.py": "manifests that the user names",
+    "data/formats/manifests.py": "manifests that the user names",
     "interop/pickles.py": "a model that the user names",
     "interop/weights.py": "a model that the user names, and a new folder",
     "checkpoint/whole.py": "a new folder",
@@ -216,7 +239,7 @@ TOUCH_FILES = {
     "devices/preload.py": "/proc, and libraries",
     "devices/cpu.py": "/proc",
     "devices/affinity.py": "/sys",
-    "commands/_find_run.py": "the user's own YAML files",
+    "runs/user_yaml.py": "the user's own YAML files",
     "commands/report.py": "--out FILE, the user's choice",
     "commands/_cli.py": "a new temporary file",
     "launchers/slurm.py": "a template of the package, and the log, which is checked before",
@@ -275,20 +298,21 @@ PARSE_FILES = {
     "data/skips.py": "skipped.jsonl, which the ranks of a start write for one another",
     "training/time_plan.py": "plan.json, which a start writes for the next one",
     "distributed/watchdog.py": "what stuck ranks report to one another",
-    "commands/_external_launch.py": "rendezvous.json of the ranks of one start",
-    "commands/_start_jobs.py": "the outcomes of a sweep's jobs",
-    "commands/_corpus.py": "corpus YAMLs, and the options of a corpus",
-    "commands/_init_from.py": "encoder/imported.yaml of an export",
-    "commands/_find_run.py": "the user's own YAML files, also those that a run stores",
+    "runs/external_launch.py": "rendezvous.json of the ranks of one start",
+    "runs/jobs.py": "the outcomes of a sweep's jobs",
+    "commands/prepare_corpus.py": "corpus.json, the origin of a folder of manifests",
+    "runs/named_corpus.py": "corpus YAMLs, and the options of a corpus",
+    "runs/finetuned.py": "encoder/imported.yaml of an export",
+    "runs/user_yaml.py": "the user's own YAML files, also those that a run stores",
     "launchers/kubernetes.py": "output of kubectl",
     "launchers/ssh.py": "output of the agents",
     "data/corpora/digits.py": "the index of a folder of digits",
     "data/corpora/recipes.py": "manifests of a recipe of lhotse",
     "data/index.py": "the cache",
-    "data/manifests.py": "manifests",
+    "data/formats/manifests.py": "manifests",
     "data/sources.py": "the specification of a source",
-    "interop/huggingface.py": "models of Hugging Face",
-    "interop/parakeet.py": "models of Hugging Face",
+    "interop/wav2vec2_hf.py": "models of Hugging Face",
+    "interop/parakeet_hf.py": "models of Hugging Face",
     "interop/weights.py": "the YAML files of the package",
     "text/huggingface.py": "tokenizer.json of the library tokenizers",
 }
@@ -321,6 +345,14 @@ def test_only_the_door_parses_a_file_of_a_run() -> None:
     del modules["run_directory.py"]
     for name, calls in modules.items():
         assert not any(map(reads_a_file_of_a_run, calls)), name
+
+
+def test_only_the_door_writes_a_result() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "write_json":
+                is_result = "RESULT" in ast.unparse(node) or "result.json" in ast.unparse(node)
+                assert not is_result or path.name == "run_directory.py", f"{path}:{node.lineno}"
 
 
 def test_a_call_that_parses_a_file_of_a_run_is_seen(tmp_path: Path) -> None:

@@ -20,26 +20,26 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from speechtrain.commands import doctor, evaluate, export, prepare, report, train, transcribe
-from speechtrain.commands._auto_device import VARIABLE, check_launcher
-from speechtrain.commands._choices import choices, corpora
-from speechtrain.commands._command_line import Command, check_flags, read, rewrite
-from speechtrain.commands._continue_run import continued, run_to_continue
-from speechtrain.commands._corpus import Corpus, _merged, _written, made
-from speechtrain.commands._from_data import follow_data, typed_keys
-from speechtrain.commands._hydra_app import compose, compose_with_choices
-from speechtrain.commands._recipe_needs import settle_needs
-from speechtrain.commands._start_jobs import _refuse_other_validation
-from speechtrain.commands._start_run import start_run
 from speechtrain.config.check import check
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.errors import SpeechtrainError
-from speechtrain.interop.wav2vec2 import describe
+from speechtrain.interop.pretrained import describe
 from speechtrain.interop.weights import write_imported
+from speechtrain.runs.auto_device import VARIABLE, check_launcher
+from speechtrain.runs.choices import choices, corpora
+from speechtrain.runs.command_line import Command, check_flags, read, rewrite
+from speechtrain.runs.compose import compose, compose_with_choices
+from speechtrain.runs.from_data import follow_data, typed_keys
+from speechtrain.runs.jobs import _refuse_other_validation
+from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
+from speechtrain.runs.recipe_needs import settle_needs
+from speechtrain.runs.resume import continued, run_to_continue
+from speechtrain.runs.start import start_run
+from tests.support.tiny_run import TINY, untrained
 
 from .support.digits import write_digits
-from .unit.commands.conftest import TINY, untrained
 from .unit.interop.conftest import make
 
 pytestmark = pytest.mark.slow
@@ -282,9 +282,9 @@ def parse(program: str, words: list[str]) -> None:
     if words[0].startswith("corpus="):
         pairs = dict(word.split("=", 1) for word in words if "=" in word)
         if pairs["corpus"] == "huggingface":
-            made(HuggingFace, _merged({}, pairs, HuggingFace))
+            build_part(HuggingFace, with_pairs({}, pairs, HuggingFace))
         else:
-            made(Corpus, _merged(_written(pairs["corpus"], None), pairs, Corpus))
+            corpus_by_name(pairs)
     elif program == "prepare":
         prepare.parser().parse_args(words)
     elif program == "report":

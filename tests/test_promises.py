@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands._command_line import read
-from speechtrain.commands._hydra_app import compose_with_choices
 from speechtrain.config.check import check
 from speechtrain.errors import SpeechtrainError
+from speechtrain.runs.command_line import read
+from speechtrain.runs.compose import compose_with_choices
+from tests.support.tiny_run import TINY, untrained
 
 from .test_docs import Example, check_device, commands_of, parse, with_fixtures
-from .unit.commands.conftest import TINY, untrained
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from omegaconf import DictConfig
 
-from speechtrain.commands._hydra_app import compose
+from speechtrain.runs.compose import compose
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -32,11 +32,11 @@ from conf_files import (
     read_file,
 )
 
-from speechtrain.commands._corpus import Corpus
 from speechtrain.config.schema import INTERFACES, NODES, OFFERED, Config
 from speechtrain.config.targets import import_class, parameter_types
 from speechtrain.data.corpora.downloads import Archive
 from speechtrain.data.corpora.huggingface import HuggingFace
+from speechtrain.runs.named_corpus import Corpus
 from speechtrain.trainer_config import TrainerConfig
 
 GROUPS = [*dict.fromkeys([*INTERFACES, *NODES])]

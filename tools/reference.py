@@ -42,10 +42,10 @@ SUBCOMMANDS = {
 
 USE = (
     "speechtrain.load",
-    "speechtrain.commands._loaded_run.LoadedRun",
-    "speechtrain.commands._loaded_run.TranscriptionError",
-    "speechtrain.commands._transcripts.Transcript",
-    "speechtrain.commands._transcripts.Segment",
+    "speechtrain.inference.loaded_run.LoadedRun",
+    "speechtrain.inference.loaded_run.TranscriptionError",
+    "speechtrain.inference.transcript.Transcript",
+    "speechtrain.inference.transcript.Segment",
     "speechtrain.decoding.base.Hypothesis",
     "speechtrain.decoding.base.Word",
     "speechtrain.training.evaluation.Outcome",

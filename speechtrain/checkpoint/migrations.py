@@ -11,7 +11,7 @@ from typing import TypeVar
 _Value = TypeVar("_Value")
 
 _STEPS: tuple[Callable[[str], str], ...] = ()
-"""One function for each format of ``config.yaml`` from 3 on, which renames tensors for the next format."""
+"""Each function renames tensors of one format of ``config.yaml`` for the next format."""
 
 
 def current_name(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ from speechtrain.errors import (
     one_line,
 )
 from speechtrain.files import lost_output
+from speechtrain.runs.command_line import unquoted
 
 _HELP_WIDTH = 100
 
@@ -77,26 +77,6 @@ def add_command(commands: Any, name: str, meaning: str, example: str) -> Any:
     return commands.add_parser(
         name, help=meaning, description=meaning, examples=examples, exit_codes="docs/reference/exit-codes.md"
     )
-
-
-def unquoted(text: str) -> str:
-    """Return a value without the quotes of Hydra's syntax around it."""
-    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
-        quote, text = text[0], text[1:-1]
-        text = text.replace(f"\\{quote}", quote).replace("\\\\", "\\")
-    return text
-
-
-def say(line: str) -> None:
-    """Print a line that no work depends on: where stdout cannot be written, a warning takes its place."""
-    if cause := lost_output(f"{line}\n"):
-        print(f"speechtrain: warning: stdout: {cause}; {line}", file=sys.stderr)
-
-
-def json_text(content: Any) -> str:
-    """JSON on one line with the letters of all scripts, and escapes where ``printable`` has some."""
-    text = json.dumps(content, ensure_ascii=False)
-    return text if text == errors.printable(text, errors.SPELLING) else json.dumps(content)
 
 
 def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:

@@ -15,11 +15,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._choices import choices
 from speechtrain.commands._cli import Parser, console
 from speechtrain.config.resume_fields import key_of
 from speechtrain.errors import ConfigError, DataError, MachineError, SpeechtrainError, one_line
 from speechtrain.files import whole_path
+from speechtrain.runs.choices import choices
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -110,9 +110,9 @@ def _restart(overrides: list[str], config_dir: str | None) -> None:
 
     A config or a device that is at fault has a line later.
     """
-    from speechtrain.commands._hydra_app import compose
-    from speechtrain.commands._on_host import restart_for
     from speechtrain.config.build import build_device
+    from speechtrain.runs.compose import compose
+    from speechtrain.runs.on_host import restart_for
 
     with contextlib.suppress(SpeechtrainError):
         restart_for(build_device(compose(overrides, config_dir)), is_training=True)
@@ -204,8 +204,8 @@ def packages() -> Iterator[Finding]:
         yield Finding(GREEN, "bitsandbytes", metadata.version("bitsandbytes"))
     import torch
 
-    from speechtrain.commands._auto_device import auto_device
     from speechtrain.devices.cpu import has_bf16
+    from speechtrain.runs.auto_device import auto_device
 
     yield _libraries()
     yield devices()
@@ -236,9 +236,9 @@ def _libraries() -> Finding:
 
 def devices() -> Finding:
     """The finding on devices: those of this machine with their precisions, and what the others lack."""
-    from speechtrain.commands._hydra_app import compose
     from speechtrain.config.build import build_device
     from speechtrain.precision import NAMES
+    from speechtrain.runs.compose import compose
 
     here, missing = [], []
     for choice in choices(None)["device"]:
@@ -254,12 +254,12 @@ def devices() -> Finding:
 
 def composed(config: list[DictConfig], overrides: list[str], config_dir: str | None, run_dir: str) -> str:
     """Compose and check the config of a run; append it to ``config`` if it is valid."""
-    from speechtrain.commands._auto_device import check_launcher
-    from speechtrain.commands._command_line import rewrite
-    from speechtrain.commands._from_data import follow_data, typed_keys
-    from speechtrain.commands._hydra_app import compose_with_choices
-    from speechtrain.commands._recipe_needs import needs_of
     from speechtrain.config.check import check
+    from speechtrain.runs.auto_device import check_launcher
+    from speechtrain.runs.command_line import rewrite
+    from speechtrain.runs.compose import compose_with_choices
+    from speechtrain.runs.from_data import follow_data, typed_keys
+    from speechtrain.runs.recipe_needs import needs_of
 
     candidate, group_choices = compose_with_choices(rewrite(overrides), config_dir)
     check_launcher(group_choices, candidate)
@@ -276,8 +276,9 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
     """Findings on the device, model, data, transcripts and one training step of a recipe."""
     import torch
 
-    from speechtrain.config.build import build_data, build_device, build_optimizer
-    from speechtrain.train_rank import build_task, fill_batch_memory, free_batch_memory, open_device
+    from speechtrain.config.build import build_data, build_device
+    from speechtrain.rank.batch_memory import fill_batch_memory, free_batch_memory
+    from speechtrain.rank.build import build_task, open_device
 
     what = "device"
     with contextlib.ExitStack() as stack:
@@ -295,9 +296,7 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
                 task.to(device.tensor(torch.zeros(())).device)
             parameters = sum(p.numel() for p in task.parameters())
             yield Finding(GREEN, what, f"{parameters:,} parameters, {tokenizer.size} classes with the blank")
-            yield from tried(
-                "optimizer", lambda: type(build_optimizer(config, task.parameter_groups())).__name__
-            )
+            yield from tried("optimizer", lambda: _optimizer_name(config, task))
             what = "data"
             fill_batch_memory(config, lambda: free_batch_memory(config, device, task))
             data = build_data(config, tokenizer, task)
@@ -314,11 +313,17 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
             yield from _training(config, data, task, device=device, precision=opened[1])
 
 
+def _optimizer_name(config: DictConfig, task: Task) -> str:
+    from speechtrain.config.build import build_optimizer
+
+    return type(build_optimizer(config, task.parameter_groups())).__name__
+
+
 def _training(
     config: DictConfig, data: DataModule, task: Task, device: Device, precision: Precision
 ) -> Iterator[Finding]:
     """Findings on a training step of the largest batch, and on the time of an epoch."""
-    from speechtrain.commands._trial_steps import TrialSteps
+    from speechtrain.rank.trial_steps import TrialSteps
 
     rate = int(config.data.get("sample_rate") or 16_000)
     try:
@@ -387,10 +392,10 @@ def recorded(config: DictConfig, device: Device, data: DataModule, task: Task) -
     """
     import torch
 
-    from speechtrain.commands._trial_steps import smallest_batches
     from speechtrain.compute_policy import apply_policy
     from speechtrain.config.build import build_precision
     from speechtrain.devices.recorder import Recorder
+    from speechtrain.rank.trial_steps import smallest_batches
 
     device.validate_shapes(data.shapes())
     precision, recorder = build_precision(config), Recorder(device.facts.operations)

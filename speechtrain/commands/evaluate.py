@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechtrain.commands._cli import Parser, console, json_text
+from speechtrain.commands._cli import Parser, console
 from speechtrain.errors import SPELLING, ConfigError, MachineError, printable
-from speechtrain.files import atomic, finite, writing
-from speechtrain.run_directory import is_error_rate, metric, shown
+from speechtrain.files import atomic, finite, json_text, writing
+from speechtrain.run_directory import is_error_rate, metric
 
 if TYPE_CHECKING:
-    from speechtrain.commands._loaded_run import LoadedRun
+    from speechtrain.inference.loaded_run import LoadedRun
     from speechtrain.training.evaluation import Outcome
 
 _FIX = "name a file in a writable folder"  # for --out
@@ -73,8 +73,8 @@ def run(argv: list[str]) -> int:
         _check_writable(arguments.out)
     if arguments.worst < 0:
         raise ConfigError(f"--worst {arguments.worst}: it must be at least 0")
-    from speechtrain.commands._loaded_run import load
-    from speechtrain.commands._mistakes import lines_of, mistakes
+    from speechtrain.inference.loaded_run import load
+    from speechtrain.report.mistakes import lines_of, mistakes
 
     loaded = load(
         arguments.run,
@@ -98,7 +98,7 @@ def run(argv: list[str]) -> int:
     print(printable(f"checkpoint {loaded.checkpoint}"))
     for name, outcome in outcomes.items():
         totals = {k: f" ({e:.0f} of {n:.0f})" for k, (e, n) in outcome.totals.items() if is_error_rate(k)}
-        figures = ", ".join(metric(k, v) + totals.get(k, "") for k, v in shown(outcome.metrics).items())
+        figures = ", ".join(metric(k, v) + totals.get(k, "") for k, v in outcome.metrics.items())
         print(printable(f"{name}: {figures}"))
         for line in lines_of(wrong[name]) if name in wrong else ():
             print(line)

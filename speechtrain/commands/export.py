@@ -11,7 +11,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.files import writing
 
 if TYPE_CHECKING:
-    from speechtrain.interop.wav2vec2 import Pretrained
+    from speechtrain.interop.pretrained import Pretrained
 
 _OURS = "speechtrain"
 _FORMATS = (_OURS, "fairseq", "huggingface")
@@ -87,15 +87,15 @@ def run(argv: list[str]) -> int:
 
 def _recogniser(arguments: argparse.Namespace) -> str:
     """Write a run's FastConformer recogniser as Parakeet; what was written, or empty for another encoder."""
-    from speechtrain.commands._load_run import open_run
-    from speechtrain.interop import parakeet
+    from speechtrain.inference.open_run import open_run
+    from speechtrain.interop import parakeet_hf
 
     opened = open_run(arguments.source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
-    if not parakeet.has_encoder(opened.task):
+    if not parakeet_hf.has_encoder(opened.task):
         return ""
     with writing(f"--out {arguments.out}", "name another path"):
-        task, part = parakeet.exportable_part(opened.task)
-        difference = parakeet.write(task, task.state_dict(), arguments.out)
+        task, part = parakeet_hf.exportable_part(opened.task)
+        difference = parakeet_hf.write(task, task.state_dict(), arguments.out)
     return (
         f"{arguments.out}: Parakeet, {part}, checked against Hugging Face's model on the same audio: largest "
         f"difference {difference:.1e}"
@@ -113,18 +113,18 @@ def _check_free(out: Path, form: str, force: bool) -> None:
 
 def _read(arguments: argparse.Namespace) -> tuple[Pretrained, int, list[float | None]]:
     """Read the source: the model, its number of updates, and the differences that its check found."""
-    from speechtrain.interop import huggingface
-    from speechtrain.interop.wav2vec2 import describe
+    from speechtrain.interop import wav2vec2_hf
+    from speechtrain.interop.pretrained import describe
     from speechtrain.interop.weights import read_fairseq
 
     source, form = arguments.source, arguments.source_form
     if form == "huggingface":
-        pretrained, difference = huggingface.read(source)
+        pretrained, difference = wav2vec2_hf.read(source)
         return pretrained, 0, [difference]
     if form == "fairseq":
         pretrained, checked = read_fairseq(source)
         return pretrained, 0, [checked]
-    from speechtrain.commands._load_run import open_run
+    from speechtrain.inference.open_run import open_run
 
     # the device of the training may be missing here
     opened = open_run(source, arguments.checkpoint, ["device=cpu", "precision=fp32"])
@@ -133,15 +133,15 @@ def _read(arguments: argparse.Namespace) -> tuple[Pretrained, int, list[float | 
 
 
 def _write(pretrained: Pretrained, form: str, out: Path, updates: int) -> float | None:
-    from speechtrain.interop import fairseq, huggingface
+    from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
     from speechtrain.interop.weights import check_fairseq, write_imported
 
     if form == "huggingface":
-        return huggingface.write(pretrained, out)
+        return wav2vec2_hf.write(pretrained, out)
     if form == "fairseq":
-        content = fairseq.checkpoint_of(pretrained, updates)
+        content = wav2vec2_fairseq.checkpoint_of(pretrained, updates)
         difference = check_fairseq(pretrained, out)
-        fairseq.write(pretrained, content, out)
+        wav2vec2_fairseq.write(pretrained, content, out)
         return difference
     write_imported(pretrained, out)
     return None

@@ -20,11 +20,13 @@ import numpy as np
 import soundfile
 
 from speechtrain.commands._cli import Parser, add_command, console
-from speechtrain.commands._language_model import add_lm
+from speechtrain.commands.prepare_lm import add_lm
 from speechtrain.counter_rng import key_of
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.corpora.fsdd import Fsdd
-from speechtrain.data.cut_files import (
+from speechtrain.data.formats.folder import files_below
+from speechtrain.data.formats.lhotse_cuts import Samples
+from speechtrain.data.formats.manifests import Record, seconds_of, simple_cut, text_of
+from speechtrain.data.prepare.cut_files import (
     Totals,
     check_room,
     cuts_of,
@@ -34,14 +36,11 @@ from speechtrain.data.cut_files import (
     refuse_empty,
     write_cuts,
 )
-from speechtrain.data.folder import files_below
-from speechtrain.data.lhotse_cuts import Samples
-from speechtrain.data.manifests import Record, seconds_of, simple_cut, text_of
+from speechtrain.data.prepare.statistics import Statistics, hear, table
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
-from speechtrain.data.statistics import Statistics, hear, table
-from speechtrain.data.tars import file_of
+from speechtrain.data.tar_members import file_of
 from speechtrain.errors import ConfigError, DataError, printable
 from speechtrain.files import atomic, whole_path
 
@@ -174,7 +173,7 @@ def _add_tsv(commands: Any) -> None:
 
 def _add_sources(build: argparse.ArgumentParser) -> None:
     build.add_argument("sources", nargs="*", metavar="SOURCE", help="manifest or folder of recordings")
-    build.add_argument("--corpus", choices=("digits", "fsdd"), help="a corpus instead (fsdd: DATASET_DIR)")
+    build.add_argument("--corpus", choices=("digits",), help="the embedded corpus instead")
 
 
 def _add_jobs(build: argparse.ArgumentParser) -> None:
@@ -184,7 +183,7 @@ def _add_jobs(build: argparse.ArgumentParser) -> None:
 def run(argv: list[str]) -> int:
     """Run one subcommand and return its exit code. Raises a SpeechtrainError if it fails."""
     if any(argument.startswith("corpus=") for argument in argv):
-        from speechtrain.commands._corpus import prepare_corpus
+        from speechtrain.commands.prepare_corpus import prepare_corpus
 
         return prepare_corpus(argv)
     arguments = parser().parse_args(argv)
@@ -196,7 +195,7 @@ def run(argv: list[str]) -> int:
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train SentencePiece on the normalised transcripts of the sources."""
-    from speechtrain.commands._subwords import Subwords
+    from speechtrain.data.prepare.subwords import Subwords
 
     names = ("kind", "size", "normaliser", "character_coverage")
     subwords = Subwords(**{name: getattr(arguments, name) for name in names})
@@ -205,13 +204,11 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def named_source(arguments: argparse.Namespace) -> Source:
-    """Open the SOURCEs or the --corpus. Raises ConfigError for neither or both."""
+    """Open the SOURCEs or the embedded corpus. Raises ConfigError for neither or both."""
     if bool(arguments.sources) == bool(arguments.corpus):
-        raise ConfigError("give one or more SOURCEs, or a --corpus (digits or fsdd)")
-    if arguments.corpus == "digits":
+        raise ConfigError("give one or more SOURCEs, or --corpus digits")
+    if arguments.corpus:
         return Digits("train", 2000)
-    if arguments.corpus == "fsdd":
-        return Fsdd(os.environ.get("DATASET_DIR", "fsdd"), "train")
     source = open_source(arguments.sources)
     for warning in source.warnings():
         print(printable(f"speechtrain: warning: {warning}"), file=sys.stderr)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from speechtrain import __version__
-from speechtrain.commands._choices import choices, config_dir
 from speechtrain.commands._cli import console
-from speechtrain.commands._command_line import check_flags, read
+from speechtrain.runs.choices import choices, config_dir
+from speechtrain.runs.command_line import check_flags, read
 
 HELP = """usage: speechtrain train [-h] [-m] [--config-dir DIR] [--cfg job] [--version] [RUN] [KEY=VALUE ...]
 
@@ -79,9 +79,10 @@ def run(argv: list[str]) -> int:
     if "--version" in argv:
         print(f"speechtrain {__version__}")
         return 0
-    from speechtrain.commands._continue_run import continued, run_to_continue
-    from speechtrain.commands._start_jobs import start_jobs
-    from speechtrain.commands._start_run import start_run
+    from speechtrain.runs.jobs import start_jobs
+    from speechtrain.runs.resume import continued, run_to_continue
+    from speechtrain.runs.run_name import RunNames
+    from speechtrain.runs.start import start_run
 
     command = read(argv)
     together = command.together
@@ -89,9 +90,10 @@ def run(argv: list[str]) -> int:
         return together.join()
     with together.telling() if together else nullcontext():
         check_flags(command.flags)
-        run_dir = run_to_continue(command)
+        names = RunNames(command.config_dir)
+        run_dir = run_to_continue(command, names)
         if run_dir is None:
-            start_jobs(command)
+            start_jobs(command, names)
         else:
             start_run(command, continued(run_dir, command), {})
     return 0

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.commands._transcripts import FORMATS, ONE_RECORDING, Transcript, written
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line, printable
+from speechtrain.errors import ConfigError, DataError, MachineError, print_notice, printable
 from speechtrain.files import atomic, writing
+from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, written
 
 if TYPE_CHECKING:
-    from speechtrain.data.lhotse_cuts import Samples
+    from speechtrain.data.formats.lhotse_cuts import Samples
     from speechtrain.data.pieces import Recording
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
     overrides = [name for name in arguments.audio if _OVERRIDE.match(name) and not Path(name).exists()]
     names = [name for name in arguments.audio if name not in overrides]
     _check(arguments, names)
-    from speechtrain.commands._loaded_run import load
+    from speechtrain.inference.loaded_run import load
 
     _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
         for result in loaded.transcripts(map(show, recordings), arguments.batch, arguments.piece_seconds):
             if isinstance(result, DataError):
                 exit_code = result.exit_code
-                print(f"speechtrain: error: {one_line(str(result))}", file=sys.stderr, flush=True)
+                print_notice(f"error: {result}")
             else:
                 output(result, arguments.format)
     return exit_code

@@ -22,9 +22,9 @@ from speechtrain.run_directory import damaged_config, is_storable, read_stored_c
 
 
 def load(path: Path) -> DictConfig:
-    """Load a config file of this or an earlier release.
+    """Load a config file in the current format.
 
-    Raises ConfigError if it is missing or of a newer release, RunError if it is damaged.
+    Raises ConfigError if it is missing or its format is not read, RunError if it is damaged.
     """
     text = read_stored_config(path).text
     try:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from speechtrain.data.lhotse_cuts import MOST_SAMPLES, Samples, is_simple, load_audio
-from speechtrain.data.manifests import SEGMENT, seconds_of
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, Samples, is_simple, load_audio
+from speechtrain.data.formats.manifests import SEGMENT, seconds_of
 from speechtrain.data.recordings import Unusable, open_recording, or_unusable
 
 _LARGEST_BANK = 2**20  # coefficients, 4 MiB: 11,025 to 16,000 Hz needs 282,240; 16,001 would need a gigabyte

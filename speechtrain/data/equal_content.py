@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Hashable, Iterable
 
-from speechtrain.data.tars import file_of
+from speechtrain.data.tar_members import file_of
 from speechtrain.files import open_regular
 
 _BEGINNING = 2**16  # bytes that are compared before the whole file is read

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from speechtrain.batch import Batch
-from speechtrain.data.batches import BatchLoader, collate
 from speechtrain.data.index import open_index
+from speechtrain.data.loader import BatchLoader, collate
 from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
 from speechtrain.data.skips import SkipLog
 from speechtrain.data.source import Source

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 
 from speechtrain.counter_rng import RunStream, key_of, uniform_at
 from speechtrain.data.audio import recording_of
-from speechtrain.data.manifests import Record, speaker_of
+from speechtrain.data.formats.manifests import Record, speaker_of
 
 GROUPS = ("speaker", "recording", "cut")
 """What may be held out whole."""

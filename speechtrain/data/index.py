@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.counter_rng import key_of
-from speechtrain.data import manifests
 from speechtrain.data.cache import cache_folder
+from speechtrain.data.formats import manifests
+from speechtrain.data.formats.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.hold_out import groups_of
-from speechtrain.data.manifests import Entry, Manifest, Record, digest, parse, seconds_of, text_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
 from speechtrain.errors import MALFORMED, DataError

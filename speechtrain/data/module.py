@@ -10,9 +10,9 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.data import preflight
 from speechtrain.data.audio import DECODED_SECONDS
 from speechtrain.data.base import DataModule
-from speechtrain.data.batches import BatchLoader, check_audio
 from speechtrain.data.evaluation_sets import EvaluationSets, named_sets
 from speechtrain.data.index import Index
+from speechtrain.data.loader import BatchLoader, check_audio
 from speechtrain.data.report import counts, report
 from speechtrain.data.sampler import BatchLimits, BatchSize, Sampler
 from speechtrain.data.skips import SkipLog

@@ -14,11 +14,11 @@ from functools import partial
 import numpy as np
 
 from speechtrain.data.audio import check_seconds, files_of, read_cut, read_file
-from speechtrain.data.batches import REASONS
-from speechtrain.data.cut_files import cuts_of
-from speechtrain.data.folder import AUDIO_SUFFIXES
-from speechtrain.data.lhotse_cuts import Samples, is_simple
-from speechtrain.data.manifests import SEGMENT, Record, seconds_of
+from speechtrain.data.formats.folder import AUDIO_SUFFIXES
+from speechtrain.data.formats.lhotse_cuts import Samples, is_simple
+from speechtrain.data.formats.manifests import SEGMENT, Record, seconds_of
+from speechtrain.data.loader import REASONS
+from speechtrain.data.prepare.cut_files import cuts_of
 from speechtrain.data.recordings import Unusable, header, read_header
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError

@@ -10,13 +10,13 @@ import numpy as np
 from speechtrain.batch import Skip
 from speechtrain.counter_rng import RunStream, uniform_at
 from speechtrain.data.audio import files_of
-from speechtrain.data.batches import REASONS
 from speechtrain.data.equal_content import equal_files
 from speechtrain.data.index import Index, crowded, label_count
+from speechtrain.data.loader import REASONS
 from speechtrain.data.planned_lengths import Integers
 from speechtrain.data.recordings import header
 from speechtrain.data.sampler import MicroBatch
-from speechtrain.data.tars import file_of
+from speechtrain.data.tar_members import file_of
 from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
 from speechtrain.data.training_stream import TrainingStream
 from speechtrain.errors import DataError, one_line

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from speechtrain.data.stage import open_near
-from speechtrain.data.tars import file_of, open_member
+from speechtrain.data.tar_members import file_of, open_member
 from speechtrain.errors import one_line
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _STREAMED = 2**31 - 2**16
 
 
 class Unusable(Exception):
-    """Audio that cannot be used; ``reason`` is a key of ``data.batches.REASONS``."""
+    """Audio that cannot be used; ``reason`` is a key of ``data.loader.REASONS``."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

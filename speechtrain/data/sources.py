@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from speechtrain.data.fairseq import Fairseq, looks_like_fairseq
-from speechtrain.data.folder import Folder
-from speechtrain.data.kaldi import LIST, Kaldi
-from speechtrain.data.manifests import (
+from speechtrain.data.formats.fairseq import Fairseq, looks_like_fairseq
+from speechtrain.data.formats.folder import Folder
+from speechtrain.data.formats.kaldi import LIST, Kaldi
+from speechtrain.data.formats.manifests import (
     LhotseCuts,
     LhotsePair,
     LhotseRecordings,
@@ -29,9 +29,9 @@ from speechtrain.data.manifests import (
     open_bytes,
     records,
 )
-from speechtrain.data.shar import Shar, looks_like_shar
+from speechtrain.data.formats.shar import Shar, looks_like_shar
+from speechtrain.data.formats.tables import COLUMNS, Table
 from speechtrain.data.source import Facts, Source
-from speechtrain.data.tables import COLUMNS, Table
 from speechtrain.errors import ConfigError, DataError, nearest
 from speechtrain.files import small_yaml, whole_path
 from speechtrain.text.normalise import normaliser

@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, TypeVar
 
-from speechtrain.data.tars import file_of
+from speechtrain.data.tar_members import file_of
 from speechtrain.errors import DataError
 from speechtrain.files import atomic, open_append, open_regular, remove_temporaries
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from speechtrain.batch import Skip
+from speechtrain.data.formats.manifests import digest
 from speechtrain.data.hold_out import GROUPS, held_out
 from speechtrain.data.index import Index, open_index
-from speechtrain.data.manifests import digest
 from speechtrain.data.planned_lengths import Integers, Seconds
 from speechtrain.data.sampler import WeightedSet, weighted_sets
 from speechtrain.data.source import Source

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from speechtrain.batch import Batch
-from speechtrain.data.batches import BatchLoader
 from speechtrain.data.evaluation_sets import EvaluationSets
+from speechtrain.data.loader import BatchLoader
 from speechtrain.data.planned_lengths import speed_grid
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
 from speechtrain.data.stage import AHEAD, Stager
@@ -106,7 +106,7 @@ class TrainingStream:
         if state["texts"] != index.texts:
             changed = "the transcripts of data.train have changed since the checkpoint"
             raise DataError(f"{changed}. Restore them, or use another run_dir")
-        if training_set.hold_out and state.get("held_out") != training_set.held_out_digest:
+        if training_set.hold_out and state["held_out"] != training_set.held_out_digest:
             raise DataError(
                 "the run was begun by a release that holds out other recordings, so it would validate on "
                 "recordings that it has trained on. Use another run_dir"

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.data.batches import BatchLoader
+from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
 from speechtrain.launcher import is_number

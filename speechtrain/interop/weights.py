@@ -19,8 +19,8 @@ from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError, SpeechtrainError
 from speechtrain.files import whole_path
-from speechtrain.interop import fairseq, hub, huggingface, parakeet
-from speechtrain.interop.wav2vec2 import Pretrained
+from speechtrain.interop import hub, parakeet_hf, wav2vec2_fairseq, wav2vec2_hf
+from speechtrain.interop.pretrained import Pretrained
 from speechtrain.text.huggingface import HuggingFace
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
     if _is_safetensors(found):
         if (found.parent / "config.json").is_file():
             return _of_huggingface(found.parent)
-        return huggingface.read_safetensors(found)
+        return wav2vec2_hf.read_safetensors(found)
     pretrained, difference = read_fairseq(found)
     if difference is None:
         _LOG.warning("%s was not checked against Hugging Face's model: transformers is not installed", found)
@@ -63,16 +63,16 @@ def read_weights(path: str) -> dict[str, Tensor]:
 def read_labels(path: str) -> list[str] | None:
     """The labels of the published recogniser at ``path``; None of any other weights."""
     place = hub.folder_of(path, weights=False) if path.startswith(hub.PREFIX) else whole_path(path)
-    if not parakeet.is_parakeet(place):
+    if not parakeet_hf.is_parakeet(place):
         return None
-    node = parakeet.nodes(place)["tokenizer"]
+    node = parakeet_hf.nodes(place)["tokenizer"]
     return HuggingFace(node["model"], labels=node["labels"]).labels
 
 
 def _of_huggingface(folder: Path) -> dict[str, Tensor]:
-    return (
-        parakeet.read_weights(folder) if parakeet.is_parakeet(folder) else huggingface.read(folder)[0].weights
-    )
+    if parakeet_hf.is_parakeet(folder):
+        return parakeet_hf.read_weights(folder)
+    return wav2vec2_hf.read(folder)[0].weights
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -88,11 +88,11 @@ def read_nodes(path: Path) -> dict[str, dict[str, Any]]:
     """
     folder = path if path.is_dir() else path.parent
     if not (folder / "checkpoints").is_dir() and (folder / "config.json").is_file():
-        if parakeet.is_parakeet(folder):
-            return parakeet.nodes(folder)
-        return {"encoder": _encoder_node(huggingface.read_arguments(folder))}
+        if parakeet_hf.is_parakeet(folder):
+            return parakeet_hf.nodes(folder)
+        return {"encoder": _encoder_node(wav2vec2_hf.read_arguments(folder))}
     is_fairseq = path.is_file() and not _is_safetensors(path)
-    return {"encoder": _encoder_node(fairseq.read(path))} if is_fairseq else {}
+    return {"encoder": _encoder_node(wav2vec2_fairseq.read(path))} if is_fairseq else {}
 
 
 def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
@@ -100,7 +100,7 @@ def read_fairseq(path: Path) -> tuple[Pretrained, float | None]:
 
     Raises DataError if the two differ by more than ``huggingface.LIMIT``.
     """
-    pretrained = fairseq.read(path)
+    pretrained = wav2vec2_fairseq.read(path)
     return pretrained, check_fairseq(pretrained, path)
 
 
@@ -109,9 +109,9 @@ def check_fairseq(pretrained: Pretrained, path: Path) -> float | None:
 
     Raises DataError if it is more than ``huggingface.LIMIT``.
     """
-    if not huggingface.is_available():
+    if not wav2vec2_hf.is_available():
         return None
-    return huggingface.proved(huggingface.difference_of(pretrained), str(path))
+    return wav2vec2_hf.proved(wav2vec2_hf.difference_of(pretrained), str(path))
 
 
 def _of_folder(folder: Path) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
     elif (folder / "config.json").is_file():
         return _of_huggingface(folder)
     if (folder / "model.safetensors").is_file():
-        return huggingface.read_safetensors(folder / "model.safetensors")
+        return wav2vec2_hf.read_safetensors(folder / "model.safetensors")
     raise DataError(
         f"{folder} has no weights; give a run directory with checkpoints/, a checkpoint's folder, or a "
         "directory with model.safetensors"
@@ -212,7 +212,7 @@ def write_imported(pretrained: Pretrained, folder: Path) -> None:
 
     The directory is both a Hydra ``--config-dir`` and an ``init_from``.
     """
-    with huggingface.writing(folder) as temporary:
+    with wav2vec2_hf.writing(folder) as temporary:
         (temporary / "encoder").mkdir()
         save_file(pretrained.weights, temporary / "model.safetensors")
         (temporary / "encoder" / f"{NAME}.yaml").write_text(_dumped(_encoder_node(pretrained)))

@@ -112,8 +112,8 @@ class _Planned(Schedule):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._plan(int(state["steps"]))
-        self.corrected_at = int(state.get("corrected_at", 0))
-        self.position = float(state.get("position", 0.0))
+        self.corrected_at = int(state["corrected_at"])
+        self.position = float(state["position"])
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from speechtrain.errors import SPELLING, ConfigError, printable
 from speechtrain.files import append_line
-from speechtrain.run_directory import metric, outcome, shown
+from speechtrain.run_directory import metric, outcome
 from speechtrain.tracking.base import Tracker, metrics_of
 from speechtrain.tracking.dll import DLLines
 
@@ -238,7 +238,7 @@ def figures(values: Mapping[str, Any]) -> list[str]:
 
 def valid_line(values: Mapping[str, Any]) -> str:
     """``valid    1200  test  wer 3.21 %  loss 4.56  3.2 s``."""
-    told = [metric(name, value) for name, value in shown(metrics_of(values)).items()]
+    told = [metric(name, value) for name, value in metrics_of(values).items()]
     took = [f"{values['seconds']:.1f} s"] if _known(values.get("seconds")) else []
     return "  ".join([f"valid    {values.get('step', '')}", str(values.get("set", "")), *told, *took])
 

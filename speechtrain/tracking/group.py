@@ -40,21 +40,17 @@ class Trackers(Tracker):
 
     background = False
 
-    def __init__(self, trackers: dict[str, Tracker | None] | list[Tracker] | None = None) -> None:
-        """``trackers``: by the name for reports (None: no tracker), or a plain list."""
+    def __init__(self, trackers: dict[str, Tracker | None] | None = None) -> None:
+        """``trackers``: by the name for reports (None: no tracker)."""
         self._queued: list[_Member] = []
         self._direct: list[_Member] = []
         self._seconds = 0.0
-        if isinstance(trackers, Mapping):
-            members = {name: tracker for name, tracker in trackers.items() if tracker is not None}
-        else:
-            members = {f"{i} ({type(t).__name__})": t for i, t in enumerate(trackers or [], 1)}
-        for name, tracker in members.items():
+        for name, tracker in (trackers or {}).items():
             self.add(name, tracker)
 
-    def add(self, name: str, tracker: Tracker) -> None:
-        """Add a member if it is enabled."""
-        if tracker.enabled:
+    def add(self, name: str, tracker: Tracker | None) -> None:
+        """Add a member if there is one and it is enabled."""
+        if tracker is not None and tracker.enabled:
             members = self._queued if tracker.background else self._direct
             members.append(_Member(name, tracker))
             self.visible |= tracker.visible

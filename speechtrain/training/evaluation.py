@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,9 +14,8 @@ from speechtrain.compute_policy import ComputePolicy
 from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.metrics import MetricSums, word_errors
-from speechtrain.task import Example, Sums, Task
-from speechtrain.training.word_delays import WordDelays
+from speechtrain.metrics import MetricSums
+from speechtrain.task import Example, Sums, Task, worst_examples
 
 
 class Interrupted(Exception):
@@ -61,7 +59,7 @@ def evaluate(
     try:
         for name, batches in sets.items():
             begun = time.perf_counter()
-            sums, expected, delays = MetricSums(), MetricSums(), WordDelays()
+            sums, expected = MetricSums(), MetricSums()
             kept: list[Example] = []
             for batch in batches:
                 if stop_requested():
@@ -71,27 +69,20 @@ def evaluate(
                     result = task.evaluate(device.move(batch))
                 device.mark_step()
                 sums.add(result.metrics)
-                delays.add(batch, result.examples, task.sample_rate)
                 kept += result.examples
                 if task.writes_text:
                     expected.add(_expected(batch, result.examples))
                 if examples is not None:
-                    kept = worst(kept, examples)
+                    kept = worst_examples(kept, examples)
             sums.reduce(group.sum)
             expected.reduce(group.sum)
             metrics, totals = sums.means(), sums.totals()
-            metrics |= delays.medians(group.sum) if task.writes_text else {}
             told = _contradiction(task, totals, expected.totals())
             seconds = time.perf_counter() - begun
             outcomes[name] = Outcome(metrics, totals, tuple(kept), seconds, told)
     finally:
         task.train(training)
     return outcomes
-
-
-def worst(examples: Iterable[Example], count: int) -> list[Example]:
-    """The utterances with the most word errors, the first of equals first."""
-    return heapq.nlargest(count, examples, key=lambda one: word_errors(one.reference, one.hypothesis)[0])
 
 
 # exp(-loss per label) is the geometric mean of the probability of the references' labels: at 0.35 nats 0.7,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ..unit.commands.conftest import untrained
+from tests.support.tiny_run import untrained
+
 from .forks import Forks
 
 FORKS = Forks()

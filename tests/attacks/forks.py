@@ -46,7 +46,7 @@ _POLL_SECONDS, _LOOK_SECONDS = 0.005, 0.1  # a look at all processes takes 10 ms
 _IMPORTED = (
     *("torch", "lhotse", "lhotse.cut", "lhotse.audio.backend", "lhotse.augmentation", "soundfile"),
     *("sentencepiece", "transformers", "hydra._internal.hydra", "speechtrain.train_rank"),
-    *("speechtrain.commands._start_jobs", "speechtrain.commands._load_run", "speechtrain.data.module"),
+    *("speechtrain.runs.jobs", "speechtrain.inference.open_run", "speechtrain.data.module"),
     *("speechtrain.data.corpora.digits", "speechtrain.models.rnnt", "speechtrain.features.logmel"),
     *(f"speechtrain.commands.{name}" for name in COMMANDS),
 )

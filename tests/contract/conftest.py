@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.runs.compose import compose
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import PLAIN, ComputePolicy
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
@@ -40,9 +39,10 @@ from speechtrain.losses.ctc import ctc_loss
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
+from speechtrain.rank.build import open_device, plan_updates
+from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
-from speechtrain.train_rank import _plan, open_device
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ def test_the_environment_is_pure(choice: str) -> None:
 
 _OPEN = """
 import sys
-from speechtrain.commands._hydra_app import compose
+from speechtrain.runs.compose import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")
@@ -300,7 +300,7 @@ def test_the_command_of_the_readme_fits_its_data_and_trains_in_bf16(calls: list[
     assert open_device(config, 0)[1].name == "bf16"
     assert open_device(compose([*typed, "precision=fp32"]), 0)[1].name == "fp32"
     data = build_data(config, build_tokenizer(config))
-    schedule, planned = _plan(config, TrainerConfig(**config.trainer), data)
+    schedule, planned = plan_updates(config, TrainerConfig(**config.trainer), data)
     assert planned
     assert schedule.warmup == round(0.08 * planned) < 32_000
     sources = [config.data.train, *config.data.valid.values()]

@@ -27,8 +27,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from speechtrain.batch import Batch
-from speechtrain.commands._choices import corpora
-from speechtrain.commands._corpus import corpus_by_name
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check
@@ -38,6 +36,8 @@ from speechtrain.config.targets import target_class
 from speechtrain.encoders.base import Encoder
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launcher import Job
+from speechtrain.runs.choices import corpora
+from speechtrain.runs.named_corpus import corpus_by_name
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import train_sentencepiece
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.devices.base import Device
+from speechtrain.runs.compose import compose
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"  # written by make.py be
 
 _OPEN = """
 import sys
-from speechtrain.commands._hydra_app import compose
+from speechtrain.runs.compose import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
 device = build(compose([f"device={sys.argv[1]}"], None), "device")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.resolved import dump
+from speechtrain.runs.compose import compose
 
 from .starting import Started, Starter
 

@@ -14,9 +14,9 @@ import sys
 import zlib
 from pathlib import Path
 
-from speechtrain import train_rank as worker
 from speechtrain.batch import Batch
 from speechtrain.models.wav2vec2 import Wav2Vec2
+from speechtrain.rank import main as worker
 
 # what every rank would import on its own; torch's takes 3 s
 _SHARED = ("torch._dynamo", "soundfile", "speechtrain.data.module", "speechtrain.data.corpora.digits")

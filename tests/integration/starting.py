@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _SHARED = (
-    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.commands._start_jobs"),
+    *("torch", "torch._dynamo", "hydra._internal.hydra", "speechtrain.runs.jobs"),
     *("speechtrain.commands.train", "speechtrain.optim.adamw", "speechtrain.data.module"),
     *("speechtrain.models.rnnt", "speechtrain.features.logmel", "speechtrain.commands.evaluate"),
 )

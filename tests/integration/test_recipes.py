@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from speechtrain.commands import prepare, train
-from speechtrain.commands._hydra_app import compose
 from speechtrain.data.corpora.digits import Digits
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import train_sentencepiece
-from tests.unit.commands import corpora
+from tests.support import corpora
 
 TRAINING = ("train-clean-100", "train-clean-360", "train-other-500")
 COMMON = (

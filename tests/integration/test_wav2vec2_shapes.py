@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import STATIC, apply_policy
 from speechtrain.config.build import build
+from speechtrain.runs.compose import compose
 
 SMALL = [
     *("model=wav2vec2_small", "data=digits", "augment=small", "data.train.utterances=90", "data.workers=0"),

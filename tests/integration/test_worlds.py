@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.resolved import dump
+from speechtrain.runs.compose import compose
 
 from .conftest import RECORDED, Command
 from .forked import Forks

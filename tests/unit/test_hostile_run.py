@@ -23,6 +23,7 @@ from speechtrain.devices.hpu import _listed
 from speechtrain.errors import DataError, RunError, SpeechtrainError
 from speechtrain.files import MOST_BYTES, append_line, atomic, read_text, write_json, write_text
 from speechtrain.launcher import Job, forwarded_environment, holds_secret, is_secret
+from speechtrain.rank.main import _print_to
 from speechtrain.run_directory import (
     RunLock,
     read_about,
@@ -36,7 +37,6 @@ from speechtrain.supervision.supervise import supervise
 from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.jsonl import Jsonl
 from speechtrain.tracking.tensorboard import TensorBoard
-from speechtrain.train_rank import _print_to
 
 PRIVATE = "PRIVATE-KEY-OF-THE-USER\n"
 

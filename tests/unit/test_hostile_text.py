@@ -16,7 +16,7 @@ from speechtrain.launchers.mpi import Mpi
 from speechtrain.launchers.ssh import Ssh
 
 from speechtrain.commands import prepare, report
-from speechtrain.commands._cli import console, guarded, json_text
+from speechtrain.commands._cli import console, guarded
 from speechtrain.errors import (
     SPELLING,
     ConfigError,
@@ -26,7 +26,7 @@ from speechtrain.errors import (
     one_line,
     printable,
 )
-from speechtrain.files import json_lines, read_json
+from speechtrain.files import json_lines, json_text, read_json
 from speechtrain.launcher import Job, World
 from speechtrain.report.chart import Chart, Line
 from speechtrain.report.run import Curve

@@ -26,7 +26,7 @@ def test_importing_it_loads_no_torch() -> None:
 
 
 def test_both_names_are_what_they_say() -> None:
-    from speechtrain.commands._loaded_run import load
+    from speechtrain.inference.loaded_run import load
     from speechtrain.losses.transducer import transducer_loss
 
     assert speechtrain.load is load

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from speechtrain import run_directory
-from speechtrain.commands._start_run import _describe, _error_of, _is_complete
 from speechtrain.errors import RunError
 from speechtrain.files import write_json
 from speechtrain.run_directory import (
@@ -44,6 +43,7 @@ from speechtrain.run_directory import (
     timing_start,
     write_manifest,
 )
+from speechtrain.runs.start import _describe, _error_of, _is_complete
 from speechtrain.supervision import node_agent
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from lhotse import Recording, SupervisionSegment
 from lhotse.cut import Cut
 
-from speechtrain.data.manifests import digest
+from speechtrain.data.formats.manifests import digest
 from speechtrain.data.source import Source
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.data.cache import cache_folder
-from speechtrain.data.manifests import digest
+from speechtrain.data.formats.manifests import digest
 from speechtrain.data.source import Source
 from speechtrain.errors import ConfigError
 from speechtrain.files import atomic, writing

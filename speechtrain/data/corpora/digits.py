@@ -26,8 +26,8 @@ from speechtrain.data.corpora.connected import (
     Joined,
     Samples,
 )
-from speechtrain.data.lhotse_cuts import MOST_SAMPLES
-from speechtrain.data.manifests import digest
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
+from speechtrain.data.formats.manifests import digest
 from speechtrain.data.recordings import Unusable, open_recording
 from speechtrain.errors import MALFORMED, DataError
 from speechtrain.files import FilePath, json_of, read_bytes, whole_path

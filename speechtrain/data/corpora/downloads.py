@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from speechtrain.data.corpora.unpacking import unpack
-from speechtrain.data.cut_files import check_room
+from speechtrain.data.prepare.cut_files import check_room
 from speechtrain.errors import DISK, ConfigError, DataError, MachineError
 from speechtrain.files import open_append, open_regular, whole_path, write_text, writing
 

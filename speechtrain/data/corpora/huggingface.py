@@ -11,11 +11,11 @@ from typing import Any
 
 import soundfile
 
-from speechtrain.data.cut_files import FIX, parallel, write_cuts
-from speechtrain.data.lhotse_cuts import MOST_SAMPLES
-from speechtrain.data.manifests import Record, simple_cut
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES
+from speechtrain.data.formats.manifests import Record, simple_cut
+from speechtrain.data.formats.tables import COLUMNS
+from speechtrain.data.prepare.cut_files import FIX, parallel, write_cuts
 from speechtrain.data.recordings import RATES, Unusable, header, open_recording, or_unusable
-from speechtrain.data.tables import COLUMNS
 from speechtrain.errors import ConfigError, DataError, MachineError, one_line
 from speechtrain.files import atomic, whole_path, writing
 

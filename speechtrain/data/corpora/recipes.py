@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speechtrain.data.cut_files import measured, parallel
-from speechtrain.data.lhotse_cuts import UnknownPart, known_cut
-from speechtrain.data.manifests import Record, simple_cut
+from speechtrain.data.formats.lhotse_cuts import UnknownPart, known_cut
+from speechtrain.data.formats.manifests import Record, simple_cut
+from speechtrain.data.formats.tables import Table
+from speechtrain.data.prepare.cut_files import measured, parallel
 from speechtrain.data.recordings import Unusable, read_header
-from speechtrain.data.tables import Table
 from speechtrain.errors import DISK, MALFORMED, ConfigError, DataError, nearest, one_line
 from speechtrain.files import json_of, read_bytes
 

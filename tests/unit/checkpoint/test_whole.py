@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.checkpoint.whole import FORMAT, Checkpointer, validated
+from speechtrain.checkpoint.whole import SHARDED, Checkpointer, validated
 from speechtrain.errors import RunError
 from speechtrain.files import read_json
 from speechtrain.run_directory import read_manifest, write_manifest
@@ -157,14 +157,14 @@ def of_the_next_format(folder: Path) -> None:
     """Change a checkpoint to what a later version might write."""
     manifest = read_manifest(folder)
     assert manifest is not None
-    write_manifest(folder, replace(manifest, format=FORMAT + 1))
+    write_manifest(folder, replace(manifest, format=SHARDED + 1))
 
 
 def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, (10,))
     folder = tmp_path / "checkpoints" / "step-00000010"
     of_the_next_format(folder)
-    with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
+    with pytest.raises(RunError, match=f"format {SHARDED + 1}"):
         Checkpointer(tmp_path).verify(folder)
 
 
@@ -411,7 +411,7 @@ def test_another_format_is_never_set_aside(tmp_path: Path) -> None:
     saved(tmp_path, (10, 20))
     path = tmp_path / "checkpoints" / "step-00000020" / "checkpoint.json"
     of_the_next_format(path.parent)
-    with pytest.raises(RunError, match=f"format {FORMAT + 1}"):
+    with pytest.raises(RunError, match=f"format {SHARDED + 1}"):
         Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))})
     assert path.exists()
 

@@ -17,11 +17,11 @@ import soundfile
 from speechtrain.batch import Batch
 from speechtrain.commands import doctor
 from speechtrain.commands._cli import guarded
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build_device
 from speechtrain.config.targets import ALLOW_TARGETS
 from speechtrain.models.rnnt import RNNT
 from speechtrain.optim import adamw8bit
+from speechtrain.runs.compose import compose
 from speechtrain.task import Loss
 
 TINY = (

@@ -14,8 +14,8 @@ import yaml
 
 from speechtrain.commands import evaluate
 from speechtrain.commands._cli import guarded
-from speechtrain.commands._loaded_run import LoadedRun, load
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError
+from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.run_directory import RunLock, read_manifest, write_manifest
 from speechtrain.training.evaluation import Outcome
 from tests.support.digits import write_digits

@@ -10,16 +10,15 @@ import yaml
 from safetensors.torch import load_file
 
 from speechtrain.commands import export
-from speechtrain.commands._hydra_app import compose
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.interop import fairseq, huggingface, wav2vec2
-from speechtrain.interop.wav2vec2 import Pretrained, describe
+from speechtrain.interop import pretrained, wav2vec2_fairseq, wav2vec2_hf
+from speechtrain.interop.pretrained import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
-
-from .conftest import untrained
+from speechtrain.runs.compose import compose
+from tests.support.tiny_run import untrained
 
 SMALL = (
     *("encoder=wav2vec2_small", "encoder.width=32", "encoder.feed_forward=32", "encoder.layers=1"),
@@ -39,7 +38,7 @@ def model() -> Pretrained:
 
 @pytest.fixture
 def file(model: Pretrained, tmp_path: Path) -> Path:
-    fairseq.write(model, fairseq.checkpoint_of(model), tmp_path / "c.pt")
+    wav2vec2_fairseq.write(model, wav2vec2_fairseq.checkpoint_of(model), tmp_path / "c.pt")
     return tmp_path / "c.pt"
 
 
@@ -79,10 +78,10 @@ def test_models_that_differ_leave_nothing(
     model: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    swapped = wav2vec2._ATTENTION | {"query": "k_proj", "key": "q_proj"}
-    monkeypatch.setattr(wav2vec2, "_ATTENTION", swapped)
+    swapped = pretrained._ATTENTION | {"query": "k_proj", "key": "q_proj"}
+    monkeypatch.setattr(pretrained, "_ATTENTION", swapped)
     with pytest.raises(DataError, match="differ by"):
-        huggingface.write(model, tmp_path / "hf")
+        wav2vec2_hf.write(model, tmp_path / "hf")
     assert not list(tmp_path.iterdir())
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands._command_line import read
 from speechtrain.commands.evaluate import parser
 from speechtrain.commands.main import COMMANDS, run
 from speechtrain.errors import ConfigError
+from speechtrain.runs.command_line import read
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = Path(sys.executable).parent

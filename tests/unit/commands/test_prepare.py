@@ -16,10 +16,10 @@ import soundfile
 
 from speechtrain.commands import prepare
 from speechtrain.commands._cli import guarded
-from speechtrain.commands._hydra_app import compose
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.statistics import LONG
+from speechtrain.data.prepare.statistics import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
+from speechtrain.runs.compose import compose
 from tests.support.digits import write_digits
 
 Command = Callable[..., int]

@@ -12,10 +12,10 @@ import pytest
 import soundfile
 
 from speechtrain.commands import transcribe
-from speechtrain.commands._loaded_run import LoadedRun
-from speechtrain.commands._transcripts import Segment, Transcript, written
 from speechtrain.decoding.base import Hypothesis
 from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.inference.loaded_run import LoadedRun
+from speechtrain.inference.transcript import Segment, Transcript, written
 from speechtrain.text.vocabulary import Characters
 from tests.support.digits import write_sample
 
@@ -160,23 +160,23 @@ def test_captions_have_two_lines_and_end_at_pauses() -> None:
         confidences=(0.5,) * len(labels),
         tokenizer=tokenizer,
     )
-    transcript = Transcript("a b.wav", "a b.wav", 40.0, (Segment(1.0, 40.0, hypothesis),), delays=(0.5, 0.4))
+    transcript = Transcript("a b.wav", "a b.wav", 40.0, (Segment(1.0, 40.0, hypothesis),))
     captions = list(transcript.captions())
     assert " ".join(caption for *_, caption in captions) == text.strip()
     assert all(len(caption) <= 84 and end - start <= 7.0 for start, end, caption in captions)
-    assert not [1 for start, end, _ in captions if start < 11.0 < end]
-    assert captions[0][0] == pytest.approx(0.5)  # 1.0 of the segment, less its delay
-    assert written(transcript, "ctm").splitlines()[0] == "a_b 1 0.500 0.600 seven 0.500"
+    assert not [1 for start, end, _ in captions if start < 11.5 < end]
+    assert captions[0][0] == pytest.approx(1.0)  # the start of the segment
+    assert written(transcript, "ctm").splitlines()[0] == "a_b 1 1.000 0.500 seven 0.500"
 
 
-@pytest.mark.parametrize("delay", [1e308, -1e308])
-def test_words_stay_in_their_recording(delay: float) -> None:
-    """A stranger's checkpoint may state any delay."""
+@pytest.mark.parametrize("seconds", [1.5, 2.05])
+def test_words_stay_in_their_recording(seconds: float) -> None:
+    """The last frame of a recording may end after its last sample."""
     hypothesis = Hypothesis(
         (1,), "a", -1.0, times=(1.0,), ends=(1.1,), confidences=(0.5,), tokenizer=Characters()
     )
-    (word,) = Transcript("a", "a", 40.0, (Segment(1.0, 40.0, hypothesis),), delays=(delay, delay)).words
-    assert 0 <= word.start <= word.end <= 40.0
+    (word,) = Transcript("a", "a", seconds, (Segment(1.0, seconds, hypothesis),)).words
+    assert (word.start, word.end) == (min(2.0, seconds), seconds)
 
 
 def test_a_manifest_is_transcribed_by_its_ids(

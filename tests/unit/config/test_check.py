@@ -10,7 +10,6 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build, dry_build
 from speechtrain.config.check import check, mismatch
 from speechtrain.config.resolved import dump, load, resolved, with_whole_paths
@@ -18,6 +17,7 @@ from speechtrain.config.resume_fields import fingerprint, flat, is_volatile
 from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, RunError, SpeechtrainError, nearest
+from speechtrain.runs.compose import compose
 
 
 @pytest.fixture

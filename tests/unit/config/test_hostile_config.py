@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config import resolved
 from speechtrain.config.build import build_data, build_encoder, build_tokenizer, dry_build
 from speechtrain.config.check import check
 from speechtrain.errors import ConfigError, RunError
 from speechtrain.report.run import read_run
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
 
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]\n" for i in range(10))

@@ -11,11 +11,11 @@ import torch
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build_encoder, build_model, build_schedule
 from speechtrain.config.check import check
 from speechtrain.config.resume_fields import flat
 from speechtrain.errors import ConfigError
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters, NoText
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -19,7 +19,7 @@ import soundfile
 
 from speechtrain.batch import Skip
 from speechtrain.data.audio import Unusable, read_cut
-from speechtrain.data.manifests import simple_cut
+from speechtrain.data.formats.manifests import simple_cut
 from speechtrain.data.module import SpeechData
 from speechtrain.data.preflight import sample_rows
 from speechtrain.data.sampler import BatchLimits

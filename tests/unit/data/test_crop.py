@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import key_of
 from speechtrain.data.audio import read_file, standardise
-from speechtrain.data.batches import BatchLoader, audio_row
 from speechtrain.data.index import open_index
+from speechtrain.data.loader import BatchLoader, audio_row
 from speechtrain.data.module import SpeechData
 from speechtrain.data.planned_lengths import planned_samples
 from speechtrain.data.sampler import BatchLimits

@@ -14,7 +14,7 @@ import pytest
 import soundfile
 
 from speechtrain.data.audio import read_cut, read_file
-from speechtrain.data.lhotse_cuts import MOST_SAMPLES, UnknownPart, known_cut
+from speechtrain.data.formats.lhotse_cuts import MOST_SAMPLES, UnknownPart, known_cut
 from speechtrain.data.recordings import Unusable, read_header
 
 RATE = 16_000

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speechtrain.commands._command_line import rewrite
-from speechtrain.commands._hydra_app import compose
 from speechtrain.data.corpora.digits import Digits
 from speechtrain.data.index import open_index
 from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits, Plan, Sampler
 from speechtrain.data.sources import open_source, problem_of
 from speechtrain.errors import DataError
+from speechtrain.runs.command_line import rewrite
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
 from tests.support.samplers import new_sampler
 

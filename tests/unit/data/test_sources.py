@@ -11,8 +11,8 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speechtrain.data.formats.manifests import json_array, seconds_of, text_of
 from speechtrain.data.index import open_index
-from speechtrain.data.manifests import json_array, seconds_of, text_of
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 

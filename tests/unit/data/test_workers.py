@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.data.batches import BatchLoader
 from speechtrain.data.index import open_index
+from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.sources import open_source
 from speechtrain.data.workers import InProcess, Processes

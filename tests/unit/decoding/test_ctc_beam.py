@@ -11,12 +11,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.decoding.base import TransducerScorer
 from speechtrain.decoding.ctc_beam import CTCBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
+from speechtrain.runs.compose import compose
 from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
 LENGTHS = torch.arange(500) % 4 + 2

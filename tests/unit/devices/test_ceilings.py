@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_encoder, build_model
 from speechtrain.devices.hpu import HPU
 from speechtrain.devices.recorder import Recorder, Unfit
+from speechtrain.rank.build import build_task
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
-from speechtrain.train_rank import build_task
 from speechtrain.training.recompute import checkpoint_layers
 
 BENCHMARK: Any = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks/accelerators.py"))

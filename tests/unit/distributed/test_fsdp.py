@@ -469,7 +469,7 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
     from speechtrain.devices.hpu import HPU
     from speechtrain.devices.ipex import IPEX
     from speechtrain.devices.lazy import Lazy
-    from speechtrain.train_rank import open_ranks
+    from speechtrain.rank.build import open_ranks
     from speechtrain.trainer_config import TrainerConfig
 
     limits = TrainerConfig(shard="parameters")
@@ -484,8 +484,8 @@ def test_one_process_shares_nothing_and_fixed_graphs_cannot(tmp_path: Path) -> N
 
 
 def test_an_unknown_kind_of_sharing_is_refused(tmp_path: Path) -> None:
-    from speechtrain.commands._hydra_app import compose
     from speechtrain.config.check import check
+    from speechtrain.runs.compose import compose
 
     run_dir = f"run_dir={tmp_path}"
     assert check(compose([run_dir, "trainer.shard=parameters"]))["trainer"]["shard"] == "parameters"

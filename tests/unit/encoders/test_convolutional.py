@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build
 from speechtrain.devices.hpu import HPU
@@ -24,6 +23,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.norm import MaskedBatchNorm
+from speechtrain.runs.compose import compose
 
 CHOICES = [f"contextnet_{size}" for size in ("large", "medium", "small", "dummy", "tiny")]
 CHOICES += ["quartznet15x5", "quartznet_tiny"]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import STATIC, apply_policy
 from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.devices.hpu import HPU
@@ -20,6 +19,7 @@ from speechtrain.encoders import fastconformer
 from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.runs.compose import compose
 
 NOTHING_DROPPED = dict.fromkeys(
     ("dropout", "attention_dropout", "activation_dropout", "residual_dropout"), 0.0

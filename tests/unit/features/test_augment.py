@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
+from speechtrain.runs.compose import compose
 
 CONF = Path(__file__).parents[3] / "conf" / "augment"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.interop.wav2vec2 import Pretrained, describe
+from speechtrain.interop.pretrained import Pretrained, describe
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
 from speechtrain.interop.pickles import read_pickle
-from speechtrain.interop.wav2vec2 import Pretrained, describe, outward
+from speechtrain.interop.pretrained import Pretrained, describe, outward
 from speechtrain.models.wav2vec2 import Wav2Vec2
 from speechtrain.nn.masking import SpanMask
 
@@ -83,7 +83,7 @@ def test_keys_shapes_and_types_of_the_published_models(large: bool) -> None:
     model = Pretrained(
         describe(make_zero := task, {}).encoder, describe(make_zero, {}).model, dict(task.state_dict())
     )
-    content = fairseq.checkpoint_of(model)
+    content = wav2vec2_fairseq.checkpoint_of(model)
     expected = published(1024, 4096, 24, 768, True) if large else published(768, 3072, 12, 256, False)
     assert {name: tuple(value.shape) for name, value in content["model"].items()} == expected
     assert {value.dtype for value in content["model"].values()} == {torch.float32}
@@ -93,7 +93,7 @@ def test_keys_shapes_and_types_of_the_published_models(large: bool) -> None:
 
 
 def test_top_level_structure(small: Pretrained, tmp_path: Path) -> None:
-    fairseq.write(small, fairseq.checkpoint_of(small, 1200), tmp_path / "c.pt")
+    wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small, 1200), tmp_path / "c.pt")
     content = torch.load(tmp_path / "c.pt", weights_only=True)  # plain values and tensors only
     assert set(content) == TOP
     assert content["args"] is None
@@ -118,8 +118,8 @@ def test_top_level_structure(small: Pretrained, tmp_path: Path) -> None:
 
 
 def test_round_trip_is_bit_equal(pretrained: Pretrained, tmp_path: Path) -> None:
-    fairseq.write(pretrained, fairseq.checkpoint_of(pretrained), tmp_path / "c.pt")
-    again = fairseq.read(tmp_path / "c.pt")
+    wav2vec2_fairseq.write(pretrained, wav2vec2_fairseq.checkpoint_of(pretrained), tmp_path / "c.pt")
+    again = wav2vec2_fairseq.read(tmp_path / "c.pt")
     assert again.encoder == pretrained.encoder
     assert again.model == pretrained.model
     assert sorted(again.weights) == sorted(pretrained.weights)
@@ -141,7 +141,7 @@ FINE_TUNING_SETS = (
 def test_every_setting_that_fine_tuning_replaces_is_in_the_file(mask: SpanMask | None) -> None:
     for masks in ({"mask": mask or SpanMask(probability=0.0)}, {"channel_mask": mask}):
         task = make(**masks)
-        settings = fairseq.checkpoint_of(describe(task, task.state_dict()))["cfg"]["model"]
+        settings = wav2vec2_fairseq.checkpoint_of(describe(task, task.state_dict()))["cfg"]["model"]
         assert not [name for name in FINE_TUNING_SETS if name not in settings]
 
 
@@ -176,12 +176,12 @@ def theirs_of(name: str) -> str:
 
 
 def test_a_table_of_both_formats_names_agrees_with_each_name_through_ours(pretrained: Pretrained) -> None:
-    through_ours = outward(pretrained.weights, huggingface.huggingface_name)
-    directly = {theirs_of(name): value for name, value in fairseq.state_of(pretrained).items()}
+    through_ours = outward(pretrained.weights, wav2vec2_hf.huggingface_name)
+    directly = {theirs_of(name): value for name, value in wav2vec2_fairseq.state_of(pretrained).items()}
     assert directly.keys() == through_ours.keys()
     assert all(torch.equal(value, through_ours[name]) for name, value in directly.items())
     pytest.importorskip("transformers")
-    assert huggingface.difference_of(pretrained) < 2e-5
+    assert wav2vec2_hf.difference_of(pretrained) < 2e-5
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -291,12 +291,12 @@ LAYOUTS = (plain_config, omegaconf_config, enum_config, namespace, very_old, hal
 def test_every_layout_is_read(
     layout: Any, is_zip: bool, pretrained: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = fairseq.checkpoint_of(pretrained)
+    content = wav2vec2_fairseq.checkpoint_of(pretrained)
     foreign = _Foreign(monkeypatch)
     layout(content, foreign)
     torch.save(content, tmp_path / "c.pt", _use_new_zipfile_serialization=is_zip)
     foreign.forget()
-    read = fairseq.read(tmp_path / "c.pt")
+    read = wav2vec2_fairseq.read(tmp_path / "c.pt")
     expected = pretrained.encoder_only() if layout in (tuned, old_tuned) else pretrained
     assert read.encoder == expected.encoder
     assert read.model == expected.model
@@ -327,10 +327,10 @@ def test_a_malicious_pickle_is_refused_and_not_run(
 ) -> None:
     target = tmp_path / "ran"
     argument = f"touch {target}" if call is os.system else f"open({str(target)!r}, 'w')"
-    content = fairseq.checkpoint_of(small) | {"task_state": Malicious(call, argument)}
+    content = wav2vec2_fairseq.checkpoint_of(small) | {"task_state": Malicious(call, argument)}
     torch.save(content, tmp_path / "c.pt", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(DataError, match=r"c\.pt is refused: it names .*none of its code was run") as caught:
-        fairseq.read(tmp_path / "c.pt")
+        wav2vec2_fairseq.read(tmp_path / "c.pt")
     assert "\n" not in str(caught.value)
     assert not target.exists()
 
@@ -353,11 +353,11 @@ def test_a_foreign_callable_is_a_stand_in(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def broken(small: Pretrained, path: Path, change: Any) -> str:
-    content = fairseq.checkpoint_of(small)
+    content = wav2vec2_fairseq.checkpoint_of(small)
     change(content)
     torch.save(content, path)
     with pytest.raises(DataError) as caught:
-        fairseq.read(path)
+        wav2vec2_fairseq.read(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
     return str(caught.value)
@@ -405,11 +405,11 @@ def test_a_setting_that_we_do_not_compute_is_refused_by_name(
 def test_the_objective_of_a_fine_tuned_models_pretraining_does_not_matter(
     small: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = fairseq.checkpoint_of(small)
+    content = wav2vec2_fairseq.checkpoint_of(small)
     content["cfg"]["model"]["codebook_negatives"] = 5
     tuned(content, _Foreign(monkeypatch))
     torch.save(content, tmp_path / "c.pt")
-    assert fairseq.read(tmp_path / "c.pt").is_encoder
+    assert wav2vec2_fairseq.read(tmp_path / "c.pt").is_encoder
 
 
 def drop_first(content: dict[str, Any]) -> None:
@@ -419,20 +419,20 @@ def drop_first(content: dict[str, Any]) -> None:
 
 
 def test_published_strides_where_the_settings_lack_them(small: Pretrained, tmp_path: Path) -> None:
-    content = fairseq.checkpoint_of(small)
+    content = wav2vec2_fairseq.checkpoint_of(small)
     del content["cfg"]["model"]["conv_feature_layers"]
     torch.save(content, tmp_path / "c.pt")
-    assert fairseq.read(tmp_path / "c.pt").encoder["conv_layers"] == small.encoder["conv_layers"]
+    assert wav2vec2_fairseq.read(tmp_path / "c.pt").encoder["conv_layers"] == small.encoder["conv_layers"]
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 5000])
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
 def test_a_cut_file_is_one_line(keep: int, is_zip: bool, small: Pretrained, tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
-    torch.save(fairseq.checkpoint_of(small), path, _use_new_zipfile_serialization=is_zip)
+    torch.save(wav2vec2_fairseq.checkpoint_of(small), path, _use_new_zipfile_serialization=is_zip)
     path.write_bytes(path.read_bytes()[: keep or -300])
     with pytest.raises(DataError, match=r"c\.pt"):
-        fairseq.read(path)
+        wav2vec2_fairseq.read(path)
 
 
 def flipped(path: Path, content: dict[str, Any]) -> None:
@@ -474,17 +474,17 @@ def other_protocol(path: Path, content: dict[str, Any]) -> None:
 def test_contents_that_torch_load_would_take_on_trust(
     change: Any, told: str, small: Pretrained, tmp_path: Path
 ) -> None:
-    change(tmp_path / "c.pt", fairseq.checkpoint_of(small))
+    change(tmp_path / "c.pt", wav2vec2_fairseq.checkpoint_of(small))
     with pytest.raises(DataError, match=rf"c\.pt .*{told}") as caught:
-        fairseq.read(tmp_path / "c.pt")
+        wav2vec2_fairseq.read(tmp_path / "c.pt")
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
-        fairseq.read(tmp_path / "no.pt")
+        wav2vec2_fairseq.read(tmp_path / "no.pt")
 
 
 def test_an_encoder_alone_is_not_exported(small: Pretrained) -> None:
     with pytest.raises(ConfigError, match="this is an encoder"):
-        fairseq.checkpoint_of(small.encoder_only())
+        wav2vec2_fairseq.checkpoint_of(small.encoder_only())

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from speechtrain.checkpoint.whole import WEIGHTS, Checkpointer, read_state
 from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.files import names_in_archive
-from speechtrain.interop import fairseq, huggingface
+from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
 from speechtrain.interop.pickles import plain, read_pickle, tensors_of
-from speechtrain.interop.wav2vec2 import MOST_LAYERS, Pretrained
+from speechtrain.interop.pretrained import MOST_LAYERS, Pretrained
 
 
 def zipped(content: bytes, storage: bytes = b"") -> bytes:
@@ -63,7 +63,7 @@ def test_a_pickle_that_is_a_bomb_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(zipped(PICKLES[name]))
     with pytest.raises(DataError, match=r"a\.pt"):
-        fairseq.read(path)
+        wav2vec2_fairseq.read(path)
 
 
 def test_a_pickle_with_shared_parts_is_read(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_pipe_or_a_device_as_model_is_refused(tmp_path: Path, make: Callable[[
         read_pickle(tmp_path / "a.pt")
     make(tmp_path / "config.json")
     with pytest.raises(DataError, match="not a regular file"):
-        huggingface._config(tmp_path)
+        wav2vec2_hf._config(tmp_path)
 
 
 CONV = "[(8,10,5)]"
@@ -129,7 +129,7 @@ def test_fairseq_settings_without_bound_are_refused(tmp_path: Path, name: str) -
     cfg = {"model": SETTINGS[name], "task": {}, "criterion": {}}
     torch.save({"model": {"mask_emb": torch.zeros(8)}, "cfg": cfg}, path)
     with pytest.raises(DataError, match=r"a\.pt") as caught:
-        fairseq.read(path)
+        wav2vec2_fairseq.read(path)
     assert len(str(caught.value)) < 500
 
 
@@ -157,7 +157,7 @@ def test_hugging_faces_config_without_bound_is_refused(tmp_path: Path, name: str
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     save_file({"wav2vec2.masked_spec_embed": torch.zeros(8)}, tmp_path / "model.safetensors")
     with pytest.raises(DataError, match=r"config\.json"):
-        huggingface.read(tmp_path)
+        wav2vec2_hf.read(tmp_path)
 
 
 def test_layers_are_counted_before_they_are_built() -> None:
@@ -201,7 +201,7 @@ def test_signed_weights_that_are_damaged_are_one_line(tmp_path: Path, name: str)
     with pytest.raises(RunError, match=r"model\.safetensors cannot be read"):
         checkpointer.weights()
     with pytest.raises(DataError, match=r"model\.safetensors cannot be read"):
-        huggingface.read_safetensors(folder / WEIGHTS)
+        wav2vec2_hf.read_safetensors(folder / WEIGHTS)
 
 
 def sign(folder: Path) -> None:
@@ -313,7 +313,7 @@ def test_files_of_holes_are_refused_before_they_are_read(tmp_path: Path) -> None
     path.write_bytes(header(tensor([size // 2], 0, size, "BF16")))
     os.truncate(path, path.stat().st_size + size)
     with pytest.raises(DataError, match="almost empty"):
-        huggingface.read_safetensors(path)
+        wav2vec2_hf.read_safetensors(path)
 
 
 def test_names_that_share_one_storage_are_not_multiplied(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_tensor_of_other_dimensions_is_named(tmp_path: Path, case: str) -> Non
     model = {"mask_emb": torch.zeros(8), name: torch.zeros(shape)}
     torch.save({"model": model, "cfg": {"model": {}}}, tmp_path / "a.pt")
     with pytest.raises(DataError, match=f"the tensor {re.escape(name)} has {len(shape)} dimensions, not "):
-        fairseq.read(tmp_path / "a.pt")
+        wav2vec2_fairseq.read(tmp_path / "a.pt")
 
 
 def test_an_attention_of_one_row_is_named(tmp_path: Path) -> None:
@@ -375,4 +375,4 @@ def test_an_attention_of_one_row_is_named(tmp_path: Path) -> None:
     model = {name: torch.zeros(8) for name in ("mask_emb", "layer_norm.weight", "layer_norm.bias")}
     torch.save({"model": {**model, LAYER: torch.zeros(1, 8)}, "cfg": {"model": settings}}, tmp_path / "a.pt")
     with pytest.raises(DataError, match=r"a\.pt: the tensor "):
-        fairseq.read(tmp_path / "a.pt")
+        wav2vec2_fairseq.read(tmp_path / "a.pt")

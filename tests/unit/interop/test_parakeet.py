@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
-from speechtrain.interop import parakeet
+from speechtrain.interop import parakeet_hf
 from speechtrain.interop.weights import initialise, read_nodes, read_weights
+from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 
 transformers = pytest.importorskip("transformers")
@@ -161,9 +161,9 @@ def test_losses_and_gradients_are_theirs(kind: str, samples: tuple[int, ...], tm
         mine = whole.total / whole.weight
     assert mine.item() == pytest.approx(expected.item(), rel=1e-5)
     of_ours, of_theirs = gradients(mine, ours), gradients(expected, theirs)
-    assert {parakeet.theirs(name) for name in of_ours} == set(of_theirs)
+    assert {parakeet_hf.theirs(name) for name in of_ours} == set(of_theirs)
     for name, value in of_ours.items():
-        other = of_theirs[parakeet.theirs(name)].reshape(value.shape)
+        other = of_theirs[parakeet_hf.theirs(name)].reshape(value.shape)
         scale = max(1e-2, float(other.abs().max()))
         assert (value - other).abs().max() <= 1e-4 * scale, name
 
@@ -196,7 +196,7 @@ def test_greedy_texts_are_theirs(kind: str, tmp_path: Path) -> None:
 def test_what_is_read_is_written_again(kind: str, tmp_path: Path) -> None:
     theirs = published(kind, tmp_path / "in")
     ours = ours_of(tmp_path / "in")
-    assert parakeet.write(ours, ours.state_dict(), tmp_path / "out") <= 1e-4
+    assert parakeet_hf.write(ours, ours.state_dict(), tmp_path / "out") <= 1e-4
     again = getattr(transformers, f"ParakeetFor{kind}").from_pretrained(tmp_path / "out")
     for name, value in theirs.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
@@ -219,7 +219,7 @@ def test_a_model_of_ours_is_theirs(tokenizer: str, tmp_path: Path) -> None:
         overrides += ["tokenizer=sentencepiece", f"tokenizer.model={tmp_path / 'p'}"]
     config = compose(overrides)
     task = build_model(config, build_tokenizer(config), build_encoder(config))
-    assert parakeet.write(task, task.state_dict(), tmp_path / "out") <= 1e-4
+    assert parakeet_hf.write(task, task.state_dict(), tmp_path / "out") <= 1e-4
     ids = build_tokenizer(config).encode("five nine")
     assert (
         transformers.AutoProcessor.from_pretrained(tmp_path / "out").tokenizer.decode(ids, group_tokens=False)
@@ -274,9 +274,9 @@ def test_a_run_of_the_recipe_scratch_has_the_same_texts_there(
     layer_norm: str, kind: str, line: str, tmp_path: Path
 ) -> None:
     task = scratch_task(f"model.prediction.layer_norm={layer_norm}")
-    part, description = parakeet.exportable_part(task)
+    part, description = parakeet_hf.exportable_part(task)
     assert description.startswith(line)
-    assert parakeet.write(part, part.state_dict(), tmp_path) <= 1e-4
+    assert parakeet_hf.write(part, part.state_dict(), tmp_path) <= 1e-4
     texts = set[str]()
     for samples in (16000, 12345, 6543):
         recording = batch(samples)
@@ -301,7 +301,7 @@ def test_what_their_format_does_not_hold_is_refused(overrides: list[str], named:
     config = compose(["model=rnnt", "data=digits", "model.ctc_weight=0", *overrides])
     task = build_model(config, build_tokenizer(config), build_encoder(config))
     with pytest.raises(ConfigError, match=f"{named}.* cannot be exported whole. These can: model=wav2vec2, "):
-        parakeet.write(task, task.state_dict(), tmp_path / "out")
+        parakeet_hf.write(task, task.state_dict(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

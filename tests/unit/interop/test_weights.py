@@ -19,18 +19,18 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.commands import export
-from speechtrain.commands._hydra_app import compose
 from speechtrain.errors import ConfigError, DataError, MachineError, RunError, SpeechtrainError
-from speechtrain.interop import fairseq, huggingface
-from speechtrain.interop.wav2vec2 import Pretrained, describe
+from speechtrain.interop import wav2vec2_fairseq, wav2vec2_hf
+from speechtrain.interop.pretrained import Pretrained, describe
 from speechtrain.interop.weights import initialise, read_weights, write_imported
 from speechtrain.models.ctc import CTC
 from speechtrain.nn.masking import SpanMask
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
 
 from .conftest import KINDS, make
 
-needs_transformers = pytest.mark.skipif(not huggingface.is_available(), reason="transformers is missing")
+needs_transformers = pytest.mark.skipif(not wav2vec2_hf.is_available(), reason="transformers is missing")
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -39,7 +39,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def hf_folder(pretrained: Pretrained, folder: Path) -> Path:
-    huggingface.write(pretrained, folder)
+    wav2vec2_hf.write(pretrained, folder)
     return folder
 
 
@@ -78,11 +78,11 @@ def test_raw_weights_bring_the_size_of_their_encoder(
 ) -> None:
     place = tmp_path / "w"
     if form == "fairseq":
-        fairseq.write(pretrained, fairseq.checkpoint_of(pretrained), place)
+        wav2vec2_fairseq.write(pretrained, wav2vec2_fairseq.checkpoint_of(pretrained), place)
     else:
         place.mkdir()
         (place / "config.json").write_text(
-            json.dumps({"model_type": "wav2vec2", **huggingface.config_of(pretrained)})
+            json.dumps({"model_type": "wav2vec2", **wav2vec2_hf.config_of(pretrained)})
         )
         (place / "model.safetensors").write_bytes(b"0" * 8 + b"{")
     begun = compose(["recipe=finetune", f"init_from={place}{'/model.safetensors' * (form == 'file')}"])
@@ -105,8 +105,8 @@ def test_hugging_faces_older_and_larger_folders(form: Any, pretrained: Pretraine
     folder = hf_folder(pretrained, tmp_path / "hf")
     form(folder)
     assert_equal(read_weights(str(folder)), pretrained.weights)
-    found, difference = huggingface.read(folder)
-    assert difference <= huggingface.LIMIT
+    found, difference = wav2vec2_hf.read(folder)
+    assert difference <= wav2vec2_hf.LIMIT
     assert found.encoder["conv_layers"] == pretrained.encoder["conv_layers"]
 
 
@@ -115,7 +115,7 @@ def test_a_fine_tuned_folder_of_hugging_face_begins_a_ctc(pretrained: Pretrained
     import transformers
 
     torch.manual_seed(3)
-    config = transformers.Wav2Vec2Config(**huggingface.config_of(pretrained), vocab_size=40)
+    config = transformers.Wav2Vec2Config(**wav2vec2_hf.config_of(pretrained), vocab_size=40)
     model = transformers.Wav2Vec2ForCTC(config).eval()
     model.save_pretrained(tmp_path / "ctc")
     weights = read_weights(str(tmp_path / "ctc"))
@@ -166,7 +166,7 @@ def test_a_run_its_checkpoint_and_their_files(small: Pretrained, tmp_path: Path)
 @pytest.mark.parametrize("is_zip", [True, False], ids=["new", "old"])
 def test_fairseqs_files_new_and_old(is_zip: bool, pretrained: Pretrained, tmp_path: Path) -> None:
     path = tmp_path / "a name without an ending"
-    torch.save(fairseq.checkpoint_of(pretrained), path, _use_new_zipfile_serialization=is_zip)
+    torch.save(wav2vec2_fairseq.checkpoint_of(pretrained), path, _use_new_zipfile_serialization=is_zip)
     assert_equal(read_weights(str(path)), pretrained.weights)
 
 
@@ -208,26 +208,26 @@ def test_a_model_of_any_mask_passes_through_every_format(frames: str, channels: 
     whole = describe(task, task.state_dict())
     mask = whole.encoder["mask"] if MASKS[frames] else None
     encoder = Pretrained({**whole.encoder, "mask": mask}, {}, whole.encoder_only().weights)
-    found, _ = huggingface.read(hf_folder(encoder, tmp_path / "encoder"))
+    found, _ = wav2vec2_hf.read(hf_folder(encoder, tmp_path / "encoder"))
     expected = dict(encoder.weights)
     if "uniform" not in (frames, channels):  # Hugging Face's model has none then
         expected["encoder.mask_embedding"] = torch.zeros(48)
     assert_equal(found.weights, expected)
-    fairseq.write(whole, fairseq.checkpoint_of(whole), tmp_path / "c.pt")
+    wav2vec2_fairseq.write(whole, wav2vec2_fairseq.checkpoint_of(whole), tmp_path / "c.pt")
     between = ["--to", "huggingface", "--out", str(tmp_path / "hf")]
     assert export.run([str(tmp_path / "c.pt"), "--from", "fairseq", *between]) == 0
     back = ["--to", "fairseq", "--out", str(tmp_path / "back.pt")]
     assert export.run([str(tmp_path / "hf"), "--from", "huggingface", *back]) == 0
-    assert fairseq.read(tmp_path / "back.pt").weights.keys() == whole.weights.keys()
+    assert wav2vec2_fairseq.read(tmp_path / "back.pt").weights.keys() == whole.weights.keys()
 
 
 @needs_transformers
 def test_every_file_of_an_export_has_the_mode_that_the_umask_gives(small: Pretrained, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        huggingface.write(small, tmp_path / "hf")
+        wav2vec2_hf.write(small, tmp_path / "hf")
         write_imported(small, tmp_path / "ours")
-        fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")
+        wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small), tmp_path / "c.pt")
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o640}
@@ -253,7 +253,7 @@ def test_a_ctc_model_writes_the_same_text_in_hugging_face(kind: str, tmp_path: P
 
     task = ctc_task(kind)
     recogniser = describe(task, task.state_dict())
-    assert huggingface.write(recogniser, tmp_path / "ctc") <= huggingface.LIMIT
+    assert wav2vec2_hf.write(recogniser, tmp_path / "ctc") <= wav2vec2_hf.LIMIT
     model, told = transformers.AutoModelForCTC.from_pretrained(tmp_path / "ctc", output_loading_info=True)
     assert type(model) is transformers.Wav2Vec2ForCTC
     assert not told["missing_keys"]
@@ -268,7 +268,7 @@ def test_a_ctc_model_writes_the_same_text_in_hugging_face(kind: str, tmp_path: P
         assert theirs == [ours.text.strip()]  # their tokenizer strips its text
         assert len(set(ours.text)) > 4
     assert processor.tokenizer("abc's <b").input_ids == task.tokenizer.encode("abc's <b")
-    encoder, _ = huggingface.read(tmp_path / "ctc")
+    encoder, _ = wav2vec2_hf.read(tmp_path / "ctc")
     assert encoder.is_encoder
 
 
@@ -409,7 +409,7 @@ def test_a_file_of_another_kind(content: bytes, tmp_path: Path) -> None:
 def test_an_out_that_cannot_be_written(form: str, small: Pretrained, tmp_path: Path) -> None:
     if form == "huggingface":
         pytest.importorskip("transformers")
-    fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")
+    wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small), tmp_path / "c.pt")
     (tmp_path / "file").write_text("x")
     out, to = tmp_path / "file" / "out", ["--to", form] if form == "huggingface" else []
     with pytest.raises(MachineError, match="cannot be written") as caught:
@@ -446,7 +446,7 @@ _CONVERT = "import sys; from speechtrain.commands.export import main; main()"
 @pytest.mark.slow
 @needs_transformers
 def test_a_torchaudio_that_cannot_be_loaded_is_one_clear_line(small: Pretrained, tmp_path: Path) -> None:
-    fairseq.write(small, fairseq.checkpoint_of(small), tmp_path / "c.pt")
+    wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small), tmp_path / "c.pt")
     (tmp_path / "path" / "torchaudio").mkdir(parents=True)
     (tmp_path / "path" / "torchaudio-2.0.dist-info").mkdir()
     (tmp_path / "path/torchaudio/__init__.py").write_text("raise OSError('Could not load this library')")
@@ -472,9 +472,9 @@ def test_without_transformers_hugging_face_is_one_clear_line(
     direction: str, small: Pretrained, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder, file = hf_folder(small, tmp_path / "hf"), tmp_path / "c.pt"
-    fairseq.write(small, fairseq.checkpoint_of(small), file)
+    wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small), file)
     request.getfixturevalue("without")
-    assert not huggingface.is_available()
+    assert not wav2vec2_hf.is_available()
     before = sorted(tmp_path.rglob("*"))
     out = ["--out", str(tmp_path / "out")]
     calls: dict[str, Callable[[], object]] = {
@@ -497,7 +497,7 @@ def test_without_transformers_fairseq_works_and_says_that_nothing_was_checked(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     file = tmp_path / "c.pt"
-    fairseq.write(small, fairseq.checkpoint_of(small), file)
+    wav2vec2_fairseq.write(small, wav2vec2_fairseq.checkpoint_of(small), file)
     assert_equal(read_weights(str(file)), small.weights)
     assert "was not checked against Hugging Face's model" in caplog.text
     assert export.run([str(file), "--from", "fairseq", "--out", str(tmp_path / "out")]) == 0

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
 from speechtrain.config.build import build, build_model
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
+from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters, NoText, Tokenizer
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.errors import ConfigError
 from speechtrain.models.wav2vec2 import CollapseWatch, Wav2Vec2
+from speechtrain.runs.compose import compose
 
 TINY = [
     "model=wav2vec2_small",

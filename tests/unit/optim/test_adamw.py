@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.errors import ConfigError
 from speechtrain.optim.adamw import AdamW
+from speechtrain.runs.compose import compose
 
 STEPS = {
     "torch": (0.9987696078431372549, 0.9982601509671139886),

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from speechtrain.checkpoint.fit import load_optimizer
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build, dry_build
 from speechtrain.errors import MachineError, RunError
 from speechtrain.optim import adamw8bit
 from speechtrain.optim.adamw import AdamW
 from speechtrain.optim.adamw8bit import AdamW8bit
+from speechtrain.runs.compose import compose
 
 
 @pytest.fixture

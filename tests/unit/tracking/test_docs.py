@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.config.check import check
 from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.runs.compose import compose
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "trackers.md"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build
 from speechtrain.config.resolved import dump, load
+from speechtrain.runs.compose import compose
 from speechtrain.tracking.base import Tracker
 from tests.support.mllog import MLLog, golden_keys
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import PLAIN, ComputePolicy
 from speechtrain.config.build import build_data
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
 from speechtrain.precision import BF16, FP32, Precision
+from speechtrain.rank.build import build_task
 from speechtrain.run_directory import DeviceRecord
+from speechtrain.runs.compose import compose
 from speechtrain.task import Task
-from speechtrain.train_rank import build_task
 from speechtrain.training import autotune
 from speechtrain.training.autotune import choose_policy, recorded_policy
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speechtrain.commands._choices import choices
-from speechtrain.commands._hydra_app import compose
 from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_encoder, build_model, build_tokenizer
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError
+from speechtrain.rank.build import build_task, open_device
+from speechtrain.runs.choices import choices
+from speechtrain.runs.compose import compose
 from speechtrain.task import Task, units_of
-from speechtrain.train_rank import build_task, open_device
 from speechtrain.training.recompute import checkpoint_layers
 from tests.support.noise import batch
 

@@ -18,7 +18,6 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.commands._hydra_app import compose
 from speechtrain.config.build import build_schedule
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
@@ -26,6 +25,7 @@ from speechtrain.errors import RunError
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Cosine, Schedule
 from speechtrain.precision import FP32
+from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module

@@ -122,9 +122,9 @@ def test_a_collapse_that_the_task_sees_ends_the_run(tmp_path: Path) -> None:
     assert [w["step"] for w in warned.recorder.of("warning")] == [6]
 
 
-def test_progress_ignores_fields_of_other_releases() -> None:
+def test_progress_ignores_unknown_fields() -> None:
     progress = Progress()
-    progress.load_state_dict({"step": 7, "backward_divisor": 4.0, "rate_factor": 0.25})
+    progress.load_state_dict({"step": 7, "backward_divisor": 4.0, "unknown": 0.25})
     assert (progress.step, progress.backward_divisor) == (7, 4.0)
     assert progress.state_dict().keys() == Progress().state_dict().keys()
 

@@ -1,0 +1,377 @@
+"""Reads fairseq's wav2vec 2.0 checkpoints of every layout, without running pickled code, and writes one.
+
+fairseq cannot be installed together with speechtrain, so tests compare keys, shapes and types with the
+published model, and the names with Hugging Face's. docs/interchange.md has the check against fairseq.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speechtrain.errors import MALFORMED, ConfigError, DataError, one_line
+from speechtrain.files import atomic
+from speechtrain.interop.pickles import plain, read_pickle, tensors_of
+from speechtrain.interop.pretrained import (
+    CONV,
+    LAYER,
+    MOST_LAYERS,
+    Pretrained,
+    Rule,
+    Settings,
+    inward,
+    outward,
+    renamed,
+)
+from speechtrain.nn.masking import SpanMask
+
+_LONGEST_TEXT = 10_000  # characters of a list in the settings
+_COMMON: list[Rule] = [
+    (r"encoder\.mask_embedding", r"mask_emb"),
+    (rf"{CONV}\.conv\.(\w+)", r"feature_extractor.conv_layers.\1.0.\2"),
+    (r"encoder\.norm\.(\w+)", r"layer_norm.\1"),
+    (r"encoder\.projection\.(\w+)", r"post_extract_proj.\1"),
+    (r"encoder\.transformer\.position\.(\w+)", r"encoder.pos_conv.0.\1"),
+    (r"encoder\.transformer\.norm\.(\w+)", r"encoder.layer_norm.\1"),
+    (rf"{LAYER}\.attention\.(query|key|value|output)\.(\w+)", r"encoder.layers.\1.self_attn.\2.\3"),
+    (rf"{LAYER}\.attention_norm\.(\w+)", r"encoder.layers.\1.self_attn_layer_norm.\2"),
+    (rf"{LAYER}\.feed_forward_in\.(\w+)", r"encoder.layers.\1.fc1.\2"),
+    (rf"{LAYER}\.feed_forward_out\.(\w+)", r"encoder.layers.\1.fc2.\2"),
+    (rf"{LAYER}\.norm\.(\w+)", r"encoder.layers.\1.final_layer_norm.\2"),
+    (r"quantizer\.codebook", r"quantizer.vars"),
+    (r"quantizer\.projection\.(\w+)", r"quantizer.weight_proj.\1"),
+    (r"(project_q|final_proj)\.(\w+)", r"\1.\2"),
+]
+_NORMS: dict[str, Rule] = {
+    "group": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.\2"),
+    "layer": (rf"{CONV}\.norm\.(\w+)", r"feature_extractor.conv_layers.\1.2.1.\2"),
+}
+_ENCODER = Settings(
+    conv_bias=("conv_bias", False),
+    gradient_scale=("feature_grad_mult", 1.0),
+    width=("encoder_embed_dim", 768),
+    layers=("encoder_layers", 12),
+    feed_forward=("encoder_ffn_embed_dim", 3072),
+    heads=("encoder_attention_heads", 12),
+    pre_norm=("layer_norm_first", False),
+    position_kernel=("conv_pos", 128),
+    position_groups=("conv_pos_groups", 16),
+    dropout=("dropout", 0.1),
+    attention_dropout=("attention_dropout", 0.1),
+    activation_dropout=("activation_dropout", 0.0),
+    input_dropout=("dropout_input", 0.0),
+    layer_drop=("encoder_layerdrop", 0.0),
+)
+_TASK = Settings(normalise_audio=("normalize", False), sample_rate=("sample_rate", 16000))
+_MODEL = Settings(
+    codebooks=("latent_groups", 2),
+    codes=("latent_vars", 320),
+    negatives=("num_negatives", 100),
+    contrast_temperature=("logit_temp", 0.1),
+    target_dropout=("dropout_features", 0.0),
+)
+_STRIDES: dict[tuple[int, ...], tuple[int, ...]] = {(10, 3, 3, 3, 3, 2, 2): (5, 2, 2, 2, 2, 2, 2)}
+"""Strides of the published extractor by its kernels: they follow from no tensor."""
+_DIMENSIONS = {
+    r"mask_emb|.*\.in_proj_bias": 1,
+    r".*\.in_proj_weight": 2,
+    r"encoder\.pos_conv\.0\.weight_v|feature_extractor\.conv_layers\.\d+\.0\.weight": 3,
+}
+"""Dimensions of the tensors, by a pattern of their names, that are used before all shapes are compared."""
+_CONV_NORMS = {"default": "group", "layer_norm": "layer"}
+_FIXED = {"activation_fn": "gelu", "layer_type": "transformer", "quantize_input": False}
+_FIXED |= {"crop_seq_to_multiple": 1}
+"""Settings of the encoder that have one value here."""
+_UNMASKED = {"require_same_masks": True, "mask_dropout": 0.0, "mask_channel_before": False}
+_NEGATIVES = {"negatives_from_everywhere": False, "cross_sample_negatives": 0, "codebook_negatives": 0}
+_OBJECTIVE = {**_UNMASKED, **_NEGATIVES, "infonce": True}
+"""Settings of pretraining's objective that have one value here."""
+
+
+def _mask_settings(kind: str) -> Settings:
+    """The settings of a mask; ``kind`` is ``mask`` (of frames) or ``mask_channel``."""
+    return Settings(
+        probability=(f"{kind}_prob", 0.65 if kind == "mask" else 0.0),
+        length=(f"{kind}_length", 10),
+        kind=(f"{kind}_selection", "static"),
+        other=(f"{kind}_other", 0.0),
+        min_space=(f"{kind}_min_space", 1),
+    )
+
+
+def fairseq_name(name: str, conv_norm: str) -> str:
+    """fairseq's name of one of our weights; the extractor's norms are named by their kind."""
+    return renamed(name, [_NORMS[conv_norm], *_COMMON])
+
+
+def state_of(pretrained: Pretrained) -> OrderedDict[str, Tensor]:
+    """The weights under fairseq's names and in its shapes."""
+    kind = pretrained.encoder["conv_norm"]
+    return OrderedDict(outward(pretrained.weights, lambda name: fairseq_name(name, kind)))
+
+
+def read(path: str | Path) -> Pretrained:
+    """Read a wav2vec 2.0 checkpoint in any layout of fairseq; no pickled code is run.
+
+    Settings may be a plain dictionary, OmegaConf's or a Namespace. Tensors may be half precision, the
+    positional convolution's pair may have either name, and Gaudi's four-dimensional convolutions lose
+    their second to last dimension. Of a fine-tuned model the encoder is read. Optimizer states are not
+    read, except in files of torch before 1.6, which are read whole.
+
+    Raises DataError, which names the first tensor or setting that does not fit, for a file that is
+    refused, damaged, not wav2vec 2.0 or another variant of it.
+    """
+    path = Path(path)
+    content = read_pickle(path)
+    stored = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(stored, dict) or not any(str(name).endswith("mask_emb") for name in stored):
+        raise DataError(f"{path} has no wav2vec 2.0 model; give the .pt file that fairseq wrote")
+    prefix = next(str(name) for name in stored if str(name).endswith("mask_emb")).removesuffix("mask_emb")
+    settings, task, criterion = _settings(content, bool(prefix), path)
+    tensors = _tensors(stored, prefix, path)
+    has_targets = "final_proj.weight" in tensors or not prefix
+    _refuse_others({**settings, **criterion}, {**_FIXED, **(_OBJECTIVE if has_targets else {})}, path)
+    try:
+        encoder = _encoder_arguments(settings, task, tensors, path=path)
+        model = _model_arguments(settings, criterion, encoder) if has_targets else {}
+        shapes = Pretrained(encoder, model, {}).shapes()
+    except (ConfigError, TypeError, SyntaxError, RuntimeError, *MALFORMED) as error:
+        told = f"{path}: the settings do not describe a wav2vec 2.0 model: {one_line(str(error), 200)}"
+        raise DataError(told) from None
+    weights = inward(tensors, shapes, lambda name: fairseq_name(name, encoder["conv_norm"]), where=str(path))
+    return Pretrained(encoder, model, weights)
+
+
+def _settings(
+    content: Mapping[str, Any], is_tuned: bool, path: Path
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Settings of the wav2vec 2.0 model, of its task and of its criterion."""
+    found = plain(content.get("cfg")) or plain(content.get("args"))
+    if not isinstance(found, dict):
+        raise DataError(f"{path} has neither cfg nor args, so the model's settings are unknown")
+    if is_tuned:
+        inner = _section(found, "model").get("w2v_args")
+        if not isinstance(inner, dict):
+            raise DataError(f"{path} is fine-tuned, and the settings of its model (w2v_args) are missing")
+        found = inner
+    return _section(found, "model"), _section(found, "task"), _section(found, "criterion")
+
+
+def _section(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of the settings, or all settings: old files have one flat list."""
+    section = settings.get(name)
+    return section if isinstance(section, dict) else settings
+
+
+def _tensors(stored: Mapping[str, Any], prefix: str, path: Path) -> dict[str, Tensor]:
+    """Tensors below ``prefix``, with the names of a new checkpoint and no shapes of Gaudi's."""
+    # without a fine-tuned model's own layers
+    inner = {str(name).removeprefix(prefix): stored[name] for name in stored if str(name).startswith(prefix)}
+    tensors = tensors_of(inner, path)
+    for pair, name in (("original0", "weight_g"), ("original1", "weight_v")):
+        other = f"encoder.pos_conv.0.parametrizations.weight.{pair}"
+        if other in tensors:
+            tensors[f"encoder.pos_conv.0.{name}"] = tensors.pop(other)
+    for name, tensor in tensors.items():
+        if name.startswith("feature_extractor.") and tensor.dim() == 4:
+            tensors[name] = tensor.squeeze(2)
+    _check_dimensions(tensors, path)
+    for name in [name for name in tensors if name.endswith(("in_proj_weight", "in_proj_bias"))]:
+        base, _, kind = name.rpartition("in_proj_")
+        parts = tensors.pop(name).tensor_split(3)
+        tensors |= {f"{base}{p}_proj.{kind}": part for p, part in zip("qkv", parts, strict=True)}
+    return tensors
+
+
+def _check_dimensions(tensors: Mapping[str, Tensor], path: Path) -> None:
+    for name, tensor in tensors.items():
+        for pattern, dimensions in _DIMENSIONS.items():
+            if re.fullmatch(pattern, name) and tensor.dim() != dimensions:
+                raise DataError(f"{path}: the tensor {name} has {tensor.dim()} dimensions, not {dimensions}")
+
+
+def _refuse_others(settings: Mapping[str, Any], fixed: Mapping[str, Any], path: Path) -> None:
+    for key, usual in fixed.items():
+        if settings.get(key, usual) not in (usual, None):
+            raise DataError(f"{path}: {key} is {settings[key]!r}; only {usual!r} is supported")
+
+
+def _encoder_arguments(
+    settings: Mapping[str, Any], task: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, Any]:
+    norm = str(settings.get("extractor_mode", "default"))
+    if norm not in _CONV_NORMS:
+        raise DataError(f"{path}: extractor_mode is {norm!r}, not default or layer_norm")
+    width = int(settings.get("encoder_embed_dim", len(tensors["mask_emb"])))
+    sizes = {"encoder_embed_dim": width, "encoder_ffn_embed_dim": 4 * width}
+    sizes["encoder_attention_heads"] = width // 64
+    if (position := tensors.get("encoder.pos_conv.0.weight_v")) is not None:
+        sizes["conv_pos"] = position.shape[2]
+    return {
+        "conv_layers": _conv_layers(settings.get("conv_feature_layers"), tensors, path),
+        "conv_norm": _CONV_NORMS[norm],
+        **_ENCODER.read({**sizes, **settings}),
+        **_TASK.read(task),
+        "mask": _mask(settings, "mask", 2),
+        "channel_mask": _mask(settings, "mask_channel", 0) if settings.get("mask_channel_prob") else None,
+    }
+
+
+def _mask(settings: Mapping[str, Any], kind: str, min_masks: int) -> dict[str, Any]:
+    overlap = not settings.get(f"no_{kind}_overlap", False)
+    return {**_mask_settings(kind).read(settings), "overlap": overlap, "min_masks": min_masks}
+
+
+def _model_arguments(
+    settings: Mapping[str, Any], criterion: Mapping[str, Any], encoder: Mapping[str, Any]
+) -> dict[str, Any]:
+    final = int(settings.get("final_dim") or 0) or encoder["width"]
+    weights = _numbers(criterion.get("loss_weights")) or [0.0, 0.0]
+    return {
+        "final_width": final,
+        "code_width": int(settings.get("latent_dim") or 0) or final,
+        **_MODEL.read(settings),
+        "temperature": _numbers(settings.get("latent_temp")) or [2.0, 0.5, 0.999995],
+        "diversity_weight": weights[0],
+        "penalty_weight": weights[1] if len(weights) > 1 else 0.0,
+    }
+
+
+def _numbers(value: Any) -> list[float]:
+    """A list of numbers, which may be stored as text."""
+    parsed = ast.literal_eval(value[:_LONGEST_TEXT]) if isinstance(value, str) else value
+    return [float(number) for number in parsed or []]
+
+
+def _conv_layers(text: Any, tensors: Mapping[str, Tensor], path: Path) -> list[list[int]]:
+    """[channels, kernel, stride] of each convolution; the expression is parsed, not run as code."""
+    if text is None:
+        names = (f"feature_extractor.conv_layers.{i}.0.weight" for i in range(32))
+        weights = [tensors[name] for name in names if name in tensors]
+        strides = _STRIDES.get(tuple(weight.shape[2] for weight in weights))
+        if strides is None:
+            raise DataError(f"{path}: the settings have no conv_feature_layers, so the strides are unknown")
+        return [[len(weight), weight.shape[2], s] for weight, s in zip(weights, strides, strict=True)]
+    try:
+        layers = _sequence(ast.parse(str(text)[:_LONGEST_TEXT], mode="eval").body)
+        return [[int(a), int(b), int(c)] for a, b, c in layers]
+    except (SyntaxError, TypeError, *MALFORMED):
+        raise DataError(f"{path}: conv_feature_layers is {str(text)[:80]!r}, not a list of triples") from None
+
+
+def _sequence(node: ast.expr) -> Any:
+    """Compute lists, tuples and integers, joined by + and repeated by *. Raises ValueError."""
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_sequence(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _sequence(node.left) + _sequence(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        repeated, times = _sequence(node.left), _sequence(node.right)
+        if not isinstance(times, int) or len(repeated) * times > MOST_LAYERS:
+            raise ValueError
+        return repeated * times
+    value = ast.literal_eval(node)
+    if not isinstance(value, int):
+        raise ValueError
+    return value
+
+
+def checkpoint_of(pretrained: Pretrained, updates: int = 0) -> dict[str, Any]:
+    """The checkpoint that fairseq's trainer would save, except the optimizer's state, which is None.
+
+    Raises ConfigError for an encoder alone: fairseq's model also has the parts of pretraining.
+    """
+    if pretrained.is_encoder:
+        raise ConfigError(
+            "fairseq's wav2vec 2.0 needs a quantiser and projections, and this is an encoder; export the "
+            "pretraining run, or use --to huggingface"
+        )
+    names = {"criterion_name": "Wav2vecCriterion", "optimizer_name": "FairseqAdam"}
+    return {
+        "args": None,
+        "cfg": _config(pretrained),
+        "model": state_of(pretrained),
+        "criterion": None,
+        "optimizer_history": [{**names, "lr_scheduler_state": {"best": None}, "num_updates": updates}],
+        "task_state": {},
+        "extra_state": {
+            "metrics": {},
+            "previous_training_time": 0.0,
+            "train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True},
+            "val_loss": None,
+            "best": None,
+        },
+        "last_optimizer_state": None,
+    }
+
+
+def _model_settings(encoder: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    modes = {ours: theirs for theirs, ours in _CONV_NORMS.items()}
+    return {
+        "_name": "wav2vec2",
+        "extractor_mode": modes[encoder["conv_norm"]],
+        "conv_feature_layers": str([tuple(layer) for layer in encoder["conv_layers"]]),
+        "activation_fn": "gelu",
+        **_ENCODER.write(encoder),
+        **_MODEL.write(model),
+        "final_dim": model["final_width"],
+        "latent_dim": model["code_width"],
+        "latent_temp": list(model["temperature"]),
+        **_masking(encoder["mask"], "mask"),
+        **_masking(encoder["channel_mask"], "mask_channel"),
+        "quantize_targets": True,
+        **dict.fromkeys(("quantize_input", "same_quantizer", "target_glu", "checkpoint_activations"), False),
+        **_UNMASKED,
+        **_NEGATIVES,
+    }
+
+
+def _config(pretrained: Pretrained) -> dict[str, Any]:
+    encoder, model = pretrained.encoder, pretrained.model
+    empty = ("common", "checkpoint", "dataset", "distributed_training", "optimization")
+    return {
+        "_name": None,
+        **{name: {} for name in empty},
+        "model": _model_settings(encoder, model),
+        "task": {"_name": "audio_pretraining", "data": "", **_TASK.write(encoder)},
+        "criterion": {
+            "_name": "wav2vec",
+            "infonce": True,
+            "loss_weights": [model["diversity_weight"], model["penalty_weight"]],
+            "log_keys": ["prob_perplexity", "code_perplexity", "temp"],
+        },
+        "optimizer": {"_name": "adam"},
+        "lr_scheduler": {"_name": "polynomial_decay"},
+    }
+
+
+def _masking(mask: Mapping[str, Any] | None, kind: str) -> dict[str, Any]:
+    # all of them: fairseq's fine-tuning replaces a setting only if its name is there
+    mask = mask or asdict(SpanMask(probability=0.0))
+    return {**_mask_settings(kind).write(mask), f"no_{kind}_overlap": not mask["overlap"]}
+
+
+def write(pretrained: Pretrained, content: Mapping[str, Any], path: str | Path) -> None:
+    """Write the checkpoint of ``checkpoint_of``, after it was read back and is equal bit by bit.
+
+    Raises DataError if the checkpoint that was read back differs.
+    """
+    path = Path(path)
+    with atomic(path) as temporary:
+        torch.save(dict(content), temporary, pickle_protocol=2)
+        again = read(temporary)
+        same = again.weights.keys() == pretrained.weights.keys() and all(
+            torch.equal(value, pretrained.weights[name]) for name, value in again.weights.items()
+        )
+        # without masks: fairseq has fixed numbers for some of our settings (min_masks)
+        form = {name: value for name, value in again.encoder.items() if not name.endswith("mask")}
+        if not same or not form.items() <= pretrained.encoder.items() or again.model != pretrained.model:
+            raise DataError(f"{path} is not written: the file that was read back differs from the model")

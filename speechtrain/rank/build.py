@@ -1,0 +1,161 @@
+"""The parts of a rank, built from a resolved config: device, ranks, task, weights, schedule."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.config.build import (
+    build_device,
+    build_encoder,
+    build_model,
+    build_precision,
+    build_schedule,
+    build_tokenizer,
+)
+from speechtrain.config.stored import read_config
+from speechtrain.counter_rng import RunStream, seed_at
+from speechtrain.data.base import DataModule
+from speechtrain.devices.base import Device
+from speechtrain.distributed.group import Group, open_group
+from speechtrain.distributed.watchdog import MARGIN_SECONDS
+from speechtrain.errors import (
+    ConfigError,
+    MachineError,
+)
+from speechtrain.files import whole_path
+from speechtrain.launcher import World
+from speechtrain.optim.schedules import Schedule
+from speechtrain.precision import FP32, Precision
+from speechtrain.run_directory import (
+    run_of,
+)
+from speechtrain.task import Task
+from speechtrain.text.vocabulary import Tokenizer
+from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps
+from speechtrain.training.recompute import checkpoint_layers
+
+_LOG = logging.getLogger(__name__)
+
+
+def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]:
+    """Claim the device and return it with the precision, or with fp32 if the chip lacks its instructions.
+
+    Raises MachineError if device and precision do not fit, ConfigError for a device that cannot recompute.
+    """
+    device, precision = build_device(config), build_precision(config)
+    if config.trainer.get("checkpoint_layers") and device.static_shapes:
+        raise ConfigError(
+            f"trainer.checkpoint_layers=true: device={device.name} records graphs, which compute nothing "
+            "twice. Set trainer.checkpoint_layers=false"
+        )
+    device.check_precision(precision)
+    device.open(local_rank)
+    if reason := device.precision_fallback_reason(precision.dtype):
+        _LOG.warning(f"precision={precision.name}: {reason}")
+        precision = FP32()
+    return device, precision
+
+
+def build_task(config: DictConfig) -> tuple[Task, Tokenizer]:
+    """Return the task, with weights drawn from the run's seed, and its tokenizer."""
+    tokenizer = build_tokenizer(config)
+    torch.manual_seed(seed_at(config.seed, RunStream.INITIAL_WEIGHTS))
+    task = build_model(config, tokenizer, build_encoder(config))
+    if config.trainer.get("checkpoint_layers"):
+        checkpoint_layers(task)
+    return task, tokenizer
+
+
+def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Load the weights at ``init_from`` into a new run.
+
+    Returns the numbers of loaded and of newly initialised tensors. Tensors whose shape depends on the
+    vocabulary are newly initialised unless both runs have the same labels.
+    """
+    path = config.init_from
+    if not path:
+        return {}
+    from speechtrain.interop.weights import initialise, read_labels, read_weights
+
+    weights, fresh = read_weights(path), set[str]()
+    run = None if path.startswith("hf:") else run_of(whole_path(path).resolve())
+    labels = build_tokenizer(read_config(run)).labels if run else read_labels(path)
+    if labels not in ([], tokenizer.labels):
+        longer = copy.copy(tokenizer)
+        longer.labels = tokenizer.labels * 2
+        tensors = build_model(config, longer, build_encoder(config)).state_dict()
+        fresh = {name for name, value in task.state_dict().items() if value.shape != tensors[name].shape}
+    report = initialise(task, weights, path, fresh)
+    facts: dict[str, Any] = {"tensors taken over": len(report.loaded), "fresh": len(report.fresh)}
+    skipped = ", ".join(sorted(fresh & weights.keys()))
+    if skipped:
+        facts["fresh for another vocabulary"] = skipped
+    return facts
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that libraries may use. The draws of this project have addresses and no state."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def trainer_config_for(config: DictConfig, world: World) -> TrainerConfig:
+    """Return the trainer's settings for ``world``. Raises ConfigError or MachineError if they do not fit."""
+    if world.size != config.world_size:
+        raise MachineError(
+            f"WORLD_SIZE={world.size} in the environment, but the run has world_size={config.world_size}. "
+            "Unset RANK and WORLD_SIZE, or start that many processes"
+        )
+    settings = TrainerConfig(**{str(k): v for k, v in config.trainer.items()})
+    settings.divide_micro_batches(world.size)
+    return settings
+
+
+def open_ranks(
+    settings: TrainerConfig, world: World, device: Device, run_dir: Path
+) -> tuple[Group, Checkpointer]:
+    """Return the group of this run's ranks and its checkpointer, both sharded if ``trainer.shard`` is set.
+
+    Raises ConfigError if the device cannot shard.
+    """
+    timeout = settings.timeout_seconds + MARGIN_SECONDS
+    if settings.shard == "none" or world.size == 1:
+        return open_group(world, device.facts, timeout), Checkpointer(run_dir, settings.keep)
+    if not device.facts.fsdp:
+        raise ConfigError(
+            f"trainer.shard={settings.shard}: device={device.name} needs whole parameters. "
+            "Use trainer.shard=none"
+        )
+    from speechtrain.checkpoint.sharded import ShardedCheckpointer  # a second of imports
+    from speechtrain.distributed.fsdp import ShardedGroup  # a second of imports
+
+    group = ShardedGroup(world, device.facts, timeout)
+    return group, ShardedCheckpointer(run_dir, settings.keep, group)
+
+
+def plan_updates(
+    config: DictConfig, settings: TrainerConfig, data: DataModule
+) -> tuple[Schedule, int | None]:
+    """Return the schedule and the number of planned updates. Warn if the data or the warm-up is unfit."""
+    per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
+    planned = planned_steps(settings, per_epoch)
+    is_open = is_planned_by_time(settings)  # the trainer plans, and fits the schedule
+    updates = 1 if is_open else planned
+    schedule = build_schedule(config, max(1, round(per_epoch)), updates)
+    for warning in data.warnings():
+        _LOG.warning(warning)
+    if not data.valid():
+        _LOG.warning("data.valid is empty: nothing chooses the best checkpoint; add data.valid.NAME=FILE")
+    if planned and planned <= schedule.warmup:
+        _LOG.warning(f"the warm-up takes {schedule.warmup} of {planned} updates; change schedule.warmup_*")
+    return schedule, planned

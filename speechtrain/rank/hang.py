@@ -1,0 +1,74 @@
+"""The watchdog of a rank, and the end of a rank that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from speechtrain.distributed.watchdog import HangDiagnosis, HangReport, Stuck, Watch
+from speechtrain.errors import (
+    MachineError,
+)
+from speechtrain.files import write_text
+from speechtrain.launcher import World
+from speechtrain.rank.attempt import Attempt
+from speechtrain.run_directory import (
+    ERROR,
+    STUCK,
+    rank_folder,
+    write_result,
+)
+from speechtrain.supervision.process_tree import kill, kill_descendants, siblings_of
+
+_RANK0_HEAD_START_SECONDS = 1.0  # The other ranks wait, so that rank 0 prints before torchrun kills all.
+
+
+def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
+    """Start this rank's watchdog. All ranks must call it.
+
+    Its reports go to a folder named after the time of rank 0's start, which differs between attempts.
+    """
+    group, world = attempt.group, attempt.group.world
+    seconds_of_rank0 = torch.zeros(1, dtype=torch.float64)
+    if world.rank == 0:
+        seconds_of_rank0[0] = int(time.time())
+    start_time = time.gmtime(float(group.sum(seconds_of_rank0)[0]))
+    folder = run_dir / STUCK / time.strftime("%Y%m%dT%H%M%SZ", start_time)
+
+    def stop(diagnosis: HangDiagnosis, report: HangReport) -> None:
+        _exit_stuck(attempt, rank_folder(run_dir, world.rank), diagnosis, report=report)
+
+    watchdog = Watch(group.rank_status, world.rank, world.size, folder=folder, seconds=seconds, leave=stop)
+    return watchdog.start()
+
+
+def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
+    """End this rank, whatever its main thread hangs in. Its result names the stuck rank."""
+    # The stuck rank reports. If it does not answer, the next rank that answers does.
+    reporter = diagnosis.rank
+    while reporter in diagnosis.silent:
+        reporter += 1
+    is_cause = report.rank == reporter % attempt.group.world.size
+    message = diagnosis.message if is_cause else f"{report}: rank {diagnosis.rank} is stuck"
+    failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_cause}
+    result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **failure}
+    with contextlib.suppress(OSError):
+        write_text(folder / ERROR, f"{diagnosis.message}\n\n{report.others}{report.stack}", durable=False)
+        write_result(folder, result)
+    with contextlib.suppress(OSError, ValueError):
+        stack = f"speechtrain: the stack of rank {diagnosis.rank}:\n{diagnosis.stack}"
+        print(stack, file=sys.stderr, flush=True)
+    if report.rank:
+        time.sleep(_RANK0_HEAD_START_SECONDS)
+    kill_descendants(os.getpid())
+    for pid, environment in siblings_of(os.getpid()).items():
+        with contextlib.suppress(MachineError):
+            if World.from_environment(environment).rank in diagnosis.silent:
+                kill(pid)
+    os._exit(Stuck.exit_code)

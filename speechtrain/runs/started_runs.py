@@ -1,0 +1,78 @@
+"""The runs that this user has started, remembered in the user's state folder.
+
+Continuing a run executes its stored command. A command that finds a run by itself therefore continues it
+only if this user has started it. Each start writes a random id into ``run.json`` and into a private file of
+the state folder. Both must be equal. The name of the private file is a hash of the run's path, so an id that
+was copied into another folder opens nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from speechtrain.errors import RunError
+from speechtrain.files import read_text, say, whole_path, write_text
+from speechtrain.run_directory import ABOUT, read_about
+
+
+def state_folder() -> Path:
+    """Return ``$XDG_STATE_HOME/speechtrain``, or ``~/.local/state/speechtrain`` if it is not absolute."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):
+        base = "~/.local/state"
+    return whole_path(f"{base}/speechtrain")
+
+
+def require_started(run_dir: Path) -> None:
+    """Raise RunError if this user has not started the run that a command has found in ``run_dir``."""
+    if _remembered_id(run_dir) is None:
+        raise RunError(
+            f"{run_dir} was started by another user or on another machine: "
+            f"run_dir={run_dir} continues it, and executes the command that it stores"
+        )
+
+
+def start_id(run_dir: Path) -> str:
+    """Return the id of the next start in ``run_dir``: 32 hexadecimal digits.
+
+    A run that this user has started keeps its id. Any other run gets a new one, because whoever wrote its
+    ``run.json`` knows the id in it.
+    """
+    return _remembered_id(run_dir) or secrets.token_hex(16)
+
+
+def remember(run_dir: Path) -> None:
+    """Copy the id of a start from ``run.json`` into the state folder.
+
+    The files of runs that are gone are removed. If the folder cannot be written, one line says how to
+    continue the run later.
+    """
+    folder = state_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in folder.glob("[!.]*"):
+            _, _, remembered_dir = read_text(path, errors="replace").partition("\n")
+            if not Path(remembered_dir, ABOUT).exists():
+                path.unlink()
+        text = f"{read_about(run_dir).start_id}\n{run_dir.resolve()}"
+        write_text(_file(run_dir), text, durable=False, private=True)
+    except OSError as error:
+        say(f"{folder} cannot be written ({error}): only run_dir={run_dir} continues this run")
+
+
+def _remembered_id(run_dir: Path) -> str | None:
+    """Return the id of the run in ``run_dir`` if the state folder holds the same one."""
+    try:
+        identifier, _, _ = read_text(_file(run_dir), errors="replace").partition("\n")
+    except OSError:
+        return None
+    return identifier if identifier == read_about(run_dir).start_id else None
+
+
+def _file(run_dir: Path) -> Path:
+    """Return the file of the state folder for the run in ``run_dir``."""
+    path = os.fsencode(run_dir.resolve())
+    return state_folder() / hashlib.sha256(path).hexdigest()[:32]

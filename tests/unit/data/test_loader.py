@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from speechtrain.batch import Batch
+from speechtrain.counter_rng import dither_offset
+from speechtrain.data.audio import (
+    _BETA,
+    _ROLLOFF,
+    _ZEROS,
+    Unusable,
+    change_rate,
+    change_speed,
+    read_cut,
+    read_file,
+)
+from speechtrain.data.index import open_index
+from speechtrain.data.loader import BatchLoader, audio_row, collate
+from speechtrain.data.sampler import MicroBatch
+from speechtrain.data.source import Source
+from speechtrain.data.sources import open_source
+from speechtrain.data.static_shapes import Shape
+from speechtrain.text.vocabulary import Characters
+
+RATE = 16_000
+
+
+class Cuts(Source):
+    """Given lhotse cuts."""
+
+    def __init__(self, *cuts: Any) -> None:
+        self._cuts = cuts
+
+    def cuts(self) -> Iterator[Any]:
+        return iter(self._cuts)
+
+    def fingerprint(self) -> str:
+        return "-".join(cut.id for cut in self._cuts)
+
+
+def micro_batch(*rows: int, percents: tuple[int, ...] = (), shape: Shape | None = None) -> MicroBatch:
+    speeds = np.array(percents or [100] * len(rows), np.int16)
+    return MicroBatch(np.array(rows, np.int32), speeds, shape, 3, 7)
+
+
+def test_a_batch_holds_audio_labels_and_names(cache: Path, recordings: Any) -> None:
+    index = open_index(open_source(recordings.corpus("m", 3, text="Cab")))
+    batch = BatchLoader(index, Characters(alphabet="abc"))(micro_batch(2, 0))
+    assert batch.audio.shape == (2, 6720)
+    assert batch.audio_lengths.tolist() == [6720, 6400]
+    assert not batch.audio[1, 6400:].any()
+    expected, _ = soundfile.read(recordings.folder / "m-audio/000.wav", dtype="float32")
+    assert torch.equal(batch.audio[1, :6400], torch.from_numpy(expected))
+    assert batch.labels.tolist() == [[2, 0, 1]] * 2
+    assert batch.label_lengths.tolist() == [3, 3]
+    assert batch.ids == ("m:3:002", "m:1:000")
+    assert batch.texts == ("cab", "cab")
+    assert batch.keys[1] == dither_offset(expected) != batch.keys[0]
+    assert batch.weight.tolist() == [1.0, 1.0]
+    assert (batch.epoch, batch.index, batch.skipped) == (3, 7, ())
+    assert batch.seconds == pytest.approx(0.82)
+    assert [t.dtype for t in (batch.audio, batch.labels, batch.weight)] == [
+        torch.float32,
+        torch.int64,
+        torch.float32,
+    ]
+
+
+def test_decoding_is_what_lhotse_does(recordings: Any) -> None:
+    """Whole files, stretches, channels, mixtures and transforms of well-formed cuts."""
+    from lhotse import MonoCut, Recording
+    from lhotse.utils import fastcopy
+
+    mono = Recording.from_file(recordings.tone("mono.wav", 2.0))
+    stereo = Recording.from_file(recordings.tone("stereo.wav", 2.0, channels=2))
+    left = MonoCut("left", 0.0, 2.0, 0, recording=stereo)
+    right = fastcopy(left, id="right", channel=1)
+    whole = mono.to_cut()
+    cuts = [
+        whole,
+        whole.truncate(offset=0.5, duration=0.75),
+        left,
+        right,
+        whole.append(right),
+        whole.pad(3.0),
+    ]
+    cuts += [
+        whole.perturb_speed(0.9),
+        whole.perturb_volume(2.0),
+        whole.truncate(duration=1.0).mix(right, snr=5),
+    ]
+    for cut in cuts:
+        expected = np.atleast_2d(cut.load_audio()).mean(axis=0)
+        np.testing.assert_allclose(read_cut(cut.to_dict(), RATE), expected, atol=1e-6, err_msg=cut.id)
+
+
+def test_channels_are_averaged(recordings: Any) -> None:
+    from lhotse import Recording
+
+    path = recordings.tone("stereo.wav", 0.5, channels=2)
+    expected = soundfile.read(path, dtype="float32")[0].mean(axis=1)
+    both = Recording.from_file(path).to_cut().to_dict()
+    unknown = {**both, "type": "MonoCut", "channel": 0}  # a manifest that did not look: NeMo, MLPerf
+    unknown["recording"] = {
+        **both["recording"],
+        "sources": [{"type": "file", "channels": [0], "source": str(path)}],
+    }
+    for cut in (both, unknown):
+        np.testing.assert_allclose(read_cut(cut, RATE), expected, atol=1e-7)
+    np.testing.assert_allclose(read_file(str(path), RATE), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 44_100, 48_000])
+def test_other_rates_are_converted(recordings: Any, rate: int) -> None:
+    """A tone below both bands keeps its pitch, its height and its length."""
+    path = recordings.folder / "tone.wav"
+    times = np.arange(rate) / rate
+    soundfile.write(path, 0.5 * np.sin(2 * np.pi * 1000 * times), rate, subtype="FLOAT")
+    samples = read_file(str(path), RATE)
+    assert len(samples) == RATE
+    expected = 0.5 * np.sin(2 * np.pi * 1000 * np.arange(RATE) / RATE)
+    np.testing.assert_allclose(samples[800:-800], expected[800:-800], atol=2e-3)
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100])
+def test_change_rate_equals_the_convolution_of_lhotse(rate: int) -> None:
+    from lhotse.augmentation.resample import Resample
+
+    samples = np.random.default_rng(0).normal(size=12_345).astype(np.float32)
+    convolution = Resample(rate, RATE, "sinc_interp_kaiser", _ZEROS, _ROLLOFF, _BETA)
+    expected = convolution(torch.from_numpy(samples))
+    np.testing.assert_allclose(change_rate(samples, rate, RATE), expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("percent", [50, 90, 97, 100, 103, 110, 200])
+def test_the_speed_change_is_lhotses(percent: int) -> None:
+    from lhotse.augmentation import Speed
+
+    samples = np.random.default_rng(0).normal(size=12_345).astype(np.float32)
+    changed = change_speed(samples, percent, RATE)
+    np.testing.assert_allclose(changed, Speed(percent / 100)(samples[None], RATE)[0], atol=1e-5)
+    assert len(changed) == -(-12_345 * 100 // percent)
+
+
+def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the caller's number of threads, a batch is computed by one, as in a worker."""
+    loader = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
+    threads, found, used = torch.get_num_threads(), [], []
+
+    def watched(samples: Any, percent: int, sample_rate: int) -> Any:
+        used.append(torch.get_num_threads())
+        return change_speed(samples, percent, sample_rate)
+
+    monkeypatch.setattr("speechtrain.data.loader.change_speed", watched)
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(loader(micro_batch(0, 1, percents=(93, 107))).audio)
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    assert set(used) == {1}
+
+
+def test_a_fixed_shape_is_filled_with_rows_of_weight_zero(cache: Path, recordings: Any) -> None:
+    index = open_index(open_source(recordings.corpus("m", 2)))
+    shape = Shape(4, 8000, 16)
+    batch = BatchLoader(index, Characters())(micro_batch(0, 1, shape=shape))
+    assert (batch.audio.shape, batch.labels.shape) == ((4, 8000), (4, 16))
+    assert batch.weight.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert batch.audio_lengths.tolist() == [6400, 6560, 8000, 8000]
+    assert batch.label_lengths.tolist() == [7, 7, 0, 0]
+    assert batch.ids[2:] == ("", "")
+    assert batch.utterances == 2
+    alone = collate([], RATE, shape)
+    assert (alone.audio.shape, alone.labels.shape, alone.utterances) == ((4, 8000), (4, 16), 0)
+    assert not alone.weight.any()
+
+
+def test_the_dither_of_evaluation_follows_from_the_samples_not_from_the_name(
+    cache: Path, recordings: Any
+) -> None:
+    keys = {}
+    for name in ("m", "renamed"):
+        index = open_index(open_source(recordings.corpus(name, 2)))
+        batch = BatchLoader(index, Characters(), is_evaluation=True)(
+            micro_batch(0, 1, shape=Shape(3, 8000, 9))
+        )
+        assert batch.ids[0].startswith(f"{name}:")
+        keys[name] = batch.keys.tolist()
+    assert keys["m"] == keys["renamed"]
+    assert keys["m"][2] == 0
+    samples, _ = soundfile.read(recordings.folder / "m-audio/000.wav", dtype="float32")
+    assert collate([audio_row("other", samples, RATE)], RATE).keys.tolist() == keys["m"][:1]
+
+
+def test_a_transcript_wider_than_its_shape_becomes_filler(cache: Path, recordings: Any) -> None:
+    index = open_index(open_source(recordings.corpus("m", 1)))
+    batch = BatchLoader(index, Characters())(micro_batch(0, shape=Shape(1, 8000, 6)))
+    assert [skip.reason for skip in batch.skipped] == ["long_transcript"]
+
+
+def test_a_batch_goes_through_pickle_and_move(cache: Path, recordings: Any) -> None:
+    batch = BatchLoader(open_index(open_source(recordings.corpus("m", 1))), Characters())(micro_batch(0))
+    moved = batch.to(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    assert moved.audio.dtype == torch.float64
+    assert {f.name for f in dataclasses.fields(Batch)} == set(vars(moved))
+
+
+def test_whole_files_as_a_batch(recordings: Any) -> None:
+    files = [str(recordings.tone("a.wav", 1.0)), str(recordings.tone("b.flac", 0.5, rate=8000, channels=2))]
+    files.append(str(recordings.tone("short.wav", 0.01)))
+    batch = collate([audio_row(file, read_file(file, RATE), RATE) for file in files], RATE)
+    assert batch.ids == tuple(files)
+    assert batch.audio_lengths.tolist() == [16_000, 8_000, 1_600]  # a front end needs a frame
+    assert batch.weight.tolist() == [1.0] * 3
+
+
+def test_mixtures_of_cuts_are_batches_too(cache: Path, recordings: Any) -> None:
+    from lhotse import Recording, SupervisionSegment
+
+    def cut(name: str, text: str) -> Any:
+        made = Recording.from_file(recordings.tone(f"{name}.wav", 0.5)).to_cut()
+        made.supervisions.append(SupervisionSegment(name, name, 0.0, 0.5, text=text))
+        return made
+
+    index = open_index(Cuts(cut("a", "one").append(cut("b", "two"))))
+    batch = BatchLoader(index, Characters())(micro_batch(0))
+    assert batch.texts == ("one two",)
+    assert batch.audio_lengths.tolist() == [16_000]
+
+
+def test_a_mixture_of_files_far_longer_than_said_is_not_read(recordings: Any) -> None:
+    from lhotse import Recording
+
+    path = recordings.tone("a.wav", 0.5)
+    mixed = Recording.from_file(path).to_cut().pad(1.0).to_dict()
+    recordings.tone("a.wav", 60.0)
+    with pytest.raises(Unusable, match="wrong_length"):
+        read_cut(mixed, RATE)

@@ -1,0 +1,127 @@
+"""A run for use from Python."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.inference.loaded_run import LoadedRun, TranscriptionError, load
+from tests.support.digits import write_sample
+from tests.support.tiny_run import untrained
+
+ONE = "device.threads=1"
+
+
+@pytest.fixture(scope="module")
+def loaded(run_dir: Path) -> LoadedRun:
+    return load(run_dir, ONE)
+
+
+@pytest.fixture(scope="module")
+def wav(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audio") / "a.wav"
+    write_sample(path)
+    return path
+
+
+def test_files_arrays_and_tensors_have_one_text(
+    loaded: LoadedRun, wav: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    samples, rate = soundfile.read(wav, dtype="float32")
+    (found,) = loaded.transcribe(wav)
+    assert found.text
+    assert found.audio == str(wav)
+    assert rate == loaded.sample_rate
+    given = [(samples, rate), torch.from_numpy(samples), samples, shutil.copy(wav, tmp_path / "other.wav")]
+    assert {(one.text, one.score) for one in loaded.transcribe(given, batch=1)} == {(found.text, found.score)}
+    assert len(loaded.transcribe([wav, str(wav), wav.parent])) == 3
+    assert loaded.transcribe([]) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_decoder_is_chosen_for_one_call(loaded: LoadedRun, wav: Path) -> None:
+    (greedy,), (beam,) = loaded.transcribe(wav), loaded.transcribe(wav, decoder="beam", width=3, nbest=2)
+    assert len(beam.segments[0].hypothesis.alternatives) == 1
+    assert loaded.transcribe(wav)[0].segments[0].hypothesis == greedy.segments[0].hypothesis
+    limits = {"max_symbols": 1, "max_symbols_per_step": 1}  # A frame begins with one label, not with two.
+    assert len(loaded.transcribe(wav, **limits)[0].segments[0].hypothesis.labels) == 2
+    with pytest.raises(ConfigError, match=r"decoder\.wdith"):
+        loaded.transcribe(wav, decoder="beam", wdith=3)
+    with pytest.raises(ConfigError, match="decoder"):
+        loaded.transcribe(wav, decoder="best")
+
+
+def test_features_are_the_encoders_frames(loaded: LoadedRun, wav: Path) -> None:
+    (frames,) = loaded.features(wav)
+    seconds = soundfile.info(wav).duration
+    assert frames.dtype == np.float32
+    assert len(frames) == pytest.approx(seconds / loaded.frame_seconds, abs=2)
+    (again,) = loaded.features([wav])
+    np.testing.assert_array_equal(frames, again)
+
+
+def test_a_pretrained_model_has_features_and_no_text(cache: Path, wav: Path, tmp_path: Path) -> None:
+    small = ("encoder.layers=1", "encoder.width=16", "encoder.heads=2")
+    run = load(
+        untrained(tmp_path / "run", "model=wav2vec2_small", "data=manifest", "data.train=x", *small), ONE
+    )
+    (frames,) = run.features(wav)
+    assert frames.shape[1] == 16
+    assert run.frame_seconds == pytest.approx(0.02, rel=0.02)
+    with pytest.raises(ConfigError, match="Wav2Vec2 does not transcribe speech"):
+        run.transcribe(wav)
+
+
+def test_errors_name_what_is_wrong(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
+    for samples in (np.zeros((2, 100)), np.zeros(0), np.array([np.nan])):
+        with pytest.raises(DataError, match="recording 1: samples of shape"):
+            loaded.transcribe([samples])
+    with pytest.raises(RunError):
+        load(tmp_path)
+
+
+def test_the_limit_of_a_recordings_length_can_be_set(run_dir: Path, wav: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.max_decoded_seconds=1"):
+        load(run_dir, ONE, "data.max_decoded_seconds=1").transcribe(wav)
+
+
+def test_integers_have_the_full_scale_of_their_type(loaded: LoadedRun, wav: Path) -> None:
+    samples, rate = soundfile.read(wav, dtype="int16")
+    (transcript,) = loaded.transcribe(wav)
+    wide = samples.astype(np.int32)
+    arrays = [samples, torch.from_numpy(samples), wide * 2**16, (wide + 2**15).astype(np.uint16)]
+    for same in loaded.transcribe([(array, rate) for array in arrays], batch=1):
+        assert (same.text, same.score) == (transcript.text, transcript.score)
+    bytes_of_wav = (samples // 256 + 128).astype(np.uint8)
+    unsigned, signed = loaded.transcribe([bytes_of_wav, (samples // 256).astype(np.int8)], batch=1)
+    assert (unsigned.text, unsigned.score) == (signed.text, signed.score)
+
+
+@pytest.mark.parametrize("kind", ["int64", "bool", "complex128"])
+def test_samples_whose_full_scale_is_unknown_are_refused(loaded: LoadedRun, kind: str) -> None:
+    with pytest.raises(DataError, match=f"recording 1: samples of type {kind}: give floats"):
+        loaded.transcribe([(np.ones(8000, kind), 16_000)])
+
+
+def test_a_bad_file_loses_no_text_of_a_list(loaded: LoadedRun, wav: Path, tmp_path: Path) -> None:
+    with pytest.raises(TranscriptionError, match=r"none\.wav: the file does not exist \(1 of 3") as raised:
+        loaded.transcribe([wav, tmp_path / "none.wav", wav])
+    before, error, after = raised.value.results
+    assert before.text == after.text == loaded.transcribe(wav)[0].text
+    assert isinstance(error, DataError)
+    with pytest.raises(DataError, match=r"none\.wav: the file does not exist$"):
+        loaded.transcribe(tmp_path / "none.wav")
+
+
+def test_a_notebook_shows_one_line(loaded: LoadedRun, wav: Path) -> None:
+    assert re.fullmatch(r"<LoadedRun .*tiny step-00000002: RNNT, 16000 Hz, cpu>", repr(loaded))
+    (transcript,) = loaded.transcribe(wav)
+    assert repr(transcript) == f"<Transcript {wav}, {transcript.seconds:.1f} s: {transcript.text}>"

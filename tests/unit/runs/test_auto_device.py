@@ -1,0 +1,353 @@
+"""``device=auto``: which device it means, when it is refused, and that a run keeps the device."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from speechtrain.commands import doctor, evaluate, train, transcribe
+from speechtrain.config.resolved import dump
+from speechtrain.config.resolved import load as load_config
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.inference.loaded_run import load
+from speechtrain.launcher import Job, Launcher, Result, World
+from speechtrain.run_directory import read_failure
+from speechtrain.runs.auto_device import (
+    VARIABLE,
+    _usable_device,
+    announce_auto,
+    auto_device,
+    check_launcher,
+    check_same_device,
+    first_usable,
+)
+from speechtrain.runs.command_line import read
+from speechtrain.runs.compose import compose, compose_with_choices
+from speechtrain.runs.external_launch import ExternalLaunch
+from speechtrain.runs.resume import continued, run_to_continue
+from speechtrain.runs.run_name import RunNames
+from tests.support.digits import write_sample
+from tests.support.tiny_run import TINY, untrained
+
+HOST_LINE = "device: cpu (no CUDA device, habana_frameworks is not installed)"
+ELSEWHERE = ("ssh", "slurm", "mpi", "kubernetes")
+
+
+class Plugin(Launcher):
+    """A launcher of a user's own that does not say that its ranks run on this host."""
+
+    def launch(self, job: Job) -> Result:
+        return Result(0)
+
+    def render(self, job: Job) -> str:
+        return "nothing"
+
+
+@pytest.fixture
+def rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule decides, as without the suite's variable. This host must have a CPU only."""
+    monkeypatch.delenv(VARIABLE)
+    if auto_device().name != "cpu":
+        pytest.skip("this host has an accelerator")
+
+
+# --- the rule ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hpu", "line"),
+    [
+        ("", "", "device: cuda (cuda is usable)"),
+        ("", "no Gaudi card", "device: cuda (cuda is usable)"),
+        ("no CUDA device", "", "device: hpu (no CUDA device, hpu is usable)"),
+        ("no CUDA device", "no Gaudi card", "device: cpu (no CUDA device, no Gaudi card)"),
+    ],
+)
+def test_cuda_comes_before_gaudi_and_gaudi_before_the_cpu(cuda: str, hpu: str, line: str) -> None:
+    assert str(first_usable({"cuda": cuda, "hpu": hpu})) == line
+
+
+def test_a_host_without_accelerators_trains_on_its_cpu(rule: None) -> None:
+    assert str(auto_device()) == HOST_LINE
+
+
+def test_a_variable_sets_the_device_in_place_of_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "lazy")
+    assert str(auto_device()) == "device: lazy (SPEECHTRAIN_DEVICE is set)"
+    assert compose([]).device._target_.endswith(".Lazy")
+    assert compose(["device=cpu"]).device._target_.endswith(".CPU")
+    monkeypatch.setenv(VARIABLE, "gpu")
+    with pytest.raises(ConfigError, match=r"^SPEECHTRAIN_DEVICE=gpu: the devices are cpu, cuda, hpu,"):
+        compose(["device=auto"])
+    assert compose(["device=cpu"]), "an explicit device does not read it"
+    for text in ("", "auto"):
+        monkeypatch.setenv(VARIABLE, text)
+        assert auto_device() is _usable_device()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+def test_the_choice_is_made_before_composing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The YAML of a device also sets precision and shapes, which a recipe or the command may replace."""
+    monkeypatch.setenv(VARIABLE, device)
+    for overrides in ([], ["recipe=demo"], ["precision=fp32", "data.shapes=2"]):
+        assert compose(overrides) == compose([*overrides, f"device={device}"])
+        assert compose([*overrides, "device=auto"]) == compose([*overrides, f"device={device}"])
+
+
+def test_a_device_of_a_package_is_chosen_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "mine.yaml").write_text("_target_: speechtrain.devices.lazy.Lazy\n")
+    assert compose(["device=mine"], str(tmp_path)).device._target_.endswith(".Lazy")
+    monkeypatch.setenv(VARIABLE, "mine")
+    assert compose([], str(tmp_path)).device._target_.endswith(".Lazy")
+
+
+def test_a_recipe_sets_the_device_of_a_run(rule: None) -> None:
+    config, group_choices = compose_with_choices(["recipe=nemo_quartznet"])
+    assert config.device._target_.endswith(".CUDA")
+    assert group_choices["device"] == "cuda"
+    config, group_choices = compose_with_choices(["recipe=nemo_quartznet", "device=auto"])
+    assert config.device._target_.endswith(".CPU")
+    assert group_choices["device"] == "auto"
+
+
+# --- launchers --------------------------------------------------------------------------------------
+
+
+def refusal(*overrides: str) -> str:
+    """Return the error of a command's device, or an empty text."""
+    config, group_choices = compose_with_choices([*overrides, "world_size=2"])
+    try:
+        check_launcher(group_choices, config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("launcher", ELSEWHERE)
+def test_a_launcher_of_other_hosts_needs_an_explicit_device(
+    launcher: str, rule: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("a\nb\n")
+    keys = [f"launcher={launcher}", *(["launcher.image=i"] if launcher == "kubernetes" else [])]
+    line = (
+        f"launcher={launcher} may start ranks on other hosts, whose devices are unknown here. "
+        "Add device=cpu, cuda or hpu"
+    )
+    assert refusal(*keys) == refusal(*keys, "device=auto") == line
+    assert refusal(*keys, "device=cpu") == refusal(*keys, "recipe=intel_rnnt") == ""
+    monkeypatch.setenv(VARIABLE, "cpu")
+    assert refusal(*keys) == ""
+
+
+@pytest.mark.parametrize("launcher", ["auto", "torchrun", "local"])
+def test_a_launcher_of_this_host_needs_none(launcher: str, rule: None) -> None:
+    assert refusal(f"launcher={launcher}") == ""
+
+
+def test_a_launcher_of_a_package_says_itself_where_its_ranks_run(
+    rule: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPEECHTRAIN_ALLOW_TARGETS", __name__)
+    config, group_choices = compose_with_choices([])
+    config.launcher = OmegaConf.create({"_target_": f"{__name__}.Plugin"})
+    with pytest.raises(ConfigError, match="launcher=plugin may start ranks on other hosts"):
+        check_launcher(group_choices, config)
+    monkeypatch.setattr(Plugin, "is_here", lambda self, job: True)
+    check_launcher(group_choices, config)
+
+
+@pytest.mark.parametrize("form", [[], ["dry_run=true"], ["-m", "seed=1,2"]])
+def test_the_command_refuses_before_it_starts_a_job(
+    form: list[str], rule: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
+        train.run(["recipe=demo", "launcher=slurm", *form])
+    assert not [*tmp_path.rglob("config.yaml")]
+
+
+def test_a_run_that_continues_with_another_device_follows_the_same_rule(
+    rule: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [text for text in TINY if text != "device.threads=1"]
+    run_dir = untrained(tmp_path, *overrides, "device=lazy", "data.shapes=2")
+    (run_dir / "run.json").write_text(json.dumps({"overrides": overrides}))
+    command = read([f"run_dir={run_dir}", "device=auto"])
+    assert continued(run_dir, command).device._target_.endswith(".CPU")
+    assert capsys.readouterr().out.splitlines()[0] == HOST_LINE
+    with pytest.raises(ConfigError, match="launcher=slurm may start ranks on other hosts"):
+        continued(run_dir, read([f"run_dir={run_dir}", "device=auto", "launcher=slurm"]))
+    assert continued(run_dir, read([f"run_dir={run_dir}", "launcher=slurm"])), "the run has a device"
+
+
+def test_ranks_that_run_already_get_the_device_of_rank_0(
+    rule: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, group_choices = compose_with_choices(["launcher=slurm", "world_size=2"])
+    announce_auto(group_choices, config, ExternalLaunch(World(0, 2, 0, 1), tmp_path))
+    assert capsys.readouterr().out == f"{HOST_LINE}\n"
+
+
+@pytest.mark.slow
+def test_a_rank_without_the_device_of_rank_0_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prints the line of the rank that failed first."""
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    run_dir = untrained(tmp_path, *TINY)
+    config = load_config(run_dir / "config.yaml")
+    config.device, config.world_size = compose(["device=cuda"]).device, 2
+    (run_dir / "config.yaml").write_text(dump(config))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    rank_0, rank_1 = (ExternalLaunch(World(rank, 2, 0, 1), run_dir) for rank in range(2))
+    rank_0._tell({"environment": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}})
+    assert rank_1.join() == MachineError.exit_code
+    failure = read_failure(run_dir)
+    assert failure is not None
+    assert re.fullmatch(r"device=cuda: .* set device=cpu", str(failure.error))
+
+
+# --- runs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def working_folder(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_first_line_says_the_device_and_the_run_keeps_it(
+    rule: None, working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*TINY, "tracking=none", "launcher=local", "launcher.inline=true"]
+    assert train.run(overrides) == 0
+    assert capfd.readouterr().out.splitlines()[0] == HOST_LINE
+    (run_dir,) = Path("runs").iterdir()
+    monkeypatch.setenv(VARIABLE, "lazy")  # as on a host whose device is another one
+    command = read(overrides)
+    assert run_to_continue(command) == run_dir.resolve()
+    config = continued(run_dir.resolve(), command)
+    assert config.device._target_ == "speechtrain.devices.cpu.CPU"
+    assert HOST_LINE not in capfd.readouterr().out
+
+
+def test_the_name_of_a_run_is_the_same_on_each_host(
+    working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run from before ``device=auto`` has this name, too. The device was no part of it."""
+    names = set()
+    for device in ("cpu", "cuda", "lazy"):
+        monkeypatch.setenv(VARIABLE, device)
+        names.add(RunNames(None).name({"model": "rnnt", "data": "digits"}, ["recipe=demo"]))
+    names.add(RunNames(None).name({"model": "rnnt", "data": "digits"}, ["recipe=demo", "device=cpu"]))
+    assert names == {"rnnt-digits-a516384e"}
+
+
+@pytest.mark.slow
+def test_a_sweep_and_a_dry_run_say_the_device(
+    rule: None, working_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train.run([*TINY, "dry_run=true", "-m", "device=auto,cpu", "seed=1,2"]) == 0
+    output, log = capfd.readouterr()
+    assert "job 4: device=cpu seed=2" in output.splitlines()
+    assert log.splitlines() == [HOST_LINE, HOST_LINE], "two jobs have an explicit device"
+
+
+def test_a_job_of_a_sweep_on_a_host_with_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "cuda")
+    check_same_device({"device": "auto"}, "cuda")
+    check_same_device({"device": "cpu"}, "hpu")
+    with pytest.raises(
+        ConfigError, match=r"device=auto is cpu where the sweep started, and not on this host \(device: cuda"
+    ):
+        check_same_device({"device": "auto"}, "cpu")
+
+
+def test_the_doctor_follows_the_rule(rule: None, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run([*TINY]) == 0
+    assert re.search(rf"^green\s+device=auto\s+{re.escape(HOST_LINE)}$", capsys.readouterr().out, re.M)
+    assert doctor.run([*TINY, "launcher=slurm"]) == ConfigError.exit_code
+    assert re.search(r"^red\s+recipe\s+launcher=slurm may start ranks", capsys.readouterr().out, re.M)
+
+
+# --- trained runs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_run(cache: Path, tmp_path: Path) -> Path:
+    """A run of an absent device, in a precision that the CPU lacks."""
+    if torch.cuda.is_available():
+        pytest.skip("this host has a GPU")
+    run_dir = untrained(tmp_path / "run", *TINY)
+    config = load_config(run_dir / "config.yaml")
+    gpu_config = compose(["device=cuda", "precision=fp16"])
+    config.device, config.precision = gpu_config.device, gpu_config.precision
+    (run_dir / "config.yaml").write_text(dump(config))
+    return run_dir
+
+
+FALLBACK = f"{HOST_LINE}, precision=fp32"
+
+
+def test_evaluate_takes_the_device_of_the_rule_if_that_of_the_run_is_absent(
+    gpu_run: Path, rule: None, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.run([str(gpu_run), "device.threads=1", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["metrics"]
+    assert caplog.messages[0] == FALLBACK
+    caplog.clear()
+    assert evaluate.run([str(gpu_run), "precision=bf16", "--json"]) == 0
+    assert caplog.messages[0] == HOST_LINE
+
+
+def test_transcribe_and_load_do_the_same(
+    gpu_run: Path,
+    rule: None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write_sample(tmp_path / "a.wav")
+    assert transcribe.run([str(gpu_run), str(tmp_path / "a.wav")]) == 0
+    assert len(capfd.readouterr().out.splitlines()) == 1
+    assert load(gpu_run).opened.device.name == "cpu"
+    assert caplog.messages == [FALLBACK, FALLBACK]
+
+
+def test_an_explicit_device_is_used_or_refused(gpu_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(MachineError, match="device=cuda: "):
+        load(gpu_run, "device=cuda")
+    with pytest.raises(MachineError, match="precision=fp16: device=cpu does not train in it"):
+        load(gpu_run, "device=cpu")
+    assert load(gpu_run, "device=cpu", "precision=fp32", "device.threads=1").opened.device.name == "cpu"
+    assert not caplog.messages
+
+
+def test_a_device_that_is_present_stays(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = untrained(tmp_path / "run", *TINY)
+    monkeypatch.setenv(VARIABLE, "lazy")
+    assert load(run_dir).opened.device.name == "cpu"
+    assert not caplog.messages
+    assert type(load(run_dir, "device=auto").opened.device).__name__ == "Lazy"
+    assert caplog.messages == ["device: lazy (SPEECHTRAIN_DEVICE is set)"]
+
+
+@pytest.mark.slow
+def test_the_line_is_printed_once_by_a_command_that_starts_again(gpu_run: Path, rule: None) -> None:
+    """A device's variables are set by a second start of the command."""
+    program = Path(sys.executable).parent / "speechtrain-evaluate"
+    result = subprocess.run([program, gpu_run, "--json"], capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines().count(FALLBACK) == 1
+    assert json.loads(result.stdout)

@@ -1,0 +1,142 @@
+"""100 ($FUZZ) random command lines: each composes and passes the check, or is refused in one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig
+
+from speechtrain.config.check import check
+from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.errors import ConfigError, SpeechtrainError, one_line
+from speechtrain.runs import compose as composition
+from speechtrain.runs.command_line import check_flags, read
+
+CONF = Path(__file__).parents[3] / "conf"
+GROUPS = {
+    folder.name: sorted(p.stem for p in folder.glob("[!_]*.yaml"))
+    for folder in CONF.iterdir()
+    if folder.is_dir()
+}
+GROUPS = {name: choices for name, choices in GROUPS.items() if choices}
+KEYS = sorted(composition._known_keys([], None))
+
+
+def _damaged(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """A text with a character dropped, doubled or replaced."""
+
+    def damage(text: str, place: int, kind: int, other: str) -> str:
+        place %= max(1, len(text))
+        return text[:place] + ("", text[place : place + 1] * 2, other)[kind] + text[place + 1 :]
+
+    return st.builds(damage, texts, st.integers(0, 60), st.integers(0, 2), st.characters(codec="utf-8"))
+
+
+scalars = st.one_of(
+    st.sampled_from(
+        ["null", "true", "1", "0", "-1", "1e-3", "1e400", "nan", "inf", "abc", "''", '""', "???", "0x1"]
+    ),
+    st.sampled_from(
+        ["${seed}", "${oc.env:HOME}", "${oc.env:NOPE_}", "${nope}", "${optimizer.lr}", "${", "$", "\\"]
+    ),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=8),
+)
+values = st.one_of(
+    scalars,
+    st.recursive(
+        scalars,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3).map(lambda items: "[" + ",".join(items) + "]"),
+            st.lists(st.tuples(st.sampled_from(["a", "_target_", "x.y", ""]), inner), max_size=2).map(
+                lambda items: "{" + ",".join(f"{k}: {v}" for k, v in items) + "}"
+            ),
+            inner.map(lambda v: f"'{v}'"),
+            inner.map(lambda v: f"[{v}"),
+        ),
+        max_leaves=6,
+    ),
+    st.sampled_from(
+        ["os.system", "speechtrain.models.rnnt.RNNT", "torch.nn.Linear", "torch.optim.Adam", "a.b.c"]
+    ),
+)
+choices = st.sampled_from([f"{g}={c}" for g, names in GROUPS.items() for c in names])
+keys = st.sampled_from(KEYS)
+names = st.one_of(keys, _damaged(keys), st.sampled_from(sorted(GROUPS)), keys.map(lambda k: f"{k}._target_"))
+overrides = st.one_of(
+    choices,
+    _damaged(choices),
+    st.builds(
+        lambda sign, name, value: f"{sign}{name}={value}",
+        st.sampled_from(["", "", "", "+", "++", "~"]),
+        names,
+        values,
+    ),
+    names.map(lambda name: f"~{name}"),
+    names,
+    st.text(max_size=12),
+)
+REFUSALS = {"refused": 0, "accepted": 0}
+
+
+def _outcome(argv: list[str]) -> DictConfig:
+    """What the command does before it looks at the machine, with the fast form of Hydra's composition."""
+    command = read(argv)
+    check_flags(command.flags)
+    try:
+        config = composition.compose(command.overrides)
+    except SpeechtrainError:
+        raise
+    except Exception as error:
+        raise composition.explain(error, command.overrides) from error
+    config.run_dir = "/tmp/run"  # as the command does; nothing is written there
+    check(config)
+    return config
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=int(os.environ.get("FUZZ", "60")),
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+@given(st.lists(overrides, min_size=1, max_size=3))
+def test_no_command_line_ends_in_a_traceback(argv: list[str]) -> None:
+    try:
+        _outcome(argv)
+        REFUSALS["accepted"] += 1
+    except SpeechtrainError as error:
+        REFUSALS["refused"] += 1
+        assert 2 <= error.exit_code <= 5  # noqa: PT017 - both outcomes are right
+        line = one_line(str(error))
+        assert line, argv
+        assert len(line) < 2000
+        assert not line.startswith("Traceback")
+    finally:
+        os.environ.pop(ALLOW_TARGETS, None)
+
+
+def test_the_fuzz_hits_both_outcomes() -> None:
+    total = sum(REFUSALS.values())
+    if total == 0:
+        pytest.skip("test_no_command_line_ends_in_a_traceback has not run")
+    assert REFUSALS["accepted"] >= total // 50
+    assert REFUSALS["refused"] >= total // 10
+
+
+def test_a_fault_of_ours_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: DictConfig) -> None:
+        raise KeyError("seed")
+
+    monkeypatch.setattr("speechtrain.config.check.resolved", broken)
+    with pytest.raises(KeyError):
+        _outcome(["seed=1"])
+    with pytest.raises(ConfigError):
+        _outcome(["sed=1"])

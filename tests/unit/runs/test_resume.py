@@ -1,0 +1,193 @@
+"""Starting a run again: each test has the command of a user who was refused or misled."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from speechtrain.commands import train
+from speechtrain.config.resolved import dump, load
+from speechtrain.config.resume_fields import typed_fields, with_whole_paths
+from speechtrain.errors import ConfigError, DataError, RunError
+from speechtrain.run_directory import CONFIG
+from speechtrain.runs.command_line import read
+from speechtrain.runs.compose import compose
+from speechtrain.runs.stored_config import set_key
+
+SMALL = (
+    *("model=rnnt", "data=manifest", "device.threads=1", "data.workers=0", "trainer.max_steps=2"),
+    *("decoder.max_symbols=9", "encoder.hidden=16", "model.prediction.hidden=16", "data.hold_out=0.3"),
+    *("model.prediction.embedding=8", "model.joint.hidden=16", "tokenizer=auto", "tracking=none"),
+    *("trainer.log_every=1", "launcher=local", "launcher.inline=true"),
+)
+
+
+def speak(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(count)
+    for number in range(count):
+        soundfile.write(folder / f"{number}.wav", draw.normal(0, 0.1, 8_000), 16_000)
+        (folder / f"{number}.txt").write_text("yes no")
+
+
+@pytest.fixture
+def project(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with ten recordings and a shared folder of runs."""
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
+    (tmp_path / "one").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    speak(Path("rec"), 10)
+    return tmp_path
+
+
+def start(*overrides: str) -> int:
+    return train.run([*SMALL, "data.train=rec", *overrides])
+
+
+@pytest.mark.slow
+def test_a_run_continues_as_its_recordings_limits_and_folder_say(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """U3, U4, U28, U43 on one run, because a run takes seconds."""
+    schedule = Path("conf/schedule")
+    schedule.mkdir(parents=True)
+    (schedule / "mine.yaml").write_text("defaults: [cosine]\npeak: ${optimizer.lr}\n")
+    choice = ("--config-dir", "conf", "schedule=mine")
+    assert start(*choice) == 0
+    (run_dir,) = (project / "out").iterdir()
+    assert start(*choice) == 0  # U1: the YAML refers to another key
+    output, note = capsys.readouterr()
+    assert f"{run_dir} is done: finished at step 2" in output
+    assert f"the same keys started {run_dir}, which continues; run_dir=NEW starts another" in note
+
+    with pytest.raises(RunError, match=r"resume=never, but .* holds [12] checkpoints"):  # U28
+        start(*choice, "resume=never")
+
+    assert train.run([f"run_dir={run_dir}", *choice[:2], "trainer.max_steps=1"]) == 0  # U43
+    assert "is done with 2 updates, so trainer.max_steps=1 adds none" in capsys.readouterr().out
+
+    speak(Path("rec"), 12)  # U3
+    with pytest.raises(DataError, match=r"10 recordings then, 12 now.*data\.train=rec.* run_dir=NEW"):
+        start(*choice)
+
+    other_project = project / "two"  # U4
+    speak(other_project / "rec", 10)
+    monkeypatch.chdir(other_project)
+    assert start("dry_run=true") == 0
+    assert str(run_dir) not in capsys.readouterr().out
+    with pytest.raises(RunError, match=r"data\.train: .*/one/rec in the run, rec now"):
+        train.run([f"run_dir={run_dir}", "data.train=rec"])
+
+
+@pytest.mark.parametrize(
+    ("override", "absolute"),
+    [
+        ("data.train=rec", "data.train=/P/rec"),
+        ("data.train=./rec/", "data.train=/P/rec"),
+        ("data.train=/P/rec", "data.train=/P/rec"),
+        ("init_from=rec", "init_from=/P/rec"),
+        ("++data.valid.dev=['rec','other']", "++data.valid.dev=['/P/rec','other']"),
+        ("data.train={a: {path: rec, weight: 3}}", "data.train={a: {path: /P/rec, weight: 3}}"),
+        ("recipe=rec", "recipe=rec"),
+        ("data.train=other", "data.train=other"),
+    ],
+)
+def test_paths_of_files_are_compared_whole(override: str, absolute: str, tmp_path: Path) -> None:
+    (tmp_path / "rec").mkdir()
+    override, absolute = (text.replace("/P", str(tmp_path)) for text in (override, absolute))
+    assert with_whole_paths(override, str(tmp_path)) == absolute
+    assert with_whole_paths(override, "") == override
+
+
+@pytest.mark.parametrize("overrides", [[], ["resume=must"], ["trainer.max_steps=9000", "dry_run=true"]])
+def test_a_directory_without_a_run_is_not_continued(overrides: list[str], tmp_path: Path) -> None:
+    """U6: it began the digits in a directory with a misspelt name."""
+    with pytest.raises(RunError, match=r"run holds no run .*recipe=demo"):
+        train.run([f"run_dir={tmp_path / 'run'}", *overrides])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"resume=must, but .* holds 0 checkpoints"):
+        train.run(["recipe=demo", f"run_dir={tmp_path / 'run'}", "resume=must"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("symbols", ["abc", "آب\u200c"])
+def test_the_lines_of_a_dry_run_write_the_config_of_the_ranks(
+    symbols: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """U11: the printed line had no config to read."""
+    run_dir = tmp_path / "a run"
+    overrides = ["tokenizer=characters", f"tokenizer.alphabet='{symbols}'", "dry_run=true"]
+    assert train.run(["recipe=demo", *overrides, f"run_dir='{run_dir}'"]) == 0
+    assert not run_dir.exists()
+    *lines, command = capsys.readouterr().out.splitlines()
+    assert command.endswith(f"-m speechtrain.train_rank '{run_dir / CONFIG}'")
+    subprocess.run(["bash", "-ec", "\n".join(lines)], check=True)
+    config = load(run_dir / CONFIG)
+    assert (config.tokenizer.alphabet, config.dry_run) == (symbols, False)
+    assert train.run([f"run_dir='{run_dir}'", "dry_run=true"]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_rank_without_a_config_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "speechtrain.train_rank", f"{tmp_path}/run/config.yaml"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr.count("\n")) == (ConfigError.exit_code, 1)
+    assert f"{tmp_path}/run/config.yaml does not exist on " in process.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_two_commands_of_the_readme_have_one_run() -> None:
+    """U15: the second one was refused, because it continued the run of the first."""
+    runs = {}
+    for line in Path(__file__).parents[3].joinpath("README.md").read_text().splitlines():
+        if "speechtrain train" not in line or not line.startswith("    "):
+            continue
+        words = shlex.split(line.partition("speechtrain train")[2], comments=True)
+        command = read([word for word in words if not word.startswith("allow_targets=")])
+        if command.is_sweep or command.run_dir is not None or not command.overrides:
+            continue
+        identity = tuple(typed_fields(command.overrides))
+        assert identity not in runs, f"{line.strip()} continues the run of {runs[identity]}"
+        runs[identity] = line.strip()
+    assert len(runs) >= 2
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("optimizer.lr=1e-4", "begins with its weights"),
+        ("augment=none", "begins with its weights"),
+        ("encoder.hidden=9", "is a new run"),
+    ],
+)
+def test_a_refusal_has_the_command_of_another_run(override: str, advice: str, tmp_path: Path) -> None:
+    """U5: the advice for another learning rate began the digits in another directory."""
+    config = compose(["recipe=demo", "seed=3"])
+    config.run_dir = str(tmp_path)
+    (tmp_path / CONFIG).write_text(dump(config))
+    about = {"argv": ["--config-dir", "conf", "recipe=demo"], "overrides": ["recipe=demo", "seed=3"]}
+    (tmp_path / "run.json").write_text(json.dumps(about))
+    expected = f"this {advice}: speechtrain train --config-dir conf recipe=demo seed=3 run_dir=NEW {override}"
+    if "weights" in advice:
+        expected += f" init_from={tmp_path}"
+    with pytest.raises(RunError, match=re.escape(expected) + "$"):
+        train.run([f"run_dir={tmp_path}", override])
+
+
+def test_a_launcher_whose_key_has_no_value_gets_it_when_a_run_continues() -> None:
+    config = compose(["launcher=kubernetes"])
+    set_key(config, "launcher.image", "registry.example/speechtrain:1")
+    assert config.launcher.image == "registry.example/speechtrain:1"
+    with pytest.raises(ConfigError, match=r"launcher\.imag: the run's config has no such key"):
+        set_key(config, "launcher.imag", "x")

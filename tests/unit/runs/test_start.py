@@ -1,0 +1,507 @@
+"""A run's global batch belongs to it: another world size shares it out anew, or is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from speechtrain.commands import train
+from speechtrain.commands._cli import guarded
+from speechtrain.config.resolved import dump, load
+from speechtrain.devices.cpu import CPU
+from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
+from speechtrain.run_directory import RunResult, rank_folder, read_failure
+from speechtrain.runs import jobs, on_host
+from speechtrain.runs.command_line import Command, read
+from speechtrain.runs.compose import compose
+from speechtrain.runs.on_host import host_environment
+from speechtrain.runs.resume import continued
+from speechtrain.runs.run_name import RunNames
+from speechtrain.runs.start import _conclude, _is_complete, start_run
+
+from ...conftest import Disk
+
+pytestmark = pytest.mark.slow
+
+DRY = ["recipe=demo", "dry_run=true"]
+
+
+def begun(run_dir: Path, *overrides: str) -> None:
+    """What the command leaves of a run's config."""
+    config = compose([*DRY, *overrides])
+    config.run_dir = str(run_dir)
+    (run_dir / "config.yaml").write_text(dump(config))
+    (run_dir / "run.json").write_text(json.dumps({"overrides": [*DRY, *overrides]}))
+
+
+def batches(run_dir: Path, *overrides: str) -> tuple[int, int | None, int]:
+    """World size, ``simulate_world`` and ``accumulate`` of the run with these overrides; it keeps them."""
+    command = read([*DRY, *overrides])
+    config = continued(run_dir, command)
+    assert start_run(command, config, {}).status == "dry run"
+    (run_dir / "config.yaml").write_text(dump(config))
+    return config.world_size, config.trainer.simulate_world, config.trainer.accumulate
+
+
+HOSTS = {
+    "ssh": ["launcher.hostfile=hosts", "run_dir=run"],
+    "mpi": ["launcher.hostfile=hosts"],
+    "slurm": ["launcher.nodes=2"],
+    "kubernetes": ["launcher.image=i", "launcher.nodes=2", "launcher.volumes={a: /}"],
+}
+
+
+PROGRAMS = {"ssh": "ssh", "mpi": "mpirun", "slurm": "sbatch", "kubernetes": "kubectl"}
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun", *PROGRAMS])
+def test_render_names_the_run_directory(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks get the path of their config, so a job or its restart never searches for a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("a\nb\n")
+    size = "world_size=1" if launcher == "local" else "world_size=4"
+    line = [*DRY, f"launcher={launcher}", size, *HOSTS.get(launcher, []), "device.oversubscribe=true"]
+    assert train.run([*line, f"run_dir={tmp_path / 'run'}"]) == 0
+    rendered = capsys.readouterr().out
+    assert "speechtrain.train_rank" in rendered
+    assert f"{tmp_path / 'run' / 'config.yaml'}" in rendered
+    assert "speechtrain.commands.train" not in rendered
+
+
+@pytest.mark.parametrize(("launcher", "program"), list(PROGRAMS.items()))
+def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
+    launcher: str,
+    program: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a laptop, for a cluster: 99 ranks, of which each host computes its own share."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    (tmp_path / "hosts").write_text("a\nb\n")
+    line = [*DRY, f"launcher={launcher}", "world_size=64", "device.comm_cores=1", *HOSTS[launcher]]
+    assert train.run(line) == 0
+    printed, warned = capsys.readouterr()
+    shown = printed.partition("END_OF_CONFIG\n")[2]
+    assert "speechtrain.runs.on_host" in shown
+    assert not re.search("OMP_|LD_PRELOAD|MALLOC|KMP_|I_MPI_PIN_DOMAIN|CCL_|ONEDNN", shown)
+    assert warned.startswith(
+        f"speechtrain: warning: launcher={launcher}: there is no {program} on this machine; "
+    )
+    assert warned.count("\n") == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert train.run(line) == 0
+    shown = capsys.readouterr().out.partition("END_OF_CONFIG\n")[2]
+    assert ("OMP_NUM_THREADS" in shown) == (launcher != "slurm")  # which passes it by itself
+
+
+def test_too_many_ranks_are_refused_and_a_dry_run_and_a_continued_run_are_warned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["recipe=demo", "world_size=64", f"run_dir={tmp_path / 'run'}"]
+    with pytest.raises(MachineError, match=r"64 ranks would share .*device\.oversubscribe=true"):
+        train.run(line)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(
+        MachineError, match=r"1 x .* GiB each .* do not fit into .*device\.oversubscribe=true"
+    ):
+        train.run([*line, "world_size=1", "model.joint.hidden=40000", "model.prediction.hidden=40000"])
+    capsys.readouterr()
+    assert train.run([*line, "dry_run=true"]) == 0
+    assert "warning: " in capsys.readouterr().err
+    assert train.run([*line, "dry_run=true", "device.oversubscribe=true"]) == 0
+    assert capsys.readouterr().err == ""
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    device = CPU()
+    assert "OMP_NUM_THREADS" in host_environment(device, 64, 0, run_dir=tmp_path)
+    assert "64 ranks would share" in capsys.readouterr().err
+
+
+def test_what_a_host_refuses_is_a_result_in_the_run_directory(tmp_path: Path) -> None:
+    begun(tmp_path, "world_size=64")
+    assert on_host.main([str(tmp_path / "config.yaml"), "64", "true"]) == MachineError.exit_code
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert "64 ranks would share" in str(failure.error)
+    assert failure.exit_code == MachineError.exit_code
+
+
+def replace_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
+    """Put a shell line in place of sbatch. Slurm's other programs answer nothing."""
+    monkeypatch.chdir(folder)
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
+        line = sbatch if name == "sbatch" else "true"
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_slurm(tmp_path, monkeypatch, "echo invalid partition >&2; exit 1")
+    with pytest.raises(MachineError, match=r"sbatch failed: invalid partition"):
+        train.run(["recipe=demo", "launcher=slurm"])
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+KILLED = {"status": "failed", "error": "a rank was killed", "exit_code": 4, "is_cause": False}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("", "the ranks ended with code 0 and wrote no {run}/result.json; see {run}/slurm.log"),
+        (json.dumps(KILLED), "a rank was killed (which one, and how it ended: {run}/slurm.log; the same"),
+    ],
+)
+def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
+    result: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_result = f"echo '{result}' > run/result.json; " if result else ""
+    replace_slurm(tmp_path, monkeypatch, f"{write_result}echo 7")
+    with pytest.raises(SpeechtrainError, match=re.escape(message.format(run=tmp_path / "run"))):
+        train.run(["recipe=demo", "launcher=slurm", f"run_dir={tmp_path}/run"])
+
+
+SHARING = """
+import os, pathlib, sys, time
+from speechtrain.runs.external_launch import _sharing
+from speechtrain.launcher import World
+world = World.from_environment(os.environ)
+os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
+pathlib.Path(f"bound-{world.rank}").touch()
+while not all(pathlib.Path(f"bound-{rank}").exists() for rank in range(world.size)):
+    time.sleep(0.01)
+print(_sharing(world), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("is_bound", "shared"), [(False, ["3", "3", "3"]), (True, ["2", "2", "1"])])
+def test_ranks_that_something_else_bound_to_cpus_divide_those_that_they_share(
+    is_bound: bool, shared: list[str], tmp_path: Path
+) -> None:
+    cpus = sorted(map(str, os.sched_getaffinity(0)))
+    sets = [cpus[0], cpus[0], cpus[-1]] if is_bound else [",".join(cpus)] * 3
+    processes = []
+    for rank, own in enumerate(sets):
+        world = {"RANK": rank, "SIZE": len(sets), "LOCAL_RANK": rank, "LOCAL_SIZE": len(sets)}
+        environment = os.environ | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
+        line, pipe = [sys.executable, "-c", SHARING, own], subprocess.PIPE
+        processes.append(
+            subprocess.Popen(line, env=environment, cwd=tmp_path, stdin=pipe, stdout=pipe, text=True)
+        )
+    found = [process.stdout.readline().strip() for process in processes if process.stdout]
+    for process in processes:
+        process.communicate()
+    assert found == (shared if len(cpus) > 1 else ["3", "3", "3"])
+
+
+def test_another_world_keeps_the_global_batch(tmp_path: Path) -> None:
+    begun(tmp_path, "world_size=4")
+    assert batches(tmp_path, "world_size=4") == (4, None, 1)
+    assert batches(tmp_path, "world_size=2") == (2, 4, 2)
+    assert batches(tmp_path) == (2, 4, 2)  # what is not typed stays
+    assert batches(tmp_path, "world_size=1") == (1, 4, 4)
+    assert batches(tmp_path, "world_size=1") == (1, 4, 4)  # the same command again
+    with pytest.raises(ConfigError, match="4 micro-batches per update, which world_size=3 does not divide"):
+        batches(tmp_path, "world_size=3")
+    for wrong in ("world_size=0", "world_size=two", "trainer.accumulate=two"):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            batches(tmp_path, wrong)
+    assert load(tmp_path / "config.yaml").world_size == 1
+
+
+def test_accumulation_that_was_asked_for_is_compared(tmp_path: Path) -> None:
+    begun(tmp_path, "trainer.accumulate=2")
+    # as many, dealt out in another way
+    assert batches(tmp_path, "trainer.accumulate=1", "world_size=2") == (2, 2, 1)
+    with pytest.raises(RunError, match=r"trainer\.accumulate: 1 in the run, 3 now"):
+        batches(tmp_path, "trainer.accumulate=3")
+    with pytest.raises(RunError, match=r"trainer\.simulate_world: 2 in the run, 8 now"):
+        batches(tmp_path, "trainer.simulate_world=8")
+
+
+def test_the_users_own_yaml_is_compared_with_what_it_was(tmp_path: Path) -> None:
+    folder, run_dir = tmp_path / "conf", tmp_path / "run"
+    (folder / "schedule").mkdir(parents=True)
+    run_dir.mkdir()
+    mine = folder / "schedule" / "mine.yaml"
+    before = "# @package _global_\ntrainer:\n  max_steps: 5\nschedule:\n  warmup_steps: 3\n"
+    mine.write_text(before)
+    begun(run_dir)
+    about = {"overrides": DRY, "written": {"schedule/mine": before}}
+    (run_dir / "run.json").write_text(json.dumps(about))
+    stored = load(run_dir / "config.yaml").trainer.max_steps
+    command = read([*DRY, "--config-dir", str(folder)])
+    assert continued(run_dir, command).trainer.max_steps == stored
+    mine.write_text(before.replace("max_steps: 5", "max_steps: 7"))  # may change
+    assert continued(run_dir, command).trainer.max_steps == 7
+    mine.write_text(before.replace("warmup_steps: 3", "warmup_steps: 4"))
+    with pytest.raises(RunError, match=r"schedule\.warmup_steps: None in the run, 4 now"):
+        continued(run_dir, command)
+
+
+def test_a_run_is_found_by_what_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    run_dir = tmp_path / "any name"
+    run_dir.mkdir()
+    begun(run_dir)
+    (run_dir / "run.json").write_text(json.dumps({"argv": [], "overrides": ["seed=2", "trainer.keep=9"]}))
+    assert RunNames(None).existing_run(["trainer.max_steps=5", "seed=2"]) == run_dir
+    assert RunNames(None).existing_run(["seed=3"]) is None
+    other_dir = tmp_path / "named"  # with run_dir=, as for a second run of the same keys
+    other_dir.mkdir()
+    begun(other_dir)
+    about = {"argv": [], "overrides": ["seed=2", f"run_dir={other_dir}"]}
+    (other_dir / "run.json").write_text(json.dumps(about))
+    assert RunNames(None).existing_run(["seed=2"]) == run_dir
+    (run_dir / "run.json").write_text("{")  # damaged: it says nothing of what was typed
+    assert RunNames(None).existing_run(["seed=2"]) == other_dir
+    assert RunNames(None).existing_run([]) is None
+
+
+def test_existing_run_compares_the_volatile_keys_that_a_sweep_varies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    swept = ["trainer.max_steps"]
+    for steps in (1, 2):
+        run_dir = tmp_path / f"job-{steps}"
+        run_dir.mkdir()
+        begun(run_dir)
+        about = {"argv": [], "overrides": ["seed=2", f"trainer.max_steps={steps}"], "swept": swept}
+        (run_dir / "run.json").write_text(json.dumps(about))
+    assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], swept) == tmp_path / "job-2"
+    assert RunNames(None).existing_run(["trainer.max_steps=3", "seed=2"], swept) is None
+    assert (
+        RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"]) is None
+    )  # A command alone has a run of its own.
+    assert RunNames(None).existing_run(["trainer.max_steps=2", "seed=2"], ["trainer.max_hours"]) is None
+
+
+def test_continued_composes_no_stored_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "modules" / "imported_by_hydra"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    begun(run_dir)
+    stored = {"argv": [], "overrides": ["hydra.searchpath=[pkg://imported_by_hydra]"]}
+    (run_dir / "run.json").write_text(json.dumps(stored))
+    assert train.run([f"run_dir={run_dir}", "dry_run=true"]) == 0
+    assert "imported_by_hydra" not in sys.modules
+    compose(stored["overrides"])  # typed, it is imported
+    assert "imported_by_hydra" in sys.modules
+
+
+def test_continued_keeps_the_launcher_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun(tmp_path, "launcher=mpi", "launcher.program=mpirun.own", "launcher.options=[--verbose]")
+    assert train.run([f"run_dir={tmp_path}", "dry_run=true"]) == 0
+    rendered = capsys.readouterr().out
+    assert "mpirun.own" in rendered
+    assert "--verbose" in rendered
+
+
+def test_continued_says_which_repeated_limit_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(tmp_path, "trainer.max_steps=891")
+    first = [*DRY, "trainer.max_steps=900", "trainer.keep=2"]
+    (tmp_path / "run.json").write_text(json.dumps({"argv": first, "overrides": first}))
+    assert continued(tmp_path, read(first)).trainer.max_steps == 891
+    assert f"{tmp_path}: the run keeps its trainer.max_steps=891\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"argv": [], "ovErrides": []}'])
+def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: str) -> None:
+    begun(tmp_path)
+    (tmp_path / "run.json").write_text(damaged)
+    with pytest.raises(
+        RunError, match=r"run\.json is damaged or missing; run_dir=.* alone continues the run"
+    ):
+        continued(tmp_path, read(DRY))
+    assert continued(tmp_path, read([f"run_dir={tmp_path}"])).seed == 1
+
+
+def test_the_first_failure_that_has_a_cause_of_its_own_is_told(tmp_path: Path) -> None:
+    assert read_failure(tmp_path) is None
+    outcomes = {0: (2.0, False), 1: (3.0, True), 2: (4.0, True)}
+    for rank, (when, is_cause) in outcomes.items():
+        rank_folder(tmp_path, rank).mkdir(parents=True, exist_ok=True)
+        outcome = {"status": "failed", "rank": rank, "failed_at": when, "is_cause": is_cause}
+        (rank_folder(tmp_path, rank) / "result.json").write_text(json.dumps(outcome))
+    failure = read_failure(tmp_path)
+    assert failure is not None
+    assert failure.rank == 1
+
+
+def test_a_disk_without_room_for_a_file_of_the_start_is_the_machines_fault(
+    disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for files in range(1, 5):  # the run's folder, its lock, run.json, config.yaml
+        disk.mount(f"remount,nr_inodes={files}")
+        assert guarded(lambda: train.run([*DRY[:1], f"run_dir={disk.path / 'run'}"])) == 4
+        assert "No space left on device" in capsys.readouterr().err
+        assert not (disk.path / "run" / "config.yaml").exists()
+    disk.mount("remount,nr_inodes=100")
+    assert guarded(lambda: train.run([*DRY, f"run_dir={disk.path / 'run'}"])) == 0
+
+
+@pytest.mark.parametrize("result", [{}, {"metric": 0.5}, {"metrics": None}])
+def test_a_result_that_is_not_whole_is_passed_over(result: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert _is_complete(RunResult("finished", 0.5, {}, steps=7), tmp_path)
+    assert not _is_complete(RunResult("finished", steps=7, **result), tmp_path)
+
+
+def test_ranks_that_wait_learn_of_a_refused_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would wait for minutes for a rank 0 that has exited."""
+    begun(tmp_path, "world_size=2")
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for run_dir, wrong, error in (
+        (tmp_path, "seed=7", RunError),
+        (tmp_path, "--sed", ConfigError),
+        (tmp_path / "new", "sed=7", ConfigError),
+        (tmp_path / "other", "optimizer.lr=-7", ConfigError),
+    ):
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(error, match=wrong.strip("-")[:3]):
+            train.run([f"run_dir={run_dir}", wrong])
+        monkeypatch.setenv("RANK", "1")
+        assert train.run([f"run_dir={run_dir}", wrong]) == error.exit_code
+
+
+def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before 0.1.0 was released, ``model=rnnt`` was what ``model=rnnt_mlperf`` is now."""
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
+    run_dir = tmp_path / "rnnt-digits-1"
+    run_dir.mkdir()
+    begun(run_dir, "model=rnnt_mlperf", "optimizer=lamb", "schedule=mlperf", "augment=none")
+    typed = ["model=rnnt", "device=cpu", "dry_run=true"]
+    (run_dir / "run.json").write_text(json.dumps({"argv": typed, "overrides": typed}))
+    assert RunNames(None).existing_run(typed) == run_dir
+    config = continued(run_dir, read(typed))
+    assert config.encoder.hidden == 1024
+    assert config.optimizer._target_.endswith("LAMB")
+    with pytest.raises(RunError, match="model=rnnt_mlperf was not typed when the run started"):
+        continued(run_dir, read(["model=rnnt_mlperf"]))
+
+
+def test_a_finished_run_has_a_report_and_tells_the_line_for_own_recordings(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "</html>" in (run_dir / "report.html").read_text()
+    (run_dir / "report.html").unlink()
+    command = read(["model=rnnt", "precision=bf16", "data.train.utterances=16", f"run_dir={run_dir}"])
+    _conclude(load(run_dir / "config.yaml"), command, RunResult("finished"))
+    report, line = capsys.readouterr().out.splitlines()
+    assert report == f"report: {run_dir / 'report.html'}"
+    own = "recipe=scratch data.train=FOLDER_OR_MANIFEST trainer.max_hours=0.5"
+    assert line.endswith(f": speechtrain train {own} precision=bf16")
+    config = load(run_dir / "config.yaml")
+    for own_files in (
+        ["a.jsonl", "b.jsonl"],
+        "a.jsonl",
+        {"path": "a.csv", "text": "said"},
+        [{"path": "a.csv"}],
+    ):
+        config.data.train = own_files
+        _conclude(config, command, RunResult("finished"))
+        assert capsys.readouterr().out.startswith("report: ")
+
+
+def test_a_dry_run_says_that_the_device_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.run([*DRY, "device=hpu"]) == 0
+    rendered, warnings = capsys.readouterr()
+    assert "speechtrain.train_rank" in rendered
+    assert warnings.startswith("speechtrain: warning: device=hpu: habana_frameworks is not installed here;")
+    assert warnings.count("\n") == 1
+    with pytest.raises(MachineError, match="habana_frameworks is not installed"):
+        train.run(["recipe=demo", "device=hpu"])
+
+
+def test_a_folder_of_data_that_the_run_does_not_read_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATASET_DIR", "/corpora/")
+    assert train.run(DRY) == 0
+    warnings = capsys.readouterr().err
+    assert warnings.count("\n") == 1
+    assert "DATASET_DIR=/corpora is set" in warnings
+    assert "data=manifest data.train=/corpora" in warnings
+    files = ["data.train=/corpora/a.jsonl", "data.valid.dev=/corpora/b.jsonl"]
+    assert train.run(["dry_run=true", "data=manifest", *files]) == 0
+    assert train.run(["dry_run=true", "data=manifest", "data.train=/corpora", files[1]]) == 0
+    monkeypatch.setenv("DATASET_DIR", "")
+    assert train.run(DRY) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hours", "steps"),
+    [
+        (["trainer.max_steps=7"], None, 7),
+        (["trainer.max_epochs=2"], None, None),
+        ([], 0.5, None),
+        (["trainer.max_steps=null"], 0.5, None),
+        (["trainer.max_steps=7", "trainer.max_hours=2"], 2.0, 7),
+    ],
+)
+def test_a_typed_length_replaces_the_hours_of_a_recipe(
+    overrides: list[str],
+    hours: float | None,
+    steps: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    configs = []
+
+    def record(job: Command, config: DictConfig, user_files: dict[str, str]) -> RunResult:
+        configs.append(config)
+        return RunResult("recorded")
+
+    monkeypatch.setattr(jobs, "start_run", record)
+    fixed = ["recipe=scratch", "from_data=null", "tokenizer=characters", "data.train=a.jsonl"]
+    assert train.run([*fixed, *overrides]) == 0
+    (config,) = configs
+    assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, steps)
+    assert ("replaces the recipe's trainer.max_hours=0.5" in capsys.readouterr().out) == (hours is None)
+
+
+@pytest.mark.parametrize(("first", "hours"), [([], None), (["trainer.max_hours=0.5"], 0.5)])
+def test_a_continued_run_keeps_the_hours_that_its_first_command_typed(
+    first: list[str], hours: float | None, tmp_path: Path
+) -> None:
+    begun(tmp_path, "trainer.max_hours=0.5")
+    (tmp_path / "run.json").write_text(json.dumps({"overrides": [*DRY, *first]}))
+    config = continued(tmp_path, read([f"run_dir={tmp_path}", "trainer.max_steps=9000"]))
+    assert (config.trainer.max_hours, config.trainer.max_steps) == (hours, 9000)
+    config = continued(tmp_path, read([f"run_dir={tmp_path}", "trainer.log_every=3"]))
+    assert config.trainer.max_hours == 0.5

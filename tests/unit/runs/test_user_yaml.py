@@ -1,0 +1,29 @@
+"""The user's own YAML files that a run stores: a stranger's run may hold any text."""
+
+from __future__ import annotations
+
+import pytest
+
+from speechtrain.runs.user_yaml import text_of, values_of
+
+LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{level}: &a{level} [{','.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
+)
+
+
+DEEP = "a: " + "[" * 2_000 + "]" * 2_000
+TAG = "a: !!python/object/apply:os.system ['x']\n"
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [\n", TAG, LAUGHS, DEEP])
+def test_values_of_refuses_a_text_of_another_kind_or_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        values_of(text)
+
+
+def test_values_of_keeps_references_as_they_are_written() -> None:
+    assert values_of("peak: ${optimizer.lr}\nb: {c: 1}\n") == {"peak": "${optimizer.lr}", "b.c": 1}
+
+
+def test_text_of_is_empty_for_a_name_that_no_file_has(tmp_path: object) -> None:
+    assert text_of(str(tmp_path), "model/\0x") == ""
