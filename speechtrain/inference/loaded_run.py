@@ -157,7 +157,7 @@ class LoadedRun:
             config.data.train = ""  # A corpus there would be opened, and is not used.
         data = build_data(config, opened.tokenizer, opened.task)
         try:
-            if isinstance(data, SpeechData) and data.hold_out:
+            if isinstance(data, SpeechData) and data.training_set.hold_out:
                 _warn_of_other_sides(self.checkpoint, data)
             return evaluate(
                 opened.task,
@@ -315,5 +315,5 @@ def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
     """Warn where the set ``held_out`` is not the one that the run held out."""
     with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
         trained = read_state(checkpoint).get("data")
-        if isinstance(trained, dict) and trained.get("held_out") != data.sides:
+        if isinstance(trained, dict) and trained.get("held_out") != data.training_set.held_out_digest:
             _log.warning(_OTHER_SIDES)

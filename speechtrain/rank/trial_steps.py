@@ -47,7 +47,7 @@ def _batches(data: DataModule, places_of: Callable[[int], Sequence[int]]) -> lis
     plan, order = data.sampler.plan(0), data.sampler.sizes(0).argsort(kind="stable")
     places = list(places_of(len(order)))
     numbers = order[places].tolist()
-    return [data.decoder(plan[number]) for number in numbers]
+    return [data.stream.loader(plan[number]) for number in numbers]
 
 
 class TrialSteps:
