@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain import torch_private
+
 _MARGIN = 0.9  # another policy than the reference is used at 90 % of its time or less
 _ROUNDS = (3, 5)  # fewest and most timings of a policy
 _SECONDS = 20.0  # once all timings together took so long, each policy is timed the fewest times only

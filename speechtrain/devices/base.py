@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain import torch_private
 from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
 from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
