@@ -73,8 +73,16 @@ MAY_IMPORT = {
     "__main__": {"commands.main"},
     "train_rank": {"rank.main"},
     # They build the parts of a run by their interfaces. Blocks of networks are none of their business.
-    "rank": {"checkpoint", "config", "data.base", "data.module", "devices.base", "distributed"}
-    | {"interop.weights", "optim.ema", "optim.schedules", "supervision", "text.vocabulary", "tracking"}
+    "rank": {"checkpoint", "config", "data.base", "data.module", "devices.base", "devices.out_of_memory"}
+    | {
+        "distributed",
+        "interop.weights",
+        "optim.ema",
+        "optim.schedules",
+        "supervision",
+        "text.vocabulary",
+        "tracking",
+    }
     | {"training"},
     "runs": {"checkpoint", "config", "data", "devices", "interop", "report", "supervision", "text"},
     "inference": {"checkpoint", "config", "data", "devices.base", "distributed.group", "rank.build", "runs"}

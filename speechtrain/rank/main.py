@@ -27,6 +27,7 @@ from speechtrain.config.build import (
 )
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import PeerLost
 from speechtrain.errors import (
     ConfigError,
@@ -143,8 +144,9 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
         yield
     except (RuntimeError, MemoryError) as error:
         footprint = trainer.parts.task.footprint() if trainer.parts else Footprint(0.0)
-        if explained := device.explain(error, trainer.latest, footprint, classes=classes):
-            raise explained from error
+        memory_error = out_of_memory_error(device, error, trainer.latest, footprint, classes=classes)
+        if memory_error is not None:
+            raise memory_error from error
         raise
 
 

@@ -33,6 +33,7 @@ from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.losses.ctc import ctc_loss
@@ -156,7 +157,7 @@ def batch_of(rows: int = 2, samples: int = 16000, labels: int = 3) -> Batch:
     ],
 )
 def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseException) -> None:
-    found = device_of(choice).explain(error, batch_of(), Footprint(100.0, 10.0), classes=29)
+    found = out_of_memory_error(device_of(choice), error, batch_of(), Footprint(100.0, 10.0), classes=29)
     assert isinstance(found, MachineError)
     text = str(found)
     for part in ("B=2 rows", "T=1.0 s", "U=3 labels", "V=29", "260 bytes", "data.batch.", "\n"):
@@ -166,11 +167,11 @@ def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseE
 def test_the_cpus_own_lack_of_memory_is_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert CPU().explain(raised.value, None, Footprint(0.0)) is not None
+    assert out_of_memory_error(CPU(), raised.value, None, Footprint(0.0)) is not None
 
 
 def test_other_errors_are_not_explained() -> None:
-    assert CPU().explain(RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
+    assert out_of_memory_error(CPU(), RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
 
 
 # --- cuda ---------------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ def test_a_checkpoint_of_gaudi_loads_in_plain_torch(calls: list[str], tmp_path: 
 
 def test_its_lack_of_memory_is_known() -> None:
     text, _ = VENDOR.OUT_OF_MEMORY
-    found = HPU().explain(RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
+    found = out_of_memory_error(HPU(), RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
     assert "out of memory at a micro-batch of B=2 rows" in str(found)
 
 
