@@ -35,7 +35,6 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.config.build import build_data
 from speechtrain.counter_rng import key_of, seed_at
-from speechtrain.data.module import SpeechData
 from speechtrain.decoding.base import Decoder
 from speechtrain.inference.loaded_run import LoadedRun, load
 from speechtrain.metrics import character_errors, word_errors
@@ -133,12 +132,11 @@ def measure(run: Path, given: argparse.Namespace, only: str = "") -> None:
     loaded = load(run, *given.overrides)
     opened = loaded.opened
     task: Any = opened.task
-    data = build_data(opened.config, opened.tokenizer, opened.task)
-    assert isinstance(data, SpeechData)
+    data: Any = build_data(opened.config, opened.tokenizer, opened.task)
     with tempfile.TemporaryDirectory(prefix="speechtrain-bench-") as folder:
         lm = Path(folder, "lm.arpa")
         try:
-            index, rows = data.index, data._kept.tolist()
+            index, rows = data.index, data.training_set.rows.tolist()
             write_ngram(
                 (index.text(at, index.cut(at), opened.tokenizer.normalise) for at in rows), lm, given.order
             )

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 import zlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from speechtrain import errors
-from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, MachineError, RunError
+from speechtrain.errors import EXIT_PREEMPTED, ConfigError, DataError, Diverged, RunError, print_notice
 from speechtrain.files import write_text
 from speechtrain.launcher import (
     AGENT,
@@ -25,6 +22,7 @@ from speechtrain.launcher import (
     forwarded_environment,
     here_document,
 )
+from speechtrain.supervision.client import ask_client, call_client
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import agent_command, rendezvous_port
 from speechtrain.supervision.supervise import wait_for_job
@@ -37,10 +35,8 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _CONTAINER = "pytorch"
 _MEMORY = "shared-memory"
 _WAIT_SECONDS = 24 * 3600  # for peers: pods may wait in a queue for hours
-_KUBECTL_SECONDS = 120.0
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")  # of a Service; pods append their number
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_KLOG = re.compile(r"[IWEF]\d{4} ")
 
 
 @dataclass(eq=False)
@@ -95,7 +91,7 @@ class Kubernetes(Launcher):
             if not PurePosixPath(path).is_absolute():
                 raise ValueError(f"volumes.{claim}={path}: it must be an absolute path")
         in_namespace = [] if self.namespace is None else [f"--namespace={self.namespace}"]
-        self._kubectl = _Kubectl(["kubectl", *(self.options or []), *in_namespace])
+        self._kubectl = ["kubectl", *(self.options or []), *in_namespace]
 
     def check(self, job: Job) -> None:
         job.ranks_per_node(self.nodes)
@@ -110,20 +106,20 @@ class Kubernetes(Launcher):
     def launch(self, job: Job) -> Result:
         name, manifest = self._name(job), self.manifest(job)
         self._clear(name)
-        self._kubectl.must("apply", "--filename=-", text=manifest)
+        self._call("apply", "--filename=-", text=manifest)
         write_text(job.run_dir / MANIFEST, manifest)
         first_pod = f"--selector={_INSTANCE}={name},{_INDEX}=0"
-        log = shlex.join([*self._kubectl.command, "logs", "--follow", "--tail=-1", first_pod])
+        log = shlex.join([*self._kubectl, "logs", "--follow", "--tail=-1", first_pod])
         print(f"submitted job.batch/{name}; to follow its log: {log}", flush=True)
         if not self.wait:
-            delete = shlex.join([*self._kubectl.command, "delete", *_objects(name)])
+            delete = shlex.join([*self._kubectl, "delete", *_objects(name)])
             return Result(0, f"`{delete}` saves the run and ends it; the same command continues")
         code = wait_for_job(partial(self._exit_code, name), partial(self._stop, name), self.poll_seconds)
-        self._kubectl.said("delete", f"service/{name}", "--ignore-not-found", "--wait=false")
+        self._ask("delete", f"service/{name}", "--ignore-not-found", "--wait=false")
         return Result(code)
 
     def render(self, job: Job) -> str:
-        return here_document([*self._kubectl.command, "apply", "--filename=-"], self.manifest(job))
+        return here_document([*self._kubectl, "apply", "--filename=-"], self.manifest(job))
 
     def manifest(self, job: Job) -> str:
         """Return the objects to submit, as JSON. Readers of YAML disagree about texts such as ``1e3``."""
@@ -166,11 +162,6 @@ class Kubernetes(Launcher):
         fields = {"JOB_COMPLETION_INDEX": f"metadata.annotations['{_INDEX}']", "POD_IP": "status.podIP"}
         amounts = {"cpu": self.cpus, "memory": self.memory, **(self.resources or {})}
         quantities = {name: str(amount) for name, amount in amounts.items() if amount is not None}
-        given = {
-            "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",
-            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
-            "resources": {"requests": quantities, "limits": quantities} if quantities else {},
-        }
         # numbered: a claim's name may be too long for a volume
         mounts = [{"name": f"volume-{n}", "mountPath": path} for n, path in enumerate(self._mounts.values())]
         if self.shared_memory is not None:
@@ -179,7 +170,9 @@ class Kubernetes(Launcher):
             "name": _CONTAINER,
             "image": self.image,
             "command": self._command(job, port),
-            **{key: value for key, value in given.items() if value},
+            "workingDir": str(Path.cwd()) if self._is_mounted(Path.cwd()) else "",  # empty: the image's own
+            "envFrom": [{"secretRef": {"name": name}} for name in self.env_from_secrets or ()],
+            "resources": {"requests": quantities, "limits": quantities},
             "env": [
                 *({"name": n, "valueFrom": {"fieldRef": {"fieldPath": path}}} for n, path in fields.items()),
                 *({"name": n, "value": _literal(v)} for n, v in environment.items()),
@@ -211,14 +204,22 @@ class Kubernetes(Launcher):
             memory = {"medium": "Memory", "sizeLimit": self.shared_memory}
             volumes.append({"name": _MEMORY, "emptyDir": memory})
         labels = {key: str(value) for key, value in (self.node_selector or {}).items()}
-        given = {"nodeSelector": labels, "serviceAccountName": self.service_account}
         return {
             "terminationGracePeriodSeconds": self.grace_seconds,
-            **{key: value for key, value in given.items() if value},
+            "nodeSelector": labels,
+            "serviceAccountName": self.service_account or "",
             "containers": [self._container(job, port)],
             "volumes": volumes,
             **(self.pod or {}),
         }
+
+    def _call(self, *arguments: str, text: str = "") -> str:
+        """Return the output of kubectl. Raises MachineError with the cluster's own message if it fails."""
+        return call_client([*self._kubectl, *arguments], f"launcher=kubernetes: kubectl {arguments[0]}", text)
+
+    def _ask(self, *arguments: str) -> str | None:
+        """Return the output of kubectl, or None if it fails."""
+        return ask_client([*self._kubectl, *arguments])
 
     def _is_mounted(self, path: Path) -> bool:
         return any(path.is_relative_to(mount) for mount in self._mounts.values())
@@ -229,20 +230,20 @@ class Kubernetes(Launcher):
 
     def _clear(self, name: str) -> None:
         """Remove the objects of an earlier command. Raises RunError if they are still at work."""
-        found = self._kubectl.must(*_get(name))
+        found = self._call(*_get(name))
         if not found.strip():
             return
         if _end(json.loads(found)) is None:
-            delete = shlex.join([*self._kubectl.command, "delete", *_objects(name)])
+            delete = shlex.join([*self._kubectl, "delete", *_objects(name)])
             raise RunError(f"job.batch/{name} is still in the cluster; wait for it, or `{delete}`")
-        self._kubectl.must("delete", *_objects(name), "--ignore-not-found", "--cascade=foreground")
+        self._call("delete", *_objects(name), "--ignore-not-found", "--cascade=foreground")
 
     def _exit_code(self, name: str) -> int | None:
         """Return 0 for a Job that has succeeded or is deleted, and 1 for one that has failed.
 
         Returns None while the Job is at work or the cluster does not answer.
         """
-        listed = self._kubectl.said(*_get(name))
+        listed = self._ask(*_get(name))
         if listed is None:
             return None
         if not listed.strip():
@@ -253,7 +254,7 @@ class Kubernetes(Launcher):
         has_succeeded, reason = end
         if has_succeeded:
             return 0
-        print(errors.one_line(f"speechtrain: job.batch/{name}: {reason}"), file=sys.stderr, flush=True)
+        print_notice(f"job.batch/{name}: {reason}")
         return 1
 
     def _stop(self, name: str, signals: int) -> bool:
@@ -261,44 +262,8 @@ class Kubernetes(Launcher):
         calls = [[*_objects(name), "--cascade=foreground"]]
         if signals > 1:
             calls.append(["pods", f"--selector={_INSTANCE}={name}", "--now"])
-        answers = [self._kubectl.said("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
+        answers = [self._ask("delete", *c, "--wait=false", "--ignore-not-found") for c in calls]
         return None not in answers
-
-
-@dataclass(frozen=True)
-class _Kubectl:
-    """The kubectl client, with the options of every call."""
-
-    command: list[str]
-
-    def must(self, *arguments: str, text: str = "") -> str:
-        """The output of a call. Raises MachineError with the cluster's own message if the call fails."""
-        try:
-            done = subprocess.run(
-                [*self.command, *arguments],
-                input=text,
-                capture_output=True,
-                text=True,
-                timeout=_KUBECTL_SECONDS,
-                start_new_session=True,  # a terminal's Ctrl-C must reach only this process
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise MachineError(
-                f"launcher=kubernetes: kubectl {arguments[0]} got no answer in {_KUBECTL_SECONDS:.0f} s"
-            ) from None
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip() and not _KLOG.match(line)]
-            words = " ".join(" ".join(said).split()) or f"exit code {done.returncode}"
-            raise MachineError(f"launcher=kubernetes: kubectl {arguments[0]} failed: {words}")
-        return done.stdout
-
-    def said(self, *arguments: str) -> str | None:
-        """The output of a call; None if it fails."""
-        try:
-            return self.must(*arguments)
-        except MachineError:
-            return None
 
 
 def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:

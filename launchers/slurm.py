@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import Template
 
-from speechtrain.errors import ConfigError, MachineError
+from speechtrain.errors import ConfigError
 from speechtrain.files import open_append, write_text, writing
 from speechtrain.launcher import Job, Launcher, Result, here_document, is_secret
+from speechtrain.supervision.client import ask_client, call_client
 from speechtrain.supervision.node_agent import MODULE
 from speechtrain.supervision.rendezvous import rendezvous_port
 from speechtrain.supervision.supervise import wait_for_job
@@ -24,9 +24,8 @@ LOG = "slurm.log"
 """Files in the run directory: the submitted script, and the output of the script and of rank 0."""
 
 _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
-_OVER = frozenset(
-    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-)
+# Explicit, because the user's SQUEUE_STATES replaces squeue's default.
+_UNFINISHED = "PENDING,RUNNING,SUSPENDED,COMPLETING"
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|infinite|unlimited", re.IGNORECASE)
 _PLAIN = re.compile(r"[^\s\x00-\x1f]+")
 # options of sbatch, and the parameters with their values
@@ -81,19 +80,15 @@ class Slurm(Launcher):
         with writing(job.run_dir / LOG, "remove it or set another run_dir"):  # Slurm follows links
             write_text(job.run_dir / SCRIPT, script)
             open_append(job.run_dir / LOG).close()
-        done = subprocess.run(
-            self._submission(job), input=script, capture_output=True, text=True, timeout=120, check=False
-        )
-        if done.returncode:
-            words = " ".join(done.stderr.split())
-            raise MachineError(f"launcher=slurm: sbatch rejected the job that dry_run=true prints: {words}")
-        number = done.stdout.strip().partition(";")[0]
+        output = call_client(self._submission(job), "launcher=slurm: sbatch", script)
+        number = output.strip().partition(";")[0]
         log = shlex.join(["tail", "-F", str(job.run_dir / LOG)])
         print(f"submitted Slurm job {number}; to follow its log: {log}", flush=True)
         if not self.wait:
             stop = f"scancel --signal=TERM {number}"
             return Result(0, f"`{stop}` saves the run and ends the job; the same command continues")
-        return Result(wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds))
+        code = wait_for_job(partial(_exit_code, number), partial(_stop, number), self.poll_seconds)
+        return Result(code, log=LOG)
 
     def render(self, job: Job) -> str:
         return here_document(self._submission(job), self.script(job))
@@ -130,11 +125,11 @@ class Slurm(Launcher):
 
 def _states(number: str) -> list[str]:
     """Return the states of a job's unfinished parts, or ``UNKNOWN`` while the controller does not answer."""
-    listed = _said("squeue", "--noheader", "--jobs", number, "--format=%T", "--states=all")
-    if listed is None:
-        known = _said("squeue", "--noheader", "--format=%T")
-        return [] if known is not None else ["UNKNOWN"]
-    return [state for state in listed.split() if state not in _OVER]
+    squeue = ["squeue", "--noheader", "--format=%T"]
+    states = ask_client([*squeue, f"--jobs={number}", f"--states={_UNFINISHED}"])
+    if states is None:  # the controller has forgotten the job, or does not answer
+        states = "UNKNOWN" if ask_client(squeue) is None else ""
+    return states.split()
 
 
 def _exit_code(number: str) -> int | None:
@@ -145,17 +140,8 @@ def _exit_code(number: str) -> int | None:
 def _stop(number: str, signals: int) -> bool:
     """Make a running job save and end, or cancel a job that waits or has got a second signal."""
     if signals > 1 or "RUNNING" not in _states(number):
-        _said("scancel", number)
+        ask_client(["scancel", number])
     else:
-        _said("scontrol", "update", f"JobId={number}", "Requeue=0")
-        _said("scancel", "--signal=TERM", number)
+        ask_client(["scontrol", "update", f"JobId={number}", "Requeue=0"])
+        ask_client(["scancel", "--signal=TERM", number])
     return True
-
-
-def _said(*command: str) -> str | None:
-    """The output of a Slurm command; None if it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    return done.stdout if done.returncode == 0 else None

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from speechtrain.errors import ConfigError, MachineError, one_line
+from speechtrain.errors import ConfigError, MachineError, print_notice
 from speechtrain.files import write_text
 from speechtrain.launcher import (
     AGENT,
@@ -174,7 +174,7 @@ class Ssh(Launcher):
         if len(faults) == 1:
             raise MachineError(faults[0])
         for fault in faults:
-            print(one_line(f"speechtrain: {fault}"), file=sys.stderr)
+            print_notice(fault)
         if faults:
             raise MachineError(f"{len(faults)} of {len(hosts)} hosts cannot take part; see the lines above")
 
@@ -347,14 +347,14 @@ class _Connections:
                 role = ", where the ranks meet," if client is self.clients[0] else ""
                 self._end_with(client, f"{client.host}{role} is lost: {self._how(client)}")
             else:
-                self._tell(f"{client.host} is lost ({self._how(client)}); it joins again once it is back")
+                print_notice(f"{client.host} is lost ({self._how(client)}); it joins again once it is back")
                 client.lost_at = now
                 threading.Thread(target=self._watch_for, args=(client,), daemon=True).start()
         elif is_leaving:
             client.is_over = True
             self._say(KILL)  # the others cannot save without this host
         elif client.is_back.is_set():
-            self._tell(f"{client.host} is back and joins again")
+            print_notice(f"{client.host} is back and joins again")
             client.start()
         elif now - client.lost_at > self.rejoin_seconds:
             self._end_with(client, f"{client.host} is lost for more than {self.rejoin_seconds:g} s")
@@ -374,9 +374,6 @@ class _Connections:
     def _end_with(self, client: _Client, cause: str) -> None:
         client.is_over = True
         self.cause = f"{cause}; the run ends, and the same command continues it"
-
-    def _tell(self, line: str) -> None:
-        print(one_line(f"speechtrain: {line}"), file=sys.stderr, flush=True)
 
     def _say(self, word: bytes) -> None:
         for client in self.clients:

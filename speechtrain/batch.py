@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Skip:
-    """A recording that the data layer cannot use; ``reason`` is a key of ``data.batches.REASONS``."""
+    """A recording that the data layer cannot use; ``reason`` is a key of ``data.loader.REASONS``."""
 
     id: str
     reason: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from speechtrain import torch_private
 
 _MARGIN = 0.9  # another policy than the reference is used at 90 % of its time or less
 _ROUNDS = (3, 5)  # fewest and most timings of a policy
@@ -44,6 +47,7 @@ class ComputePolicy:
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
     feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
     lstm_segment: int = 0  # frames that an LSTM encoder computes between two ends of a graph; 0: all
+    compiler: str = field(default="", compare=False)  # the backend of torch.compile, if it compiles
     mark_step: Callable[[], None] = field(
         default=lambda: None, compare=False, repr=False
     )  # ends a lazy graph
@@ -120,13 +124,52 @@ class PolicyAware(ABC):
         """Use the implementation that ``policy`` selects."""
 
 
+def set_fp32_matmul(precision: str) -> None:
+    """Set the precision of fp32 products (``highest``, ``high`` or ``medium``) and of cuDNN."""
+    with warnings.catch_warnings():
+        # torch 2.9 recommends settings that torch 2.7 lacks.
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
 def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
     """Apply ``policy`` to this process, to ``module`` and to every block in it that is ``PolicyAware``."""
-    torch.set_float32_matmul_precision(policy.fp32_matmul)
-    torch.backends.cudnn.allow_tf32 = policy.fp32_matmul != "highest"  # convolutions and LSTMs, likewise
+    set_fp32_matmul(policy.fp32_matmul)
     for block in module.modules():
         if isinstance(block, PolicyAware):
             block.apply_policy(policy)
+
+
+def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> None:
+    """Compile ``module`` in place for ``shapes`` shapes of training, if ``policy`` has a compiler.
+
+    Static shapes make the whole module one graph. Otherwise these are compiled: the members of each
+    ``ModuleList`` that a part names in ``shard_units``, or without any the module except its ``losses``.
+    """
+    if not policy.compiler:
+        return
+    # Training and evaluation each compile every shape. Torch would run others than the first few eagerly.
+    config = torch_private.dynamo_config
+    config.recompile_limit = max(config.recompile_limit, 2 * shapes)
+    parts: list[nn.Module] = []
+    if not policy.static_shapes:
+        parts = _repeated(module)
+        if not parts and hasattr(module, "losses"):
+            # They read lengths, which would break the graph.
+            module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
+    for part in parts or [module]:
+        part.compile(backend=policy.compiler, dynamic=False)
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for owner in module.modules():
+        for name in getattr(owner, "shard_units", ()):
+            unit = owner.get_submodule(name)
+            if isinstance(unit, nn.ModuleList):
+                layers += unit
+    return layers
 
 
 def fastest(

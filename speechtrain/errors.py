@@ -145,6 +145,11 @@ def one_line(message: str, limit: int = 8_000) -> str:
     return printable(shortened(" ".join(message.split()), limit))
 
 
+def print_notice(message: str) -> None:
+    """Print a message as one line on the standard error, after the program's name."""
+    print(one_line(f"speechtrain: {message}"), file=sys.stderr, flush=True)
+
+
 def shortened(text: str, limit: int) -> str:
     """``text``, or its two ends: a stranger's file may put megabytes between an error's cause and its fix."""
     half = (limit - 3) // 2

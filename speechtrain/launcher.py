@@ -86,6 +86,8 @@ class Result:
     """A line for the user if the processes run without this command: how to stop them."""
     cause: str = ""
     """A line about what ended the processes from outside, such as a lost host."""
+    log: str = AGENT
+    """The file in the run directory that says how the processes ended."""
 
 
 class Launcher(ABC):
@@ -95,6 +97,11 @@ class Launcher(ABC):
     """Patterns of the files that it writes into the run directory, whether or not a rank starts."""
     programs: tuple[str, ...] = ()
     """The programs of this machine that ``launch`` needs. ``render`` needs none."""
+
+    @property
+    def choice(self) -> str:
+        """Its name in messages: the usual choice of the group ``launcher``."""
+        return type(self).__name__.lower()
 
     def check_minimum(self, lowest: int, *names: str) -> None:
         """Raise ValueError if one of the settings ``names`` is below ``lowest``. null passes."""
@@ -108,7 +115,7 @@ class Launcher(ABC):
     def lacking(self, job: Job) -> str:
         """The reason why this machine cannot start ``job``, with the fix, or an empty string."""
         missing = next((name for name in self.programs if shutil.which(name) is None), "")
-        start = f"launcher={type(self).__name__.lower()}: there is no {missing} on this machine"
+        start = f"launcher={self.choice}: there is no {missing} on this machine"
         return f"{start}; install it, or run the command where it is" if missing else ""
 
     def is_here(self, job: Job) -> bool:

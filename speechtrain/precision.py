@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain import torch_private
 from speechtrain.dtensor import all_finite, local
 
 
@@ -86,7 +87,7 @@ class FP16(Precision):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         if gradients := gradients_of(optimizer):
-            torch._foreach_mul_([local(gradient) for gradient in gradients], 1.0 / self.scale)
+            torch_private.foreach_mul_([local(gradient) for gradient in gradients], 1.0 / self.scale)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()

@@ -94,10 +94,7 @@ class Task(nn.Module, ABC):
     """A network and its objective, trained by the shared trainer."""
 
     metric: str = "loss"
-    """The name of the evaluation metric that selects the best checkpoint. Lower is better.
-
-    ``checkpoint.whole.selection_key`` has the rule, which looks at the CER if the WER is above 90 %.
-    """
+    """The name of the evaluation metric that selects the best checkpoint (``checkpoint/best_metric.py``)."""
 
     skips_parameters: bool = False
     """Whether some update's loss does not use a trained parameter. DDP must then search for it."""

@@ -30,6 +30,7 @@ from speechtrain.runs.from_data import follow_data, typed_keys
 from speechtrain.runs.jobs import _refuse_other_validation
 from speechtrain.runs.recipe_needs import settle_needs
 from speechtrain.runs.resume import continued, run_to_continue
+from speechtrain.runs.run_name import RunNames
 from speechtrain.runs.start import start_run
 from tests.support.tiny_run import TINY, untrained
 
@@ -175,7 +176,7 @@ def start(words: list[str], is_partial: bool) -> None:
         return
     command = read([*words, "dry_run=true"])
     check_flags(command.flags)
-    run_dir = run_to_continue(command)
+    run_dir = run_to_continue(command, RunNames(command.config_dir))
     if run_dir is not None:
         config = continued(run_dir, command)
     else:

@@ -165,6 +165,8 @@ def test_the_metadata_are_those_of_pyproject(metadata: Message) -> None:
     assert metadata["License-File"] == "LICENSE"
     assert metadata["Requires-Python"] == ">=3.11.1"
     assert "torch>=2.7" in metadata.get_all("Requires-Dist", [])
+    assert {"hydra-core<1.4,>=1.3.8", "omegaconf<2.4,>=2.3"} <= set(metadata.get_all("Requires-Dist", []))
+    assert "lhotse<1.34,>=1.33" in metadata.get_all("Requires-Dist", [])
     assert {"interop", "memory", "dev"} <= set(metadata.get_all("Provides-Extra", []))
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     urls = metadata.get_all("Project-URL", [])

@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speechtrain.checkpoint.best_metric import selection_key
 from speechtrain.checkpoint.fit import fit, load_optimizer
 from speechtrain.checkpoint.migrations import current_name, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
@@ -45,7 +46,6 @@ SHARDS = "shards"
 WEIGHTS = "model.safetensors"  # all that is read of a checkpoint to use a model; state.pt continues a run
 _FILES = {"state.pt", WEIGHTS}
 _MOST_VALUES = 2**22  # of a loaded state, each reference counted: skipped recordings are the most
-_HIGH_WER = 0.9
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing tensors to a full disk raises: torch and safetensors have errors of their own."""
 _SHARD = re.compile(rf"{SHARDS}/[\w.-]+\.safetensors")
@@ -163,27 +163,6 @@ def _check_size(state: dict[str, Any]) -> None:
             nodes += node
 
 
-def _score(value: float | None) -> float:
-    """A stored metric; infinite where it is not known, or was not finite."""
-    return math.inf if value is None else value
-
-
-def selection_key(folder: Path) -> tuple[float, float, float]:
-    """Return the key that orders checkpoints by their validation: the least one is the best.
-
-    The task's metric decides, then the loss. A WER above 90 % says little about a model, so among such
-    checkpoints the CER decides, then the loss.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return math.inf, math.inf, math.inf
-    metric, metrics = _score(manifest.metric), manifest.metrics or {}
-    loss = _score(metrics.get("loss"))
-    if metric > _HIGH_WER and metric == metrics.get("wer"):
-        return _HIGH_WER, _score(metrics.get("cer")), loss
-    return metric, -math.inf, loss
-
-
 def _migrated(saved: Mapping[str, Any], states: Mapping[str, Stateful]) -> dict[str, Any]:
     """``saved`` with the model's present names of weights, also in their average."""
     if not isinstance(task := states.get("task"), torch.nn.Module):
@@ -227,8 +206,8 @@ class Checkpointer:
     def note(self, step: int, score: float | None, metrics: Mapping[str, float], wall_s: float = 0.0) -> None:
         """Add a later validation to the manifest of ``step``.
 
-        ``score`` is the value of the task's metric, and lower is better. ``metrics`` are all of the
-        validation. ``selection_key`` reads both. Does nothing if the checkpoint could not be
+        ``score`` is the value of the task's metric. ``metrics`` are all metrics of the
+        validation. ``best_metric.selection_key`` reads both. Does nothing if the checkpoint could not be
         written. Raises OSError.
         """
         folder, _ = self._folders(step)

@@ -305,12 +305,12 @@ def recipe(config: DictConfig, overrides: list[str]) -> Iterator[Finding]:
         except Exception as error:  # a doctor reports whatever it finds
             yield failure(what, error)
             return
-        if not device.on_host:
+        if device.static_shapes or not device.on_host:
             watched, _ = build_task(config)
             watched.load_state_dict({name: value.cpu() for name, value in task.state_dict().items()})
             yield from tried("recorder", lambda: recorded(config, device, data, watched))
         if opened:
-            yield from _training(config, data, task, device=device, precision=opened[1])
+            yield from _training(config, data, task, *opened)
 
 
 def _optimizer_name(config: DictConfig, task: Task) -> str:
@@ -446,8 +446,6 @@ def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tok
 
 def _check_texts(config: DictConfig, data: SpeechData, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Findings on the recordings that are not used, and on the transcripts of each set."""
-    from speechtrain.data.module import EvaluationBatches
-
     counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in _FILTERS]
     if counts:
         finding = f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
@@ -455,10 +453,10 @@ def _check_texts(config: DictConfig, data: SpeechData, task: Task, tokenizer: To
     fix = "change tokenizer.normaliser or the vocabulary"
     if "tokenizer=" in str(config.from_data):
         fix = "a character that is so rare has no label"
-    rows = {"train": (data.index, data.training_rows)}
-    for name, batches in data.valid().items():
-        if isinstance(batches, EvaluationBatches):
-            rows[name] = (batches.chosen.index, batches.chosen.plan.rows)
+    rows = {"train": (data.index, data.training_set.rows)}
+    for name in data.evaluation_sets.names:
+        loader, plan = data.evaluation_sets[name]
+        rows[name] = (loader.index, plan.rows)
     for name, (index, numbers) in rows.items():
         sample = numbers[:: len(numbers) // _LOOKED_AT + 1].tolist()
         yield from transcripts(name, index, sample, tokenizer, task, data.sample_rate, fix=fix)

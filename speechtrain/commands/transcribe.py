@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from speechtrain.commands._cli import Parser, console
-from speechtrain.errors import ConfigError, DataError, MachineError, one_line, printable
+from speechtrain.errors import ConfigError, DataError, MachineError, print_notice, printable
 from speechtrain.files import atomic, writing
 from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript, written
 
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
         for result in loaded.transcripts(map(show, recordings), arguments.batch, arguments.piece_seconds):
             if isinstance(result, DataError):
                 exit_code = result.exit_code
-                print(f"speechtrain: error: {one_line(str(result))}", file=sys.stderr, flush=True)
+                print_notice(f"error: {result}")
             else:
                 output(result, arguments.format)
     return exit_code

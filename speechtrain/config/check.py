@@ -46,7 +46,7 @@ def check_part(group: str, node: Any) -> None:
     check_node(group, node, OFFERED.get(group, set()))
 
 
-def part_class(group: str, node: Any) -> type:
+def part_class(group: str, node: Any) -> type[Any]:
     """The class of a part. Raises ConfigError if it has none, or one that is not of its group."""
     if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
         raise ConfigError(f"{group} has no class; choose one with {group}=NAME")

@@ -97,12 +97,10 @@ def with_whole_paths(config: DictConfig, path: str = "") -> DictConfig:
     """``config`` with absolute paths, in place: those of parameters that are annotated as ``FilePath``."""
     found = target_class(str(config._target_), path) if "_target_" in config else None
     hints = {"init_from": FilePath} if found is None else parameter_types(found, include_extras=True)
-    for key in [key for key in map(str, config) if not OmegaConf.is_missing(config, key)]:
+    raw: Any = OmegaConf.to_container(config)
+    for key in [key for key in raw if not OmegaConf.is_missing(config, key)]:
         if str(FilePath) in str(hints.get(key)):
-            raw: Any = config._get_node(key)
-            config[key] = whole_value(
-                OmegaConf.to_container(raw) if OmegaConf.is_config(raw) else raw._value()
-            )
+            config[key] = whole_value(raw[key])
         if not OmegaConf.is_interpolation(config, key) and isinstance(config[key], DictConfig):
             with_whole_paths(config[key], f"{path}.{key}".lstrip("."))
     return config

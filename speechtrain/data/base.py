@@ -16,6 +16,9 @@ class DataModule(ABC):
     costs nothing, and the order is the same for any number of ranks and workers.
     """
 
+    train_is_optional: bool = False
+    """Whether named evaluation sets need no training data, so that ``train`` may be empty."""
+
     @property
     @abstractmethod
     def micro_batches_per_epoch(self) -> int:

@@ -1,9 +1,11 @@
-"""Batches from planned cuts: decode, change speed, encode the transcripts, pad."""
+"""Loads the batches of planned cuts: decode audio, change speed, encode transcripts, pad."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +15,16 @@ from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, dither_offset, uniform_at
-from speechtrain.data.audio import DECODED_SECONDS, change_speed, files_of, read_cut, standardise
+from speechtrain.data.audio import DECODED_SECONDS, files_of, read_cut, standardise
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
 from speechtrain.data.index import Index
+from speechtrain.data.planned_lengths import Integers, PlannedLengths, crop_samples, planned_samples
 from speechtrain.data.recordings import Unusable
-from speechtrain.data.sampler import MicroBatch, Shape, crop_samples, planned_samples
+from speechtrain.data.sampler import MicroBatch
+from speechtrain.data.speed import change_speed
 from speechtrain.data.stage import reading_from
+from speechtrain.data.static_shapes import Shape
 from speechtrain.errors import DataError, one_line
 from speechtrain.text.vocabulary import Tokenizer
 
@@ -86,9 +91,24 @@ class BatchLoader:
     stage: str = ""
 
     def __call__(self, planned: MicroBatch) -> Batch:
-        """Decode one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
+        """Load one micro-batch. Raises DataError in an evaluation set, or if a manifest has changed."""
         with _one_thread(), reading_from(self.stage):
-            return self._decode(planned)
+            return self._load(planned)
+
+    def for_thread(self) -> BatchLoader:
+        """Return this loader for another thread: an index has open files, each at one position."""
+        return replace(self, index=copy(self.index))
+
+    def lengths(self, rows: Integers, with_labels: bool) -> PlannedLengths:
+        """Return the lengths of cuts by which their batches are planned, with label counts if necessary."""
+        seconds = self.index.seconds[rows]
+        labels = None
+        if with_labels and self.tokenizer.reads_text:
+            labels = self.index.labels(self.tokenizer)[rows]
+            if not self.is_evaluation:
+                # A transcript that is too long becomes a padding row, which must not widen a shape.
+                labels = np.where(labels > self.max_labels_per_second * seconds, 0, labels)
+        return PlannedLengths(seconds, labels, self.sample_rate, self.crop_seconds or math.inf)
 
     def files(self, planned: MicroBatch) -> Iterator[str]:
         """The paths of a micro-batch's recordings."""
@@ -99,7 +119,7 @@ class BatchLoader:
         cuts = [self.index.cut(int(row)) for row in planned.rows]
         return [f"{cut['id']!r} ({', '.join(files_of(cut))})" for cut in cuts]
 
-    def _decode(self, planned: MicroBatch) -> Batch:
+    def _load(self, planned: MicroBatch) -> Batch:
         lengths = planned_samples(self.index.seconds[planned.rows], planned.percents, self.sample_rate)
         rows, skipped = [], []
         for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):
@@ -133,7 +153,7 @@ class BatchLoader:
             labels, weight = self._labels(cut, text, shape), 1.0  # before the audio, which costs more
             samples = read_cut(cut, self.sample_rate)
             if text and not samples.any():
-                raise Unusable("silent", files_of(cut)[0] if files_of(cut) else cut["id"])
+                raise Unusable("silent", next(iter(files_of(cut)), cut["id"]))
             samples = change_speed(samples, percent, self.sample_rate)
         if self.normalise:
             samples = standardise(samples)
@@ -169,31 +189,45 @@ class BatchLoader:
         return labels
 
 
+def check_audio(sample_rate: int, crop_seconds: float | None, tokenizer: Tokenizer) -> None:
+    """Raise ValueError for audio that no loader can make."""
+    if sample_rate <= 0:
+        raise ValueError(f"sample_rate={sample_rate}: it must be above 0")
+    if crop_seconds is not None and crop_seconds <= 0:
+        raise ValueError(f"crop_seconds={crop_seconds}: it must be above 0, or null for no cropping")
+    if crop_seconds is not None and tokenizer.reads_text:
+        raise ValueError(
+            f"crop_seconds={crop_seconds}: a part of a recording does not match its transcript. "
+            "Use tokenizer=none to train on audio alone, or crop_seconds=null"
+        )
+
+
 def collate(rows: Sequence[_Row], sample_rate: int, shape: Shape | None = None) -> Batch:
     """Pad rows into a batch: to the longest row, or to ``shape`` with padding rows."""
     shortest = round(_SHORTEST_SECONDS * sample_rate)
-    lengths = [max(shortest, len(row.samples)) for row in rows]
-    label_lengths = [len(row.labels) for row in rows]
-    size = (len(rows), max(lengths, default=shortest), max(label_lengths, default=0))
-    if shape is not None:
-        size = (shape.rows, shape.samples, shape.labels)
-        lengths = [min(length, shape.samples) for length in lengths]
-    filler = size[0] - len(rows)
-    audio = torch.zeros(size[0], size[1], dtype=torch.float32)
-    labels = torch.zeros(size[0], size[2], dtype=torch.int64)
+    if shape is None:
+        longest = max((len(row.samples) for row in rows), default=0)
+        most_labels = max((len(row.labels) for row in rows), default=0)
+        shape = Shape(len(rows), max(shortest, longest), most_labels)
+    padding_rows = shape.rows - len(rows)
+    lengths = [min(max(shortest, len(row.samples)), shape.samples) for row in rows]
+    lengths += [shape.samples] * padding_rows
+    rows = [*rows, *[_Row()] * padding_rows]
+    audio = torch.zeros(shape.rows, shape.samples, dtype=torch.float32)
+    labels = torch.zeros(shape.rows, shape.labels, dtype=torch.int64)
     for i, row in enumerate(rows):
-        kept = row.samples[: size[1]]
-        audio[i, : len(kept)] = torch.from_numpy(kept)
-        labels[i, : len(row.labels)] = torch.tensor(row.labels, dtype=torch.int64)
+        samples = torch.from_numpy(row.samples[: shape.samples])
+        audio[i, : len(samples)] = samples
+        labels[i, : len(row.labels)] = _int64(row.labels)
     return Batch(
         audio=audio,
-        audio_lengths=_int64([*lengths, *[size[1]] * filler]),
+        audio_lengths=_int64(lengths),
         labels=labels,
-        label_lengths=_int64([*label_lengths, *[0] * filler]),
-        weight=torch.tensor([*(row.weight for row in rows), *[0.0] * filler], dtype=torch.float32),
-        keys=_int64([*(dither_offset(row.samples) for row in rows), *[0] * filler]),
-        ids=(*(row.id for row in rows), *[""] * filler),
-        texts=(*(row.text for row in rows), *[""] * filler),
+        label_lengths=_int64([len(row.labels) for row in rows]),
+        weight=torch.tensor([row.weight for row in rows], dtype=torch.float32),
+        keys=_int64([dither_offset(row.samples) for row in rows]),
+        ids=tuple(row.id for row in rows),
+        texts=tuple(row.text for row in rows),
         seconds=sum(row.seconds for row in rows),
     )
 
@@ -211,9 +245,6 @@ def audio_row(name: str, samples: Samples, sample_rate: int, normalise: bool = F
 def _one_thread() -> Iterator[None]:
     """Use one thread, as workers do: sums over more threads may round differently."""
     threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

@@ -29,7 +29,7 @@ _STREAMED = 2**31 - 2**16
 
 
 class Unusable(Exception):
-    """Audio that cannot be used; ``reason`` is a key of ``data.batches.REASONS``."""
+    """Audio that cannot be used; ``reason`` is a key of ``data.loader.REASONS``."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

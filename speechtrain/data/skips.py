@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from speechtrain.batch import Skip
 from speechtrain.errors import DataError
-from speechtrain.files import MOST_LOG_BYTES, append_line, json_lines, open_regular
+from speechtrain.files import MOST_LOG_BYTES, append_line, atomic, json_lines, open_regular
 
 _log = logging.getLogger(__name__)
 
 FILE = "skipped.jsonl"
+FILTERED_FILE = "filtered.jsonl"
 
 
 class SkipLog:
@@ -77,15 +79,35 @@ class SkipLog:
                 f"{self.max_bad} and data.max_bad_share={self.max_bad_share}"
             )
 
+    def list_filtered(self, skips: Iterable[Skip]) -> None:
+        """List the recordings that are filtered, once per run."""
+        if self.path is None or (path := self.path.with_name(FILTERED_FILE)).exists():
+            return
+        try:
+            with atomic(path) as temporary, temporary.open("wb") as file:
+                for skip in skips:
+                    file.write(_line(skip) + b"\n")
+        except OSError as error:
+            _log.warning("%s cannot be written (%s); filtered recordings are only counted", path, error)
+
+    def warn(self) -> None:
+        """Warn of the number of recordings by reason, if there are any."""
+        counts = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
+        if counts:
+            _log.warning("skipped recordings: %s; %s lists them", counts, self.path)
+
     def _append(self, skip: Skip) -> None:
         if self.path is None:
             return
         try:
-            line = json.dumps(vars(skip), ensure_ascii=False).encode("utf-8", "backslashreplace")
-            append_line(self.path, line)
+            append_line(self.path, _line(skip))
         except OSError as error:
             if not self._is_told:
                 _log.warning(
                     "%s cannot be written (%s); skipped recordings are only counted", self.path, error
                 )
             self._is_told = True
+
+
+def _line(skip: Skip) -> bytes:
+    return json.dumps(vars(skip), ensure_ascii=False).encode("utf-8", "backslashreplace")

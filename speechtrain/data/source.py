@@ -25,6 +25,8 @@ class Source(ABC):
     """A source of cuts: any format on the disk becomes lhotse cuts."""
 
     facts = Facts()
+    is_example: bool = False
+    """Whether it shows that training works, and not how well."""
 
     @abstractmethod
     def cuts(self) -> Iterator[Cut]:

@@ -27,7 +27,7 @@ from speechtrain.files import atomic, open_append, open_regular, remove_temporar
 _log = logging.getLogger(__name__)
 
 AHEAD = 1_000
-"""Most micro-batches between the one that is decoded and the one whose recordings are copied."""
+"""Most micro-batches between the one that is loaded and the one whose recordings are copied."""
 
 _ROOM = 2**30  # bytes of the disk that are left to others
 _BLOCK = 2**22  # bytes that are copied between two looks at the end
@@ -87,7 +87,7 @@ class Stager:
     def __init__(self, folder: str, later: Iterator[Paths]) -> None:
         self.folder, self._later = folder, later
         self._coming: SimpleQueue[tuple[int, Paths] | None] = SimpleQueue()
-        self._given = 0  # micro-batches that are decoded: too late for theirs
+        self._given = 0  # micro-batches that are loaded: too late for theirs
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
@@ -123,7 +123,7 @@ class Stager:
                     if self._ended.is_set():
                         return
                     self._copy(file_of(path))
-        except DataError:  # the manifest has changed, which whoever decodes it reports
+        except DataError:  # the manifest has changed, which the loader reports
             return
         except OSError as error:
             told = "data.stage: %s takes no more copies (%s); other recordings are read where they are"
@@ -151,7 +151,7 @@ class Stager:
                 if _is_copy(copy, status):
                     return
                 source = stack.enter_context(open_regular(path))
-            except (OSError, ValueError):  # whoever decodes it reports it
+            except (OSError, ValueError):  # the loader reports it
                 return
             copy.parent.mkdir(0o700, parents=True, exist_ok=True)
             lock = stack.enter_context(open_append(copy.parent / ".lock"))

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import lhotse.audio.backend
-import lhotse.augmentation.torchaudio  # noqa: F401 - imported for the workers, which inherit it
-
-import speechtrain.data.loader  # noqa: F401
-
 # multiprocessing runs the program's module again in each worker, under another name. The server has
 # already imported it, so this costs nothing, but runpy warns about it.
 warnings.filterwarnings(

@@ -1,8 +1,8 @@
-"""Data workers: processes that decode planned micro-batches ahead and return them in order.
+"""Data workers: processes that load planned micro-batches ahead and return them in order.
 
 torch's DataLoader is not used for four reasons. Its workers belong to one data set, so training and
 validation would each start their own (3 s). It draws from the global generator. It detects a dead
-worker only after a timeout. It does not report which recordings a stuck worker was decoding.
+worker only after a timeout. It does not report which recordings a stuck worker was loading.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ import torch.multiprocessing  # makes pickling send large tensors by shared memo
 from torch import Tensor
 
 from speechtrain.batch import Batch
+from speechtrain.compute_policy import usable_cpus
 from speechtrain.data.loader import BatchLoader
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.errors import MachineError, Preempted, SpeechtrainError
+from speechtrain.launcher import is_number
 
-Decode = Callable[[MicroBatch], Batch]
+Loader = Callable[[MicroBatch], Batch]
 
 _log = logging.getLogger(__name__)
 
@@ -55,24 +57,24 @@ _NAMED = 3  # most recordings in a message
 
 
 class Workers(ABC):
-    """The interface of a decoder of micro-batches."""
+    """Loads planned micro-batches, in this process or in others."""
 
     stop_requested: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the run has been asked to stop."""
 
     @abstractmethod
-    def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        """Yield ``decode`` of each planned micro-batch, in order. Raises what ``decode`` raises."""
+    def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
+        """Yield ``loader`` of each planned micro-batch, in order. Raises what ``loader`` raises."""
 
     def close(self) -> None:  # noqa: B027 - empty by default
         """Stop the workers."""
 
 
 class InProcess(Workers):
-    """Decodes in this process, on demand."""
+    """Loads in this process, on demand."""
 
-    def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
-        return map(decode, planned)
+    def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
+        return map(loader, planned)
 
 
 @dataclass
@@ -81,7 +83,7 @@ class _Worker:
 
     process: Any  # BaseProcess of the start method
     link: Connection
-    known: set[int] = field(default_factory=set)  # numbers of the decoders that it has received
+    known: set[int] = field(default_factory=set)  # numbers of the loaders that it has received
     requests: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)
 
@@ -96,7 +98,7 @@ class _Worker:
                 self.link.send(self.requests.get())
             except OSError:  # the worker is dead, which the other thread reports
                 return
-            except Exception as error:  # the decoder cannot be pickled
+            except Exception as error:  # the loader cannot be pickled
                 self.answers.put((_FOR_ALL, error))
 
     def _receive(self) -> None:
@@ -114,10 +116,10 @@ class _Worker:
 
 
 class Processes(Workers):
-    """Decodes ahead in ``count`` processes.
+    """Loads ahead in ``count`` processes.
 
     A fork server starts them in the background. It has no threads, and the workers inherit no
-    threads, devices or sockets of this process. Until they are ready, this process decodes. Each
+    threads, devices or sockets of this process. Until they are ready, this process loads. Each
     worker uses one thread, ignores Ctrl-C, ends when this process ends for any reason, and after a
     SIGTERM runs long enough for a last checkpoint. ``map`` raises MachineError if a worker has died
     or has not answered for ``timeout_seconds``, Preempted if it has not for 10 s after a stop request.
@@ -127,7 +129,7 @@ class Processes(Workers):
         self.count = count
         self.timeout_seconds = timeout_seconds
         self._workers: list[_Worker] = []
-        self._decoders: list[Decode] = []
+        self._loaders: list[Loader] = []
         self._results: dict[int, Batch | Exception] = {}  # by ticket, for other streams
         self._dropped: set[int] = set()
         self._tickets = 0
@@ -153,7 +155,7 @@ class Processes(Workers):
         self.start()
         self._starter.join()
 
-    def map(self, decode: Decode, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
+    def map(self, loader: Loader, planned: Iterator[MicroBatch]) -> Iterator[Batch]:
         flight: deque[tuple[int, _Worker, MicroBatch]] = deque()
         try:
             while True:
@@ -162,9 +164,9 @@ class Processes(Workers):
                     item = next(planned, None)
                     if item is None:
                         break
-                    flight.append(self._send(workers, decode, item))
+                    flight.append(self._send(workers, loader, item))
                 if flight:
-                    result = self._receive(decode, *flight[0])
+                    result = self._receive(loader, *flight[0])
                     flight.popleft()
                     if isinstance(result, Exception):
                         raise result
@@ -173,7 +175,7 @@ class Processes(Workers):
                 item = next(planned, None)
                 if item is None:
                     return
-                batch = decode(item)
+                batch = loader(item)
                 self.start()  # after the first batch: the start does not slow it down
                 yield batch
         finally:
@@ -187,30 +189,30 @@ class Processes(Workers):
         return self._workers
 
     def _send(
-        self, workers: list[_Worker], decode: Decode, item: MicroBatch
+        self, workers: list[_Worker], loader: Loader, item: MicroBatch
     ) -> tuple[int, _Worker, MicroBatch]:
         worker = workers[self._tickets % len(workers)]
         ticket = self._tickets = self._tickets + 1
-        if decode not in self._decoders:
-            self._decoders.append(decode)
-        number = self._decoders.index(decode)
-        worker.requests.put((ticket, number, None if number in worker.known else decode, item))
+        if loader not in self._loaders:
+            self._loaders.append(loader)
+        number = self._loaders.index(loader)
+        worker.requests.put((ticket, number, None if number in worker.known else loader, item))
         worker.known.add(number)
         return ticket, worker, item
 
-    def _receive(self, decode: Decode, ticket: int, worker: _Worker, item: MicroBatch) -> Batch | Exception:
+    def _receive(self, loader: Loader, ticket: int, worker: _Worker, item: MicroBatch) -> Batch | Exception:
         """Return the result of a ticket; results of other streams may arrive first and are kept."""
         while ticket not in self._results:
-            got, answer = self._answer(decode, worker, item)
+            got, answer = self._answer(loader, worker, item)
             if got == _FOR_ALL:
-                raise self._end_of(worker, answer, _place(decode, item))
+                raise self._end_of(worker, answer, _place(loader, item))
             if got in self._dropped:
                 self._dropped.remove(got)
             else:
                 self._results[got] = answer if isinstance(answer, Exception) else _unpack(answer)
         return self._results.pop(ticket)
 
-    def _answer(self, decode: Decode, worker: _Worker, item: MicroBatch) -> tuple[int, Any]:
+    def _answer(self, loader: Loader, worker: _Worker, item: MicroBatch) -> tuple[int, Any]:
         """The worker's next answer. Raises MachineError after the time-out, Preempted after a stop."""
         begun, stopped = time.monotonic(), math.inf
         while True:
@@ -222,7 +224,7 @@ class Processes(Workers):
             except Empty:
                 now = time.monotonic()
             stopped = min(stopped, now) if self.stop_requested() else math.inf
-            silent, place = f"data worker {worker.process.pid} gave no answer for", _place(decode, item)
+            silent, place = f"data worker {worker.process.pid} gave no answer for", _place(loader, item)
             if now - stopped >= _STOP_SECONDS:
                 raise Preempted(f"{silent} {_STOP_SECONDS:g} s after a stop request ({place})")
             if now - begun >= self.timeout_seconds:
@@ -258,7 +260,7 @@ class Processes(Workers):
                 started.append(_Worker(process, ours))
             for worker in started:
                 self._connect(worker)
-        except Exception as error:  # this process decodes instead, more slowly
+        except Exception as error:  # this process loads instead, more slowly
             if not self._is_closed:
                 kind = type(error).__name__
                 _log.warning("data workers cannot start (%s: %s); this process decodes", kind, error)
@@ -290,6 +292,29 @@ class Processes(Workers):
             worker.process.kill()
             worker.process.join()
         self._workers = []
+
+
+def open_workers(count: int, timeout_seconds: float) -> Workers:
+    """Return ``count`` workers, not started yet, or by ``automatic_workers`` if it is -1. 0 is this process.
+
+    Raises ValueError for invalid arguments.
+    """
+    if timeout_seconds <= 0:
+        raise ValueError(f"timeout_seconds={timeout_seconds}: it must be above 0")
+    if not -1 <= count <= 256:  # Each worker is a process of 200 MB.
+        raise ValueError(f"workers={count}: need -1 <= workers <= 256")
+    if count < 0:
+        count = automatic_workers()
+    return Processes(count, timeout_seconds) if count else InProcess()
+
+
+def automatic_workers() -> int:
+    """Return one fewer than this rank's share of the usable cores, at most 8 (see LOCAL_WORLD_SIZE)."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cores = len(usable_cpus())
+    if is_number(ranks):
+        cores //= max(1, int(ranks))
+    return max(0, min(8, cores - 1))
 
 
 def _start_server() -> None:
@@ -324,16 +349,16 @@ def _unpack(fields: dict[str, Any]) -> Batch:
     return Batch(**fields)
 
 
-def _place(decode: Decode, item: MicroBatch) -> str:
+def _place(loader: Loader, item: MicroBatch) -> str:
     """Where the run is, and which recordings are in the batch."""
-    names = decode.recordings(item) if isinstance(decode, BatchLoader) else []
+    names = loader.recordings(item) if isinstance(loader, BatchLoader) else []
     more = [f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else []
     listed = "".join(f", {name}" for name in [*names[:_NAMED], *more])
     return f"at micro-batch {item.index} of epoch {item.epoch}{listed}"
 
 
 def _work(link: Connection, folder: str) -> None:
-    """Run a worker: decode what the link delivers until it closes.
+    """Run a worker: load each micro-batch from the link until it closes.
 
     If the program was killed, remove the fork server's ``folder``, as the program itself does otherwise.
     """
@@ -347,31 +372,31 @@ def _work(link: Connection, folder: str) -> None:
     answers: SimpleQueue[tuple[int, Batch | Exception]] = SimpleQueue()
     # a thread sends answers, and this one always reads: the two ends cannot deadlock
     threading.Thread(target=_answer, args=(link, answers), daemon=True).start()
-    decoders: dict[int, Decode] = {}
+    loaders: dict[int, Loader] = {}
     while True:
         try:
-            ticket, number, decode, item = link.recv()
+            ticket, number, loader, item = link.recv()
         except (EOFError, OSError):
             if (program := multiprocessing.parent_process()) is not None and not program.is_alive():
                 shutil.rmtree(folder, ignore_errors=True)
             return
         except Exception as error:  # e.g. this process cannot import the tokenizer's module
-            problem = f"a data worker cannot load its decoder ({type(error).__name__}: {error})"
+            problem = f"a data worker cannot import its loader ({type(error).__name__}: {error})"
             answers.put((_FOR_ALL, MachineError(f"{problem}; use data.workers=0 to decode without workers")))
             continue
-        if decode is not None:
-            decoders[number] = decode
-        answers.put((ticket, _decode(decoders[number], item)))
+        if loader is not None:
+            loaders[number] = loader
+        answers.put((ticket, _load(loaders[number], item)))
 
 
 def _leave_soon(number: int, frame: FrameType | None) -> None:
-    # the default action of SIGALRM ends the process, even inside a decoder
+    # The default action of SIGALRM ends the process, even while C code decodes audio.
     signal.alarm(_GRACE_SECONDS)
 
 
-def _decode(decode: Decode, item: MicroBatch) -> Batch | Exception:
+def _load(loader: Loader, item: MicroBatch) -> Batch | Exception:
     try:
-        return decode(item)
+        return loader(item)
     except SpeechtrainError as error:
         return error
     except Exception as error:  # a bug: its name and line, because a trace cannot be pickled

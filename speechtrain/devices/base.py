@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speechtrain.batch import Batch, Footprint
-from speechtrain.compute_policy import STATIC, ComputePolicy
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
+from speechtrain import torch_private
+from speechtrain.batch import Batch
+from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.precision import NAMES, Precision
+
+_CORES_OF_A_CARD = 100  # the speed of an accelerator in a plan
 
 Prepared = tuple[nn.Module, torch.optim.Optimizer]
 """A module and its optimizer, with the vendor's transformations."""
@@ -80,10 +82,13 @@ class Device(ABC):
     """Whether a host may get more ranks than it has CPUs, or memory for their models."""
 
     on_host: bool = False
-    """Whether it computes in the host's memory, with torch alone."""
+    """Whether it computes on the host's cores, in the host's memory."""
 
     static_shapes: bool = False
     """Whether every tensor shape of a step must come from a fixed set, which the start line prints."""
+
+    compile: bool = False
+    """Whether ``torch.compile`` compiles the model, for each shape (``compute_policy.compile_module``)."""
 
     def environment(self, processes: int) -> dict[str, str]:
         """Variables that must be set before Python starts, for ``processes`` ranks on this host.
@@ -113,9 +118,13 @@ class Device(ABC):
         """
         return self.absence(1)
 
+    def equivalent_cores(self, world_size: int) -> int:
+        """Return the number of CPU cores that a plan for ``world_size`` ranks on this host counts with."""
+        return len(usable_cpus()) if self.on_host else _CORES_OF_A_CARD * world_size
+
     def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Check the fixed shapes of training, none if they vary. Raises ConfigError if they must not vary."""
-        if self.static_shapes and not shapes:
+        if (self.static_shapes or self.compile) and not shapes:
             raise ConfigError(
                 f"data.shapes=0: device={self.name} compiles a graph for every shape; set data.shapes=8"
             )
@@ -141,16 +150,20 @@ class Device(ABC):
 
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         """The plain policy of training in ``dtype``: torch's own kernels where the device has them."""
-        plain = ComputePolicy() if not self.static_shapes else replace(STATIC, mark_step=self.mark_step)
+        policy = ComputePolicy()
+        if self.static_shapes:
+            policy = replace(STATIC, mark_step=self.mark_step)
+        if self.compile:
+            policy = replace(policy, compiler="inductor")
         if dtype == torch.float32:
-            return plain
+            return policy
         products = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32  # float16 is too narrow
-        return replace(plain, autocast_dtype=dtype, product_dtype=products)
+        return replace(policy, autocast_dtype=dtype, product_dtype=products)
 
     def attach(self, policy: ComputePolicy) -> ComputePolicy:
         """``policy``, read from a record, with this opened device's own functions."""
         own = self.policy(torch.float32)
-        return replace(policy, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
+        return replace(policy, compiler=own.compiler, mark_step=self.mark_step, ctc_kernel=own.ctc_kernel)
 
     def candidates(self, dtype: torch.dtype) -> list[ComputePolicy]:
         """The policies to time on this opened device before the first step, the reference first."""
@@ -193,34 +206,7 @@ class Device(ABC):
         return {}
 
     def graphs(self) -> int:
-        """Number of compilations so far, 0 if the device does not count them."""
-        return 0
-
-    def explain(
-        self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
-    ) -> SpeechtrainError | None:
-        """The error to show if a step ran out of memory, or None for another failure.
-
-        ``batch`` is the step's batch on the host, None before the first step. ``classes`` is the width of the
-        output layer, or 0.
-        """
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            isinstance(error, RuntimeError) and bool(re.search(self.facts.out_of_memory, str(error), re.I))
-        )
-        if not is_memory:
-            return None
-        knob = "lower data.batch.memory_gib or data.batch.count and raise trainer.accumulate"
-        if batch is None:
-            return MachineError(
-                f"device={self.name} is out of memory before the first batch: the model is too large"
-            )
-        rows, samples = batch.audio.shape
-        labels = batch.labels.shape[1]
-        valid = float(batch.audio_lengths[batch.weight > 0].sum())
-        seconds = samples * batch.seconds / valid if valid else 0.0
-        predicted = footprint.bytes(rows, seconds, labels)
-        width = f", V={classes} classes" if classes else ""
-        return MachineError(
-            f"device={self.name} is out of memory at a micro-batch of B={rows} rows, T={seconds:.1f} s, "
-            f"U={labels} labels{width}, predicted {predicted:,.0f} bytes beyond the weights; {knob}"
-        )
+        """Number of compilations so far: by default, by ``torch.compile``."""
+        if not self.compile:
+            return 0
+        return int(torch_private.dynamo_counters["stats"].get("unique_graphs", 0))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from speechtrain import torch_private
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, usable_cpus
+from speechtrain.compute_policy import ComputePolicy, set_fp32_matmul, usable_cpus
 from speechtrain.devices import affinity, host, preload
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError
@@ -271,16 +272,16 @@ def is_medium_exact() -> bool:
             a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
             wanted, products = a.double() @ b.double(), []
             for setting in errors:
-                torch.set_float32_matmul_precision(setting)
+                set_fp32_matmul(setting)
                 products.append(torch.mm(a, b))
                 error = float((products[-1] - wanted).norm() / wanted.norm())
                 errors[setting] = max(errors[setting], error)
             is_same = is_same and torch.equal(*products)
     finally:
-        torch.set_float32_matmul_precision(before)
+        set_fp32_matmul(before)
     return not is_same and errors["medium"] <= _WORSE * errors["highest"]
 
 
 def _has_onednn_bf16() -> bool:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(has_onednn and torch_private.is_onednn_bf16_supported())

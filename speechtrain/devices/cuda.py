@@ -7,19 +7,18 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, usable_cpus
 from speechtrain.devices import affinity, host
-from speechtrain.devices.base import Device, DeviceFacts, Prepared
-from speechtrain.errors import ConfigError, MachineError, one_line
+from speechtrain.devices.base import Device, DeviceFacts
+from speechtrain.errors import MachineError, one_line
 
 _CAPABILITY = {torch.bfloat16: (8, 0), torch.float16: (7, 0)}  # Ampere and Volta
 # of the transducer loss, which launches kernels for every block of cells and every group of kept logits
@@ -66,12 +65,6 @@ def _near(index: int, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
     node = affinity.read(devices / address / "numa_node")  # -1 on a host of one node
     cores = affinity.usable(affinity.topology(), usable_cpus())
     return {cpu for core in cores if str(core.node) == node for cpu in core.cpus}
-
-
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The members of each ``ModuleList`` that a part of ``module`` names in ``shard_units``."""
-    units = [owner.get_submodule(n) for owner in module.modules() for n in getattr(owner, "shard_units", ())]
-    return [layer for unit in units if isinstance(unit, nn.ModuleList) for layer in unit]
 
 
 def obstacle(count: int, has_file: bool, starts: bool) -> str:
@@ -127,7 +120,6 @@ class CUDA(Device):
     compile: bool = False
     pinned: bool = True
     allocator: str | None = "expandable_segments:True"
-    _shapes: int = field(init=False, default=0)  # of training, each of which is compiled
     _copies: torch.cuda.Stream | None = field(init=False, default=None)
 
     def environment(self, processes: int) -> dict[str, str]:
@@ -154,13 +146,6 @@ class CUDA(Device):
         release = torch.version.cuda
         starts = bool(count) and (release is None or driver_starts(release))
         return obstacle(count, any(Path("/dev").glob("nvidia[0-9]*")), starts)
-
-    def validate_shapes(self, shapes: Sequence[tuple[int, int, int]]) -> None:
-        if self.compile and not shapes:
-            raise ConfigError(
-                "device.compile=true: data.shapes=0 would compile every batch; set data.shapes=8"
-            )
-        self._shapes = len(shapes)
 
     def open(self, local_rank: int) -> None:
         index = 0 if _has_own_gpus(local_rank, torch.cuda.device_count()) else local_rank
@@ -204,19 +189,6 @@ class CUDA(Device):
             return f"{gpu} has no tensor cores for fp16, so training is in fp32, which is as fast"
         return f"{gpu} has no bf16, so training is in fp32; precision=fp16 is faster"
 
-    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-        if self.compile:
-            from torch._dynamo import config
-
-            # in training and in evaluation; beyond the limit, torch would run the layers eagerly
-            config.recompile_limit = max(config.recompile_limit, 2 * self._shapes)
-            layers = _repeated(module)
-            if not layers and hasattr(module, "losses"):  # they read lengths, which would break the graph
-                module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
-            for part in layers or [module]:
-                part.compile(dynamic=False)
-        return module, optimizer
-
     def move(self, batch: Batch) -> Batch:
         if not self.pinned:
             return batch.to(self.tensor)
@@ -243,10 +215,3 @@ class CUDA(Device):
 
     def memory(self) -> int:
         return int(torch.cuda.max_memory_allocated())
-
-    def graphs(self) -> int:
-        if not self.compile:
-            return 0
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"].get("unique_graphs", 0))

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices import host
-from speechtrain.devices.base import Device, DeviceFacts, Operations, Prepared
+from speechtrain.devices.base import Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, one_line
 
 _PACKAGE = "habana_frameworks"
@@ -200,11 +199,6 @@ class HPU(Device):
                 f"them); lower world_size to that number; {_REHEARSAL}"
             )
 
-    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-        if self.mode == "compile":
-            module.compile(backend="hpu_backend")
-        return module, optimizer
-
     # --- while training ---------------------------------------------------------------------------
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -213,7 +207,8 @@ class HPU(Device):
     def policy(self, dtype: torch.dtype) -> ComputePolicy:
         # graphs of at most 3,000 operations: an unrolled LSTM of 136,000 took XLA minutes to compile
         segment = 80 if self.mode == "lazy" else 0
-        plain = replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment)
+        compiler = "hpu_backend" if self.mode == "compile" else ""
+        plain = replace(super().policy(dtype), lattice_cells=65536, lstm_segment=segment, compiler=compiler)
         return plain if self._ctc is None else replace(plain, ctc="vendor", ctc_kernel=self._ctc)
 
     def precision_fallback_reason(self, dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from speechtrain import torch_private
 from speechtrain.devices.base import Device, DeviceFacts, Operations
 from speechtrain.errors import MachineError, first_line
 
@@ -49,6 +50,7 @@ class Lazy(Device):
     """
 
     name = "lazy"
+    on_host = True
     static_shapes = True
     facts = DeviceFacts(
         collectives={"cpu": "gloo", "lazy": "gloo"},
@@ -69,11 +71,8 @@ class Lazy(Device):
 
     def open(self, local_rank: int) -> None:
         try:
-            import torch._lazy
-            import torch._lazy.ts_backend
-
-            torch._lazy.ts_backend.init()  # type: ignore[no-untyped-call]
-        except (ImportError, RuntimeError) as error:
+            torch_private.start_lazy()
+        except (MachineError, RuntimeError) as error:
             reason = f"this torch has no lazy tensors ({first_line(error)})"
             raise MachineError(f"device=lazy: {reason}; use device=cpu") from None
         if not _LIBRARY:
@@ -88,15 +87,11 @@ class Lazy(Device):
         return value.contiguous().to("lazy")
 
     def mark_step(self) -> None:
-        import torch._lazy
-
-        torch._lazy.mark_step()
+        torch_private.mark_lazy_step()
 
     def synchronize(self) -> None:
-        import torch._lazy
-
-        torch._lazy.mark_step()
-        torch._lazy.wait_device_ops()  # type: ignore[no-untyped-call]
+        torch_private.mark_lazy_step()
+        torch_private.wait_lazy()
 
     def graphs(self) -> int:
         return self._counters().get("UncachedCompile", 0)
@@ -115,7 +110,5 @@ class Lazy(Device):
 
     @staticmethod
     def _counters() -> dict[str, int]:
-        from torch._lazy import metrics
-
-        names: list[str] = metrics.counter_names()  # type: ignore[no-untyped-call]
-        return {name: int(metrics.counter_value(name) or 0) for name in names}
+        names: list[str] = torch_private.lazy_counter_names()
+        return {name: int(torch_private.lazy_counter_value(name) or 0) for name in names}

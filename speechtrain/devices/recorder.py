@@ -6,8 +6,8 @@ every operation of forward and backward against the device's table (``DeviceFact
 
 from __future__ import annotations
 
+import inspect
 import linecache
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from speechtrain import torch_private
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Operations
 from speechtrain.errors import MachineError, SpeechtrainError
 
 _TORCH = str(Path(torch.__file__).parent)
 _ROOT = Path(__file__).parents[1]
-_ENGINE = "_engine_run_backward"
+_BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _READS = "reads a value back to the host, which ends the graph"
 _DYNAMIC = "gives a shape that depends on data, so every step is compiled"
 _MASKS = (torch.bool, torch.uint8)
@@ -37,6 +36,7 @@ _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 # methods that read a CPU tensor's memory without an operation that the dispatcher sees
 _MEMORY = ("tolist", "numpy", "__array__", "cpu", "__dlpack__")
 _SELECTING = ("gather", "index", "index_select", "embedding")
+_DispatchMode: Any = torch_private.TorchDispatchMode
 _COPIES = (Tensor.to, Tensor.cuda)
 
 
@@ -113,6 +113,7 @@ class Recorder:
         self._sizes = WeakIdKeyDictionary()  # of the storages made under the recorder that are alive
         self._alive = 0
         self._is_learning = False
+        self.is_watching = True
         self.makes_on_host = False  # a call that makes a tensor of numbers, without device=
         self._stack = ExitStack()
 
@@ -142,19 +143,15 @@ class Recorder:
         self._stack.close()
 
     def _watch(self, name: str) -> None:
-        """Count calls of a method of tensors; a function mode would not see those of a backward."""
-        method, is_own = getattr(Tensor, name), name in vars(Tensor)
+        """Count calls of a method of tensors."""
+        method = getattr(Tensor, name)
 
         def watched(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
             if not self.is_on_host(tensor):
                 self.read(f"Tensor.{name}")
             return method(tensor, *arguments, **keywords)
 
-        setattr(Tensor, name, watched)
-        if is_own:
-            self._stack.callback(setattr, Tensor, name, method)
-        else:
-            self._stack.callback(delattr, Tensor, name)
+        self._stack.enter_context(torch_private.tensor_method(name, watched))
 
     def mark_step(self) -> None:
         """End the open segment, as a device's ``mark_step`` does; an empty one does not count."""
@@ -176,17 +173,17 @@ class Recorder:
     def blame(self, operation: str, fault: str) -> Unfit:
         """The error for the operation that runs now."""
         place, is_forward = _caller()
-        node: Any = torch._C._current_autograd_node()  # None outside a backward
+        node = torch_private.backward_node()
         if node is None:
             return Unfit(place, operation, fault)
-        made = self._places.get(node._sequence_nr())
+        made = self._places.get(node)
         if is_forward:  # Python code of a backward, or of a hook
             return Unfit(place, operation, fault, forward=made)
         return Unfit(made or place, f"{operation} of the backward", fault)
 
     def is_on_host(self, values: Any) -> bool:
         """Whether there are tensors among ``values``, all of them on the host."""
-        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in _leaves(values) if isinstance(leaf, Tensor)]
         return bool(tensors) and all(tensor.untyped_storage() in self._on_host for tensor in tensors)
 
     def keep_on_host(self, value: Tensor) -> None:
@@ -195,8 +192,16 @@ class Recorder:
     def copied(self, value: Tensor) -> Tensor:
         """A host tensor's copy on the device."""
         self._check_value(value, "the copy to the device")
-        with torch._C._DisableTorchDispatch():
+        with self._unwatched():
             return value.clone()
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        self.is_watching = False
+        try:
+            yield
+        finally:
+            self.is_watching = True
 
     def read(self, name: str, fault: str = _READS) -> None:
         """Count a value that the host waits for, or refuse it."""
@@ -206,10 +211,9 @@ class Recorder:
 
     def before(self, function: Any, arguments: Any) -> None:
         """Record the line that made an operation; refuse one that the device cannot run."""
-        node: Any = torch._C._current_autograd_node()
-        if node is None:
+        if torch_private.backward_node() is None:
             # autograd numbers a node right before its operation runs, so the first number is the node's own
-            number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            number = torch_private.next_node_number() - 1
             if number not in self._places:
                 self._places[number] = _caller()[0]
         name = function.__name__
@@ -217,13 +221,13 @@ class Recorder:
         if torch.Tag.data_dependent_output in function.tags:
             self.read(name)
         elif packet in _INDEXED:
-            if any(isinstance(t, Tensor) and t.dtype in _MASKS for t in tree_leaves(arguments[1])):
+            if any(isinstance(t, Tensor) and t.dtype in _MASKS for t in _leaves(arguments[1])):
                 self.read(f"{name} by a mask", _DYNAMIC)
         elif torch.Tag.dynamic_output_shape in function.tags:
             self.read(name, _DYNAMIC)
         if function is torch.ops.aten.view.dtype and not self.operations.reinterprets:
             raise self.blame(name, "reinterprets bits, which the device's graphs do not")
-        host = [t for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.dim() and self.is_on_host(t)]
+        host = [t for t in _leaves(arguments) if isinstance(t, Tensor) and t.dim() and self.is_on_host(t)]
         if host and packet not in _INDEXED:  # which take indices from the host
             raise self.blame(name, "combines a tensor on the host with one on the device")
         if self.operations.known and packet.rstrip("_") not in self.operations.known:
@@ -280,7 +284,7 @@ class Recorder:
             raise self.blame(what, f"is of {value.dtype}, which the device does not have")
         most = 2 ** (self.operations.int64_bits - 1)
         if value.dtype == torch.int64 and self.operations.int64_bits < 64 and value.numel():
-            with torch._C._DisableTorchDispatch():
+            with self._unwatched():
                 least, largest = int(value.min()), int(value.max())
             if least < -most or largest >= most:
                 extreme = least if least < -most else largest
@@ -288,28 +292,29 @@ class Recorder:
                 raise self.blame(what, f"has the value {extreme}, but {held}")
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(_DispatchMode):  # type: ignore[misc]
     """Intercepts every operation of forward and backward, below autograd."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recorder = recorder
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = tree_flatten((args, kwargs))[0]
-        if func is torch.ops.aten.promote_types.default:  # of dtypes
-            return func(*args)
+        kwargs = kwargs or {}
+        if not self.recorder.is_watching or func is torch.ops.aten.promote_types.default:  # of dtypes
+            return func(*args, **kwargs)
+        given = _leaves((args, kwargs))
         if self.recorder.makes_on_host or self.recorder.is_on_host(given):
-            outputs = func(*args, **(kwargs or {}))
-            for output in tree_leaves(outputs):
+            outputs = func(*args, **kwargs)
+            for output in _leaves(outputs):
                 if isinstance(output, Tensor):
                     self.recorder.keep_on_host(output)
             return outputs
         self.recorder.before(func, args)
-        outputs = func(*args, **(kwargs or {}))
-        self.recorder.after(func, given, tree_leaves(outputs))
+        outputs = func(*args, **kwargs)
+        self.recorder.after(func, given, _leaves(outputs))
         return outputs
 
 
@@ -327,10 +332,11 @@ class _Methods(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        self.recorder.makes_on_host = not has_tensors and "device" not in (kwargs or {})
+        kwargs = kwargs or {}
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in _leaves((args, kwargs)))
+        self.recorder.makes_on_host = not has_tensors and "device" not in kwargs
         try:
-            output = func(*args, **(kwargs or {}))
+            output = func(*args, **kwargs)
         finally:
             makes_on_host, self.recorder.makes_on_host = self.recorder.makes_on_host, False
         if func in _COPIES and self.recorder.is_on_host(args[0]) and _names_device(args[1:], kwargs):
@@ -338,6 +344,18 @@ class _Methods(TorchFunctionMode):
         if makes_on_host and isinstance(output, Tensor):
             self.recorder.keep_on_host(output)
         return output
+
+
+def _leaves(values: Any) -> list[Any]:
+    """The values in nested tuples, lists and dictionaries."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if not isinstance(values, tuple | list):
+        return [values]
+    leaves = []
+    for value in values:
+        leaves += _leaves(value)
+    return leaves
 
 
 def _bytes(name: str, given: list[Any], outputs: list[Any]) -> int:
@@ -355,17 +373,17 @@ def _bytes(name: str, given: list[Any], outputs: list[Any]) -> int:
     )
 
 
-def _names_device(arguments: tuple[Any, ...], keywords: dict[str, Any] | None) -> bool:
-    return any(isinstance(value, torch.device | str) for value in (*arguments, *(keywords or {}).values()))
+def _names_device(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.device | str) for value in (*arguments, *keywords.values()))
 
 
 def _caller() -> tuple[SourceLine, bool]:
     """The innermost line outside torch and this file, and whether no backward runs between them."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     is_direct = True
     while frame is not None:
         code: CodeType = frame.f_code
-        if code.co_name == _ENGINE:
+        if code in _BACKWARDS:
             is_direct = False
         elif not code.co_filename.startswith((_TORCH, __file__, "<")):
             return SourceLine(code.co_filename, frame.f_lineno), is_direct

@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
@@ -36,6 +36,7 @@ from speechtrain.counter_rng import DITHER_PERIOD, uniform_at
 from speechtrain.errors import ConfigError
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.stack_time import stack_time
+from speechtrain.torch_private import MovedModule
 
 _DITHER_SEED = 0xD17E
 
@@ -115,7 +116,7 @@ def _dither_table() -> Tensor:
     return torch.from_numpy((radius * np.cos(2.0 * np.pi * uniform_at(_DITHER_SEED, 1, index))).astype("f4"))
 
 
-class LogMel(nn.Module, PolicyAware):
+class LogMel(MovedModule, PolicyAware):
     """Normalised, spliced log-mel features of a batch of waveforms, in fp32 for every precision.
 
     Order: trim silence, dither, pre-emphasis, power spectrum, mel, logarithm, normalise per
@@ -209,12 +210,11 @@ class LogMel(nn.Module, PolicyAware):
                 audio, lengths = trim_silence(audio, lengths, self.trim_silence_db)
             signal = self._surround(self._emphasise(self._dithered(audio, keys), lengths), lengths)
             columns = self._columns(audio.shape[1])
-            x = self._log_mel(signal, columns, warp)
             start = torch.arange(columns, device=audio.device) * self.hop
             past = self.hop - 1 if self.form == "parakeet" else 0  # it has whole hops only
             last = lengths[:, None] - past
             valid = (start <= last) if self._dali else (start < last)
-            return self._finish(x, valid, mask)
+            return self._finish(self._log_mel(signal, columns, warp), valid, mask)
 
     def _columns(self, samples: int) -> int:
         if self.form == "parakeet":
@@ -338,18 +338,15 @@ class LogMel(nn.Module, PolicyAware):
             constants["noise"] = _dither_table()
         return {name: value.float().contiguous() for name, value in constants.items()}
 
+    def after_move(self) -> None:
+        if self.window.dtype != torch.float32:  # Module.to(dtype) has rounded the constants.
+            for name, value in self._constants().items():
+                setattr(self, name, value.to(self.window.device))
+
     def apply_policy(self, policy: ComputePolicy) -> None:
         self._spectrum, self._block_frames = policy.spectrum, policy.feature_frames
         if policy.spectrum != "fft":
             self.register_buffer("basis", self._constants()["basis"].to(self.window.device), persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LogMel:
-        # Module.to(dtype) would round the constants: apply its device, but not its dtype.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.window.dtype != torch.float32:
-            for name, value in self._constants().items():
-                self._buffers[name] = value.to(self.window.device)
-        return self
 
     def _check(self) -> None:
         def demand(fits: bool, line: str) -> None:

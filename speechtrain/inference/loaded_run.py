@@ -30,7 +30,6 @@ from speechtrain.errors import ConfigError, DataError, RunError
 from speechtrain.inference.open_run import OpenedRun, open_run
 from speechtrain.inference.transcript import Segment, Transcript
 from speechtrain.runs.stored_config import choose, set_key
-from speechtrain.task import Task
 from speechtrain.training.evaluation import Outcome, evaluate
 
 if TYPE_CHECKING:
@@ -152,11 +151,13 @@ class LoadedRun:
         An outcome has ``metrics``, such as ``wer`` (a fraction), and ``examples``, all that was decoded.
         """
         opened, config = self.opened, copy.deepcopy(self.opened.config)
-        part_class("data", config.data)
+        is_optional = part_class("data", config.data).train_is_optional
         _choose_sets(config, sets or {})
+        if is_optional and config.data.valid:
+            config.data.train = ""  # A corpus there would be opened, and is not used.
         data = build_data(config, opened.tokenizer, opened.task)
         try:
-            if isinstance(data, SpeechData) and data.hold_out:
+            if isinstance(data, SpeechData) and data.training_set.hold_out:
                 _warn_of_other_sides(self.checkpoint, data)
             return evaluate(
                 opened.task,
@@ -208,8 +209,6 @@ class LoadedRun:
         piece_seconds: float = PIECE_SECONDS,
     ) -> Iterator[Transcript | DataError]:
         """Yield the transcript of each recording in order, or why there is none, as soon as it is known."""
-        if type(self.opened.task).transcribe is Task.transcribe:
-            raise ConfigError(f"{type(self.opened.task).__name__} does not transcribe speech")
         queue, rows = deque[_Pending | DataError](), list[tuple[_Pending, float, Samples]]()
         for recording in found:
             if isinstance(recording, DataError):
@@ -303,20 +302,18 @@ def _ready(queue: deque[_Pending | DataError]) -> Iterator[Transcript | DataErro
 
 
 def _choose_sets(config: DictConfig, named: Mapping[str, str]) -> None:
-    """Replace the run's evaluation sets by ``named``, if any; its training data is not opened."""
+    """Replace the run's evaluation sets by ``named``, if any."""
     if named:
         if "valid" not in config.data:
             raise ConfigError(f"--set: {config.data._target_} takes no evaluation set; remove --set")
         config.data.valid = dict(named)
     if "valid" in config.data and not (config.data.valid or config.data.get("hold_out")):
         raise ConfigError(f"{config.run_dir} has no evaluation set; give one with --set NAME=FILE")
-    if config.data._target_ == "speechtrain.data.module.SpeechData" and config.data.valid:
-        config.data.train = ""  # opened at first use, and never used here
 
 
 def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
     """Warn where the set ``held_out`` is not the one that the run held out."""
     with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
         trained = read_state(checkpoint).get("data")
-        if isinstance(trained, dict) and trained.get("held_out") != data.sides:
+        if isinstance(trained, dict) and trained.get("held_out") != data.training_set.held_out_digest:
             _log.warning(_OTHER_SIDES)

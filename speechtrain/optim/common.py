@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain import torch_private
 from speechtrain.dtensor import is_sharded, local, sum_shares
 
 
@@ -31,7 +32,7 @@ def squared_norm(tensor: Tensor) -> Tensor:
 def squared_norms(shares: Sequence[Tensor], model: Tensor) -> Tensor:
     """The squared Euclidean norms (N,) of the tensors that ``shares`` are parts of, sharded as ``model``."""
     wide = [share if share.dtype == torch.float64 else share.float() for share in shares]
-    return sum_shares(torch.stack([square.sum() for square in torch._foreach_mul(wide, wide)]), model)
+    return sum_shares(torch.stack([square.sum() for square in torch_private.foreach_mul(wide, wide)]), model)
 
 
 def scalars(vector: Tensor) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speechtrain import torch_private
 from speechtrain.dtensor import local
 from speechtrain.errors import RunError
 
@@ -92,7 +93,7 @@ class EMA(Average):
             averages = [average for average, _ in pairs if average.is_floating_point()]
             values = [value for average, value in pairs if average.is_floating_point()]
             # by the difference, so that constant values stay bit by bit
-            torch._foreach_add_(averages, torch._foreach_sub(values, averages), alpha=1 - decay)
+            torch_private.foreach_add_(averages, torch_private.foreach_sub(values, averages), alpha=1 - decay)
 
     @contextmanager
     def swapped(self, module: nn.Module) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain import torch_private
 from speechtrain.dtensor import local
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalars, squared_norms
 
@@ -46,24 +47,24 @@ class LAMB(TensorwiseOptimizer):
         means, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         weights = [local(parameter) for parameter in parameters]
         beta1, beta2 = group["betas"]
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, gradients, alpha=1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        torch_private.foreach_mul_(means, beta1)
+        torch_private.foreach_add_(means, gradients, alpha=1 - beta1)
+        torch_private.foreach_mul_(squares, beta2)
+        torch_private.foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
         # m̂ / (√v̂ + eps) with both corrections factored out: two passes over memory fewer
         corrections = [math.sqrt(1 - beta2**step) for step in steps]
         factors = [
             correction / (1 - beta1**step) for correction, step in zip(corrections, steps, strict=True)
         ]
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_add_(denominators, [group["eps"] * correction for correction in corrections])
-        directions = torch._foreach_mul(weights, group["weight_decay"])
-        torch._foreach_addcdiv_(directions, means, denominators, factors)
+        denominators = torch_private.foreach_sqrt(squares)
+        torch_private.foreach_add_(denominators, [group["eps"] * correction for correction in corrections])
+        directions = torch_private.foreach_mul(weights, group["weight_decay"])
+        torch_private.foreach_addcdiv_(directions, means, denominators, factors)
 
         norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
         weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
         both = (weight_norms > 0) & (direction_norms > 0)
         ratios = torch.where(both, weight_norms / direction_norms, torch.ones_like(weight_norms))
-        torch._foreach_mul_(directions, scalars(ratios * group["lr"]))
-        torch._foreach_sub_(weights, directions)
+        torch_private.foreach_mul_(directions, scalars(ratios * group["lr"]))
+        torch_private.foreach_sub_(weights, directions)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speechtrain import torch_private
 from speechtrain.dtensor import local
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings, scalars, squared_norms
 
@@ -44,12 +45,12 @@ class NovoGrad(TensorwiseOptimizer):
         beta1, beta2 = group["betas"]
         # selected by arithmetic: a branch would be a host read
         fresh = (torch.stack(seconds).to(squares.device) == 0).to(squares.dtype)  # a trial's are elsewhere
-        torch._foreach_mul_(seconds, beta2)
-        torch._foreach_add_(seconds, scalars(squares * (1 - beta2 + fresh * beta2)))
+        torch_private.foreach_mul_(seconds, beta2)
+        torch_private.foreach_add_(seconds, scalars(squares * (1 - beta2 + fresh * beta2)))
 
         weights = [local(parameter) for parameter in parameters]
-        added = torch._foreach_div(gradients, scalars(torch.stack(seconds).sqrt() + group["eps"]))
-        torch._foreach_add_(added, weights, alpha=group["weight_decay"])
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, added, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_add_(weights, means, alpha=-group["lr"])
+        added = torch_private.foreach_div(gradients, scalars(torch.stack(seconds).sqrt() + group["eps"]))
+        torch_private.foreach_add_(added, weights, alpha=group["weight_decay"])
+        torch_private.foreach_mul_(means, beta1)
+        torch_private.foreach_add_(means, added, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        torch_private.foreach_add_(weights, means, alpha=-group["lr"])

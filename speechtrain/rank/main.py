@@ -27,6 +27,7 @@ from speechtrain.config.build import (
 )
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import PeerLost
 from speechtrain.errors import (
     ConfigError,
@@ -35,6 +36,7 @@ from speechtrain.errors import (
     SpeechtrainError,
     disk_explained,
     one_line,
+    print_notice,
 )
 from speechtrain.files import lost_output, open_append, write_text
 from speechtrain.launcher import World, is_number
@@ -142,8 +144,9 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
         yield
     except (RuntimeError, MemoryError) as error:
         footprint = trainer.parts.task.footprint() if trainer.parts else Footprint(0.0)
-        if explained := device.explain(error, trainer.latest, footprint, classes=classes):
-            raise explained from error
+        memory_error = out_of_memory_error(device, error, trainer.latest, footprint, classes=classes)
+        if memory_error is not None:
+            raise memory_error from error
         raise
 
 
@@ -173,7 +176,7 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     try:
         lock.acquire()
     except (RunError, OSError) as error:  # another process runs it, and owns its result
-        print(one_line(f"speechtrain: error: {error}"), file=sys.stderr)
+        print_notice(f"error: {error}")
         return error.exit_code if isinstance(error, RunError) else MachineError.exit_code
     try:
         return _attempt(path, stop, is_watched=is_watched)
@@ -226,7 +229,7 @@ def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = Fa
     try:
         write_result(folder, result)
     except OSError as error:
-        print(one_line(f"speechtrain: error: {folder / RESULT} cannot be written: {error}"), file=sys.stderr)
+        print_notice(f"error: {folder / RESULT} cannot be written: {error}")
         code = code or MachineError.exit_code
     attempt.end(result)  # last: a tracker may take seconds, in which the launcher may kill this process
     return code

@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, apply_policy, usable_cpus
+from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, usable_cpus
 from speechtrain.config.build import build_optimizer
 from speechtrain.data.base import DataModule
 from speechtrain.data.module import SpeechData
@@ -47,7 +47,7 @@ def _batches(data: DataModule, places_of: Callable[[int], Sequence[int]]) -> lis
     plan, order = data.sampler.plan(0), data.sampler.sizes(0).argsort(kind="stable")
     places = list(places_of(len(order)))
     numbers = order[places].tolist()
-    return [data.decoder(plan[number]) for number in numbers]
+    return [data.stream.loader(plan[number]) for number in numbers]
 
 
 class TrialSteps:
@@ -61,6 +61,7 @@ class TrialSteps:
         assert policy is not None
         self.policy = device.attach(policy)
         apply_policy(task, self.policy)
+        compile_module(task, self.policy, len(data.shapes()))
         optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
         _, self.optimizer = device.prepare(task, optimizer)
         self.task, self.device = task, device

@@ -71,10 +71,10 @@ def offer_auto(overrides: Sequence[str], config_dir: str | None) -> None:
     device_overrides = [text for text in overrides if key_of(text) == "device"]
     if device_overrides and AUTO not in device_overrides[-1]:
         return  # No driver is asked.
-    device, names = auto_device().name, choices(config_dir)["device"]
-    if device not in names:
-        raise ConfigError(f"{VARIABLE}={device}: the devices are {', '.join(names)}")
-    ConfigStore.instance().store(group="device", name=AUTO, node={"defaults": [device]})
+    choice, names = auto_device().name, choices(config_dir)["device"]
+    if choice not in names:
+        raise ConfigError(f"{VARIABLE}={choice}: the devices are {', '.join(names)}")
+    ConfigStore.instance().store(group="device", name=AUTO, node={"defaults": [choice]})
 
 
 def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None:
@@ -86,7 +86,7 @@ def check_launcher(group_choices: Mapping[str, Any], config: DictConfig) -> None
         return
     launcher = build_launcher(config)
     if not launcher.is_here(Job(Path(), Path(), world_size=config.world_size)):
-        line = f"launcher={type(launcher).__name__.lower()} may start ranks on other hosts"
+        line = f"launcher={launcher.choice} may start ranks on other hosts"
         raise ConfigError(f"{line}, whose devices are unknown here. Add device=cpu, cuda or hpu")
 
 

@@ -19,18 +19,25 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.build import build, build_encoder, build_launcher, build_model, build_tokenizer
+from speechtrain.config.build import (
+    build,
+    build_device,
+    build_encoder,
+    build_launcher,
+    build_model,
+    build_tokenizer,
+)
 from speechtrain.config.check import check
 from speechtrain.config.resume_fields import key_of
 from speechtrain.data.base import DataModule
 from speechtrain.data.cache import cache_folder
 from speechtrain.data.formats.manifests import digest
 from speechtrain.devices import host
+from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import say, writing
 from speechtrain.runs.resume import drop_recipe_hours
-from speechtrain.runs.sizing import CORES_OF_A_CARD, TABLES, Speech, pieces
+from speechtrain.runs.sizing import TABLES, Speech, pieces
 from speechtrain.runs.user_yaml import values_of
 from speechtrain.text.vocabulary import NoText, Tokenizer, train_sentencepiece
 
@@ -39,6 +46,7 @@ _SHOWN = 10  # rare characters in a line
 _PIECE_TEXTS = 200_000  # transcripts that SentencePiece learns from
 _LONGEST = 60.0  # seconds of a recording that recipe=scratch trains on (35 were tried)
 _CARD_BYTES = 16 * 2**30  # of a device whose memory this host cannot ask for
+_UNLIMITED_HOURS = 24.0  # of the plan of a run without a limit
 _BATCH_SHARE = 0.5  # of the free memory
 _FAST = 95  # percentile of labels per second
 _SENTENCEPIECE = "speechtrain.text.vocabulary.SentencePiece"
@@ -71,16 +79,17 @@ def follow_data(config: DictConfig, typed: Collection[str], *, is_plan: bool = F
     if _has_open_alphabet(config):
         set_keys["tokenizer"] = _choose_tokenizer(config, texts)
     if config.from_data is not None:
+        device = build_device(config)
         speech = Speech(
             recordings=len(texts.seconds),
             hours=texts.hours,
             labels_per_second=_fast_labels(texts, build_tokenizer(config)),
-            core_hours=_core_hours(config),
+            core_hours=_core_hours(config, device),
             width=int(config.encoder.get("width") or 0),
         )
         set_keys |= _set_table(config, speech, typed)
         if length:
-            set_keys |= _set_length(config, texts, speech.labels_per_second, length)
+            set_keys |= _set_length(config, device, texts, speech.labels_per_second, length)
     chosen = " ".join(f"{key}={value}" for key, value in set_keys.items())
     config.from_data = f"{len(texts.seconds):,} recordings, {texts.hours:.2f} h: {chosen}"
 
@@ -108,7 +117,9 @@ def _open_length(config: DictConfig, keys: Collection[str]) -> float:
     return length
 
 
-def _set_length(config: DictConfig, texts: _Texts, labels_per_second: float, lowest: float) -> dict[str, Any]:
+def _set_length(
+    config: DictConfig, device: Device, texts: _Texts, labels_per_second: float, lowest: float
+) -> dict[str, Any]:
     """Set ``data.max_seconds`` to the longest recording of which a batch fits into the free memory.
 
     It is at least ``lowest``. A higher one is returned, as the start line shows it.
@@ -122,7 +133,7 @@ def _set_length(config: DictConfig, texts: _Texts, labels_per_second: float, low
     except (NotImplementedError, RuntimeError):  # a network that needs values to be built
         return {}
     count = int(config.data.batch.count or 1)
-    free = host.free_memory() / int(config.world_size) if _is_host(config) else _CARD_BYTES
+    free = host.free_memory() / int(config.world_size) if device.on_host else _CARD_BYTES
     for seconds in range(longest, int(lowest), -1):
         if footprint.bytes(count, seconds, math.ceil(labels_per_second * seconds)) <= _BATCH_SHARE * free:
             config.data.max_seconds = float(seconds)
@@ -253,13 +264,8 @@ def _fast_labels(found: _Texts, tokenizer: Tokenizer) -> float:
     return float(np.percentile(rates, _FAST)) if rates else 0.0
 
 
-def _is_host(config: DictConfig) -> bool:
-    """Whether the device computes on its host's cores and in its memory."""
-    return config.device._target_.rpartition(".")[2] in ("CPU", "IPEX", "Lazy")
-
-
-def _core_hours(config: DictConfig) -> float:
-    """Cores times hours of the plan; of a run that is not limited by time, many."""
-    cores = len(usable_cpus()) if _is_host(config) else CORES_OF_A_CARD * int(config.world_size)
+def _core_hours(config: DictConfig, device: Device) -> float:
     hours = config.trainer.max_hours
-    return cores * (24.0 if hours is None else float(hours))
+    if hours is None:
+        hours = _UNLIMITED_HOURS
+    return device.equivalent_cores(int(config.world_size)) * float(hours)

@@ -176,7 +176,8 @@ def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> N
     """Refuse files in place of a corpus's training set, whose validation sets would choose the checkpoint."""
     if "data.train" not in map(key_of, job.overrides) or isinstance(config.data.train, DictConfig):
         return
-    if isinstance(compose([f"data={choice}"], job.config_dir).data._get_node("train"), DictConfig):
+    data: Any = OmegaConf.to_container(compose([f"data={choice}"], job.config_dir).data)
+    if isinstance(data.get("train"), dict):
         raise ConfigError(f"data.train: data={choice} validates on recordings of its own; add data=manifest")
 
 

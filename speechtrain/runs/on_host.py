@@ -19,7 +19,7 @@ from speechtrain.config.build import build_device
 from speechtrain.config.resolved import load
 from speechtrain.devices import host
 from speechtrain.devices.base import Device
-from speechtrain.errors import MachineError, SpeechtrainError, one_line
+from speechtrain.errors import MachineError, SpeechtrainError, print_notice
 from speechtrain.launcher import RANK_MEMORY, World
 from speechtrain.run_directory import RANKS, write_result
 
@@ -61,7 +61,7 @@ def refuse(reason: str, is_warning: bool) -> None:
     if reason and not is_warning:
         raise MachineError(reason)
     if reason:
-        print(one_line(f"speechtrain: warning: {reason}"), file=sys.stderr)
+        print_notice(f"warning: {reason}")
 
 
 def main(argv: list[str]) -> int:

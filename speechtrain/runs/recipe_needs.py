@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from speechtrain.config.build import build, build_launcher
+from speechtrain.config.check import part_class
 from speechtrain.data.corpora.recipes import filled
-from speechtrain.errors import MALFORMED, DataError, one_line
+from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import whole_path
 from speechtrain.launcher import Job
 from speechtrain.runs.choices import corpora
@@ -53,7 +53,7 @@ def settle_needs(config: DictConfig) -> bool:
     missing = [need for need in needs if is_here or not need.is_corpus]
     for need in needs:
         warning = "" if need in missing else "warning: "
-        print(one_line(f"speechtrain: {warning}{need}"), file=sys.stderr)
+        print_notice(f"{warning}{need}")
     if missing and not config.dry_run:
         raise DataError("the lines above name what this run needs; get it, and type the command again")
     return bool(config.dry_run)
@@ -169,7 +169,7 @@ def _command(corpus: Corpus, parts: list[str]) -> str:
 def _missing_subwords(tokenizer: Any) -> dict[str, Any]:
     """Return kind and size of a SentencePiece model that does not exist. Else it is empty."""
     model = str(tokenizer.get("model"))
-    if model in (_UNSET, _MODEL) and str(tokenizer.get("_target_")).endswith(".SentencePiece"):
+    if model in (_UNSET, _MODEL) and part_class("tokenizer", tokenizer).is_preparable:
         return _SUBWORDS
     name = _corpus_of(model)
     return corpus_by_name({"corpus": name}).tokenizers.get(Path(model).name, {}) if name else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.config.resolved import whole_value
 from speechtrain.config.resume_fields import PER_START, is_volatile, key_of, with_whole_paths
 from speechtrain.config.schema import INTERFACES, NODES
-from speechtrain.errors import ConfigError, RunError, first_line, one_line
+from speechtrain.errors import ConfigError, RunError, first_line, print_notice
 from speechtrain.files import say
 from speechtrain.run_directory import ABOUT, CONFIG, About, read_about
 from speechtrain.runs.auto_device import announce_auto
@@ -47,8 +46,7 @@ def run_to_continue(command: Command, names: RunNames) -> Path | None:
         run_dir = names.existing_run(command.overrides)
         if run_dir is not None:
             require_started(run_dir)
-            line = f"the same keys started {run_dir}, which continues; run_dir=NEW starts another"
-            print(one_line(f"speechtrain: {line}"), file=sys.stderr)
+            print_notice(f"the same keys started {run_dir}, which continues; run_dir=NEW starts another")
         return run_dir and run_dir.resolve()
     if (command.run_dir / CONFIG).is_file():
         return command.run_dir

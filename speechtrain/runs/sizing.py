@@ -17,7 +17,7 @@ class Speech:
     recordings: int
     hours: float
     labels_per_second: float  # of the fast speakers (95 %); a doubled label counts twice, as CTC needs frames
-    core_hours: float  # of the plan, over all ranks; another device than a CPU counts as so many cores
+    core_hours: float  # of the plan, over all ranks (Device.equivalent_cores)
     width: int = 0  # of a pretrained Transformer; 0 for another encoder
 
     @property
@@ -27,7 +27,6 @@ class Speech:
 
 
 _SPEED = 40.0  # hours of speech that a core trains the small network on in an hour
-CORES_OF_A_CARD = 100  # what another device than a CPU counts as
 # milliseconds between windows, and how many of them are a frame: 80, 60, 40, 30 and 20 ms
 _FRAMES = ((10, 8), (15, 4), (10, 4), (15, 2), (10, 2))
 _SPARE = 2.0  # frames for each label of fast speech: at 1.8 the loss fell slower, at 1.2 CTC could not align

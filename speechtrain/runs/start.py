@@ -32,7 +32,7 @@ from speechtrain.config.build import (
 from speechtrain.config.check import check
 from speechtrain.config.resolved import dump, resolved
 from speechtrain.config.resume_fields import key_of
-from speechtrain.config.targets import ALLOW_TARGETS
+from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, RunError, SpeechtrainError
@@ -60,7 +60,6 @@ from speechtrain.text.vocabulary import NoText
 _FIXABLE = (ConfigError, DataError, MachineError)
 """Errors that the user corrects: the files of a new run that ends with one at its start are removed."""
 
-_EXAMPLE = "speechtrain.data.corpora.digits.Digits"  # it shows that training works, not how well
 _BEGUN = (CONFIG, ABOUT, DEVICE, RESULT, ERROR, "lock", RANKS, "tokenizer.model", "tokenizer.json")
 """What a run writes before its first step, beside its launcher's files."""
 _ENDED = ("finished", "target", "time")
@@ -108,7 +107,7 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
         ended = launcher.launch(job)
     except SpeechtrainError:  # no process was started
         if is_new:
-            _discard(run_dir, launcher.files)
+            _discard(run_dir, launcher)
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_continues(run_dir)) from None
@@ -118,9 +117,9 @@ def start_run(command: Command, config: DictConfig, written: Mapping[str, str]) 
 
     result = _outcome(ended, run_dir)
     if result.status == "failed":
-        error = _error_of(result, run_dir)
+        error = _error_of(result, run_dir, ended.log)
         if is_new and result.is_cause and isinstance(error, _FIXABLE):
-            _discard(run_dir, launcher.files)
+            _discard(run_dir, launcher)
         raise error
     result = replace(result, limits=plain["trainer"])
     run_directory.write_result(run_dir, asdict(result))
@@ -238,13 +237,19 @@ def _conclude(config: DictConfig, command: Command, result: RunResult) -> None:
             print(errors.printable(f"report: {path}"))
         except Exception as error:  # the run itself has ended well
             print(f"no report: {type(error).__name__}: {errors.one_line(str(error))}")
-    train = config.data.get("train")
-    if OmegaConf.is_dict(train) and train.get("_target_") == _EXAMPLE and not command.is_sweep:
+    if _is_example(config.data.get("train")) and not command.is_sweep:
         machine = ("device", "precision", "launcher", "world_size")
         kept = [o for o in command.overrides if key_of(o).partition(".")[0] in machine]
         own = ["recipe=scratch", "data.train=FOLDER_OR_MANIFEST", "trainer.max_hours=0.5"]
         line = f"your own recordings: {shlex.join(['speechtrain', 'train', *own, *kept])}"
         print(errors.printable(line))
+
+
+def _is_example(train: Any) -> bool:
+    """True for a source that shows that training works, and not how well."""
+    if not OmegaConf.is_dict(train) or "_target_" not in train:
+        return False
+    return bool(getattr(target_class(train._target_, "data.train"), "is_example", False))
 
 
 def _is_complete(result: RunResult, run_dir: Path) -> bool:
@@ -303,6 +308,9 @@ def _outcome(ended: Result, run_dir: Path) -> RunResult:
         raise MachineError(f"the run was ended by {name}{memory}; {_continues(run_dir)}")
     if result is None:
         message = f"the ranks ended with code {ended.returncode} and wrote no {run_dir / RESULT}"
+        log = run_dir / ended.log
+        if log.exists():  # launcher=local has none
+            message = f"{message}; see {log}"
         with atomic(run_dir / RESULT) as temporary:  # a full disk explains it: then this raises OSError
             temporary.write_text(message)
             raise RunError(message)
@@ -328,21 +336,21 @@ def _check_place(run_dir: Path, files: Iterable[str]) -> None:
         )
 
 
-def _discard(run_dir: Path, files: Iterable[str]) -> None:
+def _discard(run_dir: Path, launcher: Launcher) -> None:
     """Empty the folder of a run that a user's error ended before its first step, if all in it is our own."""
     found = list(run_dir.iterdir())
-    if all(any(fnmatchcase(path.name, pattern) for pattern in (*_BEGUN, *files)) for path in found):
+    if all(any(fnmatchcase(path.name, pattern) for pattern in (*_BEGUN, *launcher.files)) for path in found):
         shutil.rmtree(run_dir / RANKS, ignore_errors=True)
         for path in {*found} - {run_dir / RANKS}:
             path.unlink()
 
 
-def _error_of(result: RunResult, run_dir: Path) -> SpeechtrainError:
+def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> SpeechtrainError:
     error_class = errors.class_of(result.exit_code or 1)
     folder = run_directory.rank_folder(run_dir, result.rank)
     trace = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
     if not result.is_cause:  # killed, or its host was lost: it wrote no error
-        trace = f" (which one, and how it ended: {run_dir / AGENT}; the same command continues)"
+        trace = f" (which one, and how it ended: {run_dir / log}; the same command continues)"
     return error_class(f"{result.error}{trace}")
 
 

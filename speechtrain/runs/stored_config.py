@@ -31,14 +31,12 @@ def config_at(run_dir: Path) -> DictConfig:
     return config
 
 
-def relocate(node: Any, former_dir: str | None, run_dir: str) -> None:
+def relocate(node: DictConfig, former_dir: str | None, run_dir: str) -> None:
     """Set each ``run_dir`` below ``node`` that equals ``former_dir`` to ``run_dir``. With None, set each."""
-    if not isinstance(node, DictConfig):
-        return
-    for key in node:
-        value = node._get_node(key)
-        if isinstance(value, DictConfig):
-            relocate(value, former_dir, run_dir)
+    values: Any = OmegaConf.to_container(node)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            relocate(node[key], former_dir, run_dir)
         elif key == "run_dir" and former_dir in (None, str(value)):
             node[key] = run_dir
 
@@ -64,8 +62,8 @@ def set_key(config: DictConfig, key: str, value: Any) -> None:
     """Set one key of a run's config. Raises ConfigError for an unknown key or a value of another type."""
     try:
         parent, leaf = _parent(config, key)
-        is_mapping = isinstance(value, Mapping | DictConfig)
-        if isinstance(parent._get_node(leaf), DictConfig) and not is_mapping:
+        values: Any = OmegaConf.to_container(parent)
+        if isinstance(values[leaf], dict) and not isinstance(value, Mapping | DictConfig):
             raise ConfigError(f"{key}: a trained run keeps its {key}. Set keys below it, as {key}.KEY=VALUE")
         OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException as error:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from speechtrain.errors import EXIT_PREEMPTED, one_line
+from speechtrain.errors import EXIT_PREEMPTED, print_notice
 from speechtrain.files import open_append
 from speechtrain.launcher import PARENT, WORKER
 from speechtrain.supervision.process_tree import acts_on, children_of, descendants_running, kill
@@ -162,8 +162,7 @@ class _Supervised:
             self.kill()
         elif not self.has_ranks and self.said and time.monotonic() - self.begun > _QUIET_SECONDS:
             self.begun = math.inf
-            told = one_line(f"speechtrain: warning: no rank runs yet; {self.said[0]}")
-            print(told, file=sys.stderr, flush=True)
+            print_notice(f"warning: no rank runs yet; {self.said[0]}")
 
     def kill(self) -> None:
         descendants = children_of(self.pid, all_generations=True)  # before any of them is orphaned

@@ -27,6 +27,9 @@ class Tokenizer(ABC):
     reads_text: bool = True
     """Whether transcripts are used. If not, they are neither required nor checked."""
 
+    is_preparable: bool = False
+    """Whether ``speechtrain prepare tokenizer`` writes its model."""
+
     @property
     def size(self) -> int:
         """Number of classes, blank included."""
@@ -193,6 +196,7 @@ class SentencePiece(FileTokenizer):
     """
 
     saved_name = "tokenizer.model"
+    is_preparable = True
 
     def __init__(self, model: FilePath, normaliser: str = "lower") -> None:
         super().__init__(model, "train a model with speechtrain prepare tokenizer")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
+import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -138,7 +138,7 @@ class MLPerf(Tracker):
             "event_type": _TYPES.get(key.rpartition("_")[2], "POINT_IN_TIME"),
             "key": key,
             "value": value,
-            "metadata": {"file": __file__, "lineno": sys._getframe(1).f_lineno, **metadata},
+            "metadata": {"file": __file__, "lineno": traceback.extract_stack(limit=2)[0].lineno, **metadata},
         }
         self._append(f":::MLLOG {json.dumps(finite(line))}")
 

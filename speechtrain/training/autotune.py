@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, apply_policy, fastest
+from speechtrain.compute_policy import ComputePolicy, apply_policy, compile_module, fastest
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
@@ -78,7 +78,7 @@ def choose_policy(
 def resolve_policy(
     device: Device, precision: Precision, group: Group, *, run_dir: Path, task: Task, data: DataModule
 ) -> tuple[ComputePolicy, dict[str, Any]]:
-    """Apply the run's policy, which is rank 0's choice, to ``task``; return it with its record."""
+    """Apply the run's policy, which is rank 0's choice, to ``task``. Return it with its record."""
     with group.main_process_first():
         record = read_device(run_dir)
         if not group.world.rank:
@@ -90,6 +90,7 @@ def resolve_policy(
     assert policy is not None
     policy = device.attach(policy)
     apply_policy(task, policy)
+    compile_module(task, policy, len(data.shapes()))
     return policy, {**asdict(record), "policy": policy.describe()}
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from speechtrain import torch_private
 from speechtrain.dtensor import local, total_norm
 from speechtrain.optim.common import squared_norm
 from speechtrain.optim.ema import Average
@@ -68,7 +69,7 @@ class HostCheckedUpdate(Update):
         if self.clip > 0:
             scale = scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
         if bool(healthy.bool() & torch.isfinite(norm)):  # its only host read: every rank decides the same
-            torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+            torch_private.foreach_mul_([local(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from speechtrain.errors import ConfigError
@@ -38,23 +38,26 @@ class _Checkpointed(nn.Module):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **options)
-        owners = [module._buffers for module in self.modules()]
-        first = [{name: b if b is None else b.clone() for name, b in each.items()} for each in owners]
+        first = {name: buffer.clone() for name, buffer in self.named_buffers(remove_duplicate=False)}
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), _buffers(owners, first)
+            return nullcontext(), _with_buffers(self, first)
 
         return checkpoint(super().forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
 @contextmanager
-def _buffers(owners: list[dict[str, Any]], first: list[dict[str, Any]]) -> Iterator[None]:
-    """Let a second computation have the buffers' ``first`` values, and change those copies only."""
-    own = [dict(each) for each in owners]
+def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
+    """Let a second computation have other ``buffers``, and change those only."""
+    former = dict(module.named_buffers(remove_duplicate=False))
     try:
-        for each, values in zip(owners, first, strict=True):
-            each.update(values)
+        _set_buffers(module, buffers)
         yield
     finally:
-        for each, values in zip(owners, own, strict=True):
-            each.update(values)
+        _set_buffers(module, former)
+
+
+def _set_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> None:
+    for path, buffer in buffers.items():
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, buffer)

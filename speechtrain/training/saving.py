@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from speechtrain.checkpoint.best_metric import metric_value
 from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.distributed.group import Group
 from speechtrain.errors import Diverged, MachineError, RunError
@@ -58,7 +59,7 @@ class Saving:
         """Add the validation of this step to its checkpoint."""
         progress = parts.progress
         if self.group.world.rank == 0 and self._written == progress.step == progress.validated:
-            metric = progress.metrics.get(parts.task.metric)
+            metric = metric_value(parts.task, progress.metrics)
             with self._or_warn(is_last):
                 self.checkpointer.note(progress.step, metric, progress.metrics, progress.wall_s)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from speechtrain.batch import Batch
+from speechtrain.checkpoint.best_metric import reaches_target
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
@@ -73,9 +74,8 @@ class Validation:
         return self.evaluate(parts, {name: _noting(batches, parts) for name, batches in sets.items()}, stop)
 
     def reached(self, parts: Parts) -> bool:
-        """True where the latest validation reached ``trainer.target``."""
-        metric = parts.progress.metrics.get(parts.task.metric)
-        return self.target is not None and metric is not None and metric <= self.target
+        """Return whether the latest validation reached ``trainer.target``."""
+        return reaches_target(parts.task, parts.progress.metrics, self.target)
 
     def evaluate(
         self, parts: Parts, sets: dict[str, Iterable[Batch]], stop: Callable[[], bool] = lambda: False

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.checkpoint.whole import Checkpointer
-from speechtrain.compute_policy import PLAIN, ComputePolicy
+from speechtrain.compute_policy import PLAIN, ComputePolicy, compile_module
 from speechtrain.config.build import build, build_data, build_tokenizer
 from speechtrain.counter_rng import DITHER_PERIOD
 from speechtrain.data.base import DataModule
@@ -33,6 +33,7 @@ from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.losses.ctc import ctc_loss
@@ -41,6 +42,7 @@ from speechtrain.optim.schedules import Constant
 from speechtrain.precision import FP32
 from speechtrain.rank.build import open_device, plan_updates
 from speechtrain.runs.compose import compose
+from speechtrain.runs.from_data import follow_data, typed_keys
 from speechtrain.task import Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
@@ -97,6 +99,7 @@ else:
     tensor = device.tensor(torch.ones(3))
     device.mark_step(); device.synchronize()
     assert float((tensor + tensor).sum().cpu()) == 6.0
+    assert device.on_host or not tensor.is_cpu, "a plan would count it as a card"
     assert device.memory() >= 0 and device.graphs() >= 0
     print("open")
 """
@@ -156,7 +159,7 @@ def batch_of(rows: int = 2, samples: int = 16000, labels: int = 3) -> Batch:
     ],
 )
 def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseException) -> None:
-    found = device_of(choice).explain(error, batch_of(), Footprint(100.0, 10.0), classes=29)
+    found = out_of_memory_error(device_of(choice), error, batch_of(), Footprint(100.0, 10.0), classes=29)
     assert isinstance(found, MachineError)
     text = str(found)
     for part in ("B=2 rows", "T=1.0 s", "U=3 labels", "V=29", "260 bytes", "data.batch.", "\n"):
@@ -166,11 +169,11 @@ def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseE
 def test_the_cpus_own_lack_of_memory_is_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert CPU().explain(raised.value, None, Footprint(0.0)) is not None
+    assert out_of_memory_error(CPU(), raised.value, None, Footprint(0.0)) is not None
 
 
 def test_other_errors_are_not_explained() -> None:
-    assert CPU().explain(RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
+    assert out_of_memory_error(CPU(), RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
 
 
 # --- cuda ---------------------------------------------------------------------------------------------
@@ -396,7 +399,7 @@ def test_a_checkpoint_of_gaudi_loads_in_plain_torch(calls: list[str], tmp_path: 
 
 def test_its_lack_of_memory_is_known() -> None:
     text, _ = VENDOR.OUT_OF_MEMORY
-    found = HPU().explain(RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
+    found = out_of_memory_error(HPU(), RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
     assert "out of memory at a micro-batch of B=2 rows" in str(found)
 
 
@@ -435,11 +438,10 @@ def test_compile_mode_names_the_documented_backend(calls: list[str], monkeypatch
     told: dict[str, Any] = {}
     module = nn.Linear(2, 2)
     monkeypatch.setattr(module, "compile", lambda **keywords: told.update(keywords))
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    HPU("compile").prepare(module, optimizer)
+    compile_module(module, HPU("compile").policy(torch.bfloat16), 8)
     assert told["backend"] in VENDOR.BACKENDS
     told.clear()
-    HPU("lazy").prepare(module, optimizer)
+    compile_module(module, HPU("lazy").policy(torch.bfloat16), 8)
     assert not told
     assert HPU.facts.collectives["hpu"] in VENDOR.BACKENDS
 
@@ -537,3 +539,24 @@ def test_mark_step_follows_every_backward_and_every_update(
         assert set(follows) == {"mark_step"}
     else:
         assert "mark_step" not in steps
+
+
+# --- plans ----------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_computes_on_the_host_gets_the_network_of_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A card's cores would train a network of 176 units on these 25 hours within half an hour."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
+    row = {"audio_filepath": "a.wav", "duration": 18.0, "text": "a quick brown fox"}
+    manifest = tmp_path / "train.jsonl"
+    manifest.write_text(f"{json.dumps(row)}\n" * 5000)
+    keys = ["recipe=scratch", "world_size=1", "trainer.max_hours=0.5", f"data.train={manifest}"]
+    summaries = {}
+    for choice in ("cpu", "plain_cpu", "cuda"):
+        config = composed("device", choice, *keys, f"run_dir={tmp_path / 'run'}")
+        follow_data(config, typed_keys(keys, {}))
+        summaries[choice] = config.from_data
+    assert summaries["plain_cpu"] == summaries["cpu"] != summaries["cuda"]

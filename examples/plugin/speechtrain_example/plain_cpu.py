@@ -1,7 +1,5 @@
 """A device: the CPU with torch's own settings."""
 
-import resource
-
 import torch
 
 from speechtrain.batch import Batch
@@ -12,9 +10,7 @@ class PlainCPU(Device):
     """Torch on the CPU, in fp32, with no thread or core of its own choice."""
 
     name = "cpu"
-
-    def environment(self, processes: int) -> dict[str, str]:
-        return {}
+    on_host = True
 
     def open(self, local_rank: int) -> None:
         """There is nothing to claim."""
@@ -24,6 +20,3 @@ class PlainCPU(Device):
 
     def move(self, batch: Batch) -> Batch:
         return batch
-
-    def memory(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

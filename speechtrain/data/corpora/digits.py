@@ -49,6 +49,7 @@ class Digits(Connected):
     """
 
     corpus, splits, fewest = "digits", ("train", "valid"), 1
+    is_example = True
     clips: WordClips = field(init=False)
     split: str
     utterances: int = 2000

@@ -108,7 +108,9 @@ class HuggingFace:
         """The column of a key of COLUMNS. Raises DataError with those that there are."""
         found = [c for c in features if c == wanted] if wanted else []
         if not wanted and key == "audio":
-            found = [c for c, kind in features.items() if type(kind).__name__ == "Audio"]
+            import datasets
+
+            found = [c for c, kind in features.items() if isinstance(kind, datasets.Audio)]
         found = found or [c for c in features if not wanted and c.lower() in COLUMNS[key]]
         if len(found) != 1:
             told = f"no column {wanted!r}" if wanted else f"{len(found)} columns that may be its {key}"

@@ -6,25 +6,15 @@ shell commands, URLs, impulse responses from any source. So nothing reaches them
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speechtrain.data.recordings import MOST_CHANNELS, RATES
 
-if TYPE_CHECKING:
-    import torch
-
 Samples = NDArray[np.float32]
-Decode = Callable[[str, float, float | None], tuple[Samples, int]]
-"""From a path, a start and a length in seconds (None: to the end) to samples (C, S) and their rate."""
-
-Resample = Callable[..., Samples]
-"""From samples (S,), their ``rate`` and the ``wanted`` one to samples of that rate."""
 
 MOST_SAMPLES = 2**28
 """Most decoded samples of a cut, over all channels: 1 GiB, 4.6 hours of one channel at 16 kHz."""
@@ -38,9 +28,6 @@ _TRANSFORMS: dict[str, dict[str, tuple[float, float]]] = {
     "Volume": {"factor": (-1e3, 1e3)},
     "Resample": {"source_sampling_rate": RATES, "target_sampling_rate": RATES},
 }
-
-
-_thread = threading.local()  # ``own`` functions of the cut that a thread loads: ``prepare`` has several
 
 
 class UnknownPart(ValueError):
@@ -67,7 +54,7 @@ def known_cut(cut: Mapping[str, Any]) -> dict[str, Any]:
     rates = [part.get("recording", part)["sampling_rate"] for part in parts]
     ends = max(track["offset"] + track["cut"]["duration"] for track in tracks)
     channels = max(len(part["channel"]) if isinstance(part.get("channel"), list) else 1 for part in parts)
-    mixture = ends * max(rates) * channels * _growth(known)
+    mixture = ends * max(rates) * channels * growth(known)
     samples = max(mixture, sum(part["duration"] * rate for part, rate in zip(parts, rates, strict=True)))
     if samples > MOST_SAMPLES:
         raise UnknownPart(f"its tracks have {samples:.0f} samples, the most are {MOST_SAMPLES}")
@@ -130,7 +117,7 @@ def _transforms(holder: Mapping[str, Any]) -> dict[str, Any]:
     return {"transforms": known} if known else {}
 
 
-def _growth(holder: Mapping[str, Any]) -> float:
+def growth(holder: Mapping[str, Any]) -> float:
     """By how much a chain of known transforms lengthens audio, where it is longest."""
     growth = longest = 1.0
     for transform in holder.get("transforms", ()):
@@ -164,63 +151,3 @@ def _channels(value: object) -> list[int]:
     if not all(isinstance(channel, int) and 0 <= channel < MOST_CHANNELS for channel in found):
         raise UnknownPart(f"the channels are {str(value)[:40]!r}")
     return cast("list[int]", found)
-
-
-def load_audio(cut: Mapping[str, Any], decode: Decode, resample: Resample) -> tuple[Samples, int]:
-    """Audio (C, S) and rate of a cut that lhotse reads; its files through ``decode``, speeds by ``resample``.
-
-    Raises UnknownPart, and whatever ``decode`` or lhotse raise.
-    """
-    import torch
-    from lhotse.cut.set import deserialize_cut
-
-    known = known_cut(cut)
-    tracks = [*known.get("tracks", [{"cut": known}]), known.get("snr_reference", {"cut": {}})]
-    growth, held = max(_growth(track["cut"].get("recording", {})) for track in tracks), 0.0
-
-    def read(
-        path: str, offset: float = 0.0, duration: float | None = None, **_: object
-    ) -> tuple[Samples, int]:
-        nonlocal held
-        samples, rate = decode(path, offset, duration)
-        held += samples.size * growth
-        if held > MOST_SAMPLES:
-            raise UnknownPart(f"its audio has {held:.0f} samples, the most are {MOST_SAMPLES}")
-        return samples, rate
-
-    def resampler(rate: int, wanted: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        convert = partial(resample, rate=rate, new_rate=wanted)
-        return lambda audio: torch.from_numpy(np.stack([*map(convert, audio.numpy())]))
-
-    loaded: Any = deserialize_cut(known)
-    _watch_lhotse()
-    # its fallbacks run a shell on file names: lhotse opens no recording and starts no program itself;
-    # its filters for rates without a common divisor have gigabytes, and it keeps them all
-    _thread.own = {"read_audio": read, "get_or_create_resampler": resampler, "run": _refuse}
-    try:
-        return np.atleast_2d(loaded.load_audio()), int(loaded.sampling_rate)
-    finally:
-        del _thread.own
-
-
-@cache
-def _watch_lhotse() -> None:
-    """Let a thread replace functions of lhotse; what others do with lhotse stays as it is."""
-    from lhotse.audio import backend, source
-    from lhotse.augmentation import torchaudio
-
-    def watched(name: str, theirs: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(_thread, "own", {}).get(name, theirs)(*args, **kwargs)
-
-    places = (
-        (source, "read_audio"),
-        (torchaudio, "get_or_create_resampler"),
-        (backend, "run"),
-        (source, "run"),
-    )
-    for module, name in places:
-        setattr(module, name, watched(name, getattr(module, name)))
-
-
-def _refuse(*arguments: object, **options: object) -> None:
-    raise UnknownPart("lhotse wanted to start a program")

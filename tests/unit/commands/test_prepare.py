@@ -16,7 +16,7 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.commands._cli import guarded
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.prepare.statistics import LONG
+from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
 from speechtrain.runs.compose import compose
 from tests.support.digits import write_digits

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare
-from speechtrain.data.audio import change_speed
+from speechtrain.data.speed import change_speed
 from speechtrain.errors import ConfigError
 from tests.support.recordings import json_lines, write_tone
 

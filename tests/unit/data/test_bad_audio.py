@@ -21,6 +21,7 @@ from speechtrain.batch import Skip
 from speechtrain.data.audio import Unusable, read_cut
 from speechtrain.data.formats.manifests import simple_cut
 from speechtrain.data.module import SpeechData
+from speechtrain.data.preflight import sample_rows
 from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.skips import SkipLog
 from speechtrain.errors import DataError
@@ -265,7 +266,7 @@ def test_the_limit_of_labels_can_be_moved(cache: Path, tmp_path: Path) -> None:
 def test_durations_at_the_limits_are_kept(cache: Path, recordings: Any) -> None:
     records = [{"audio_filepath": "a.wav", "duration": d, "text": "a"} for d in (0.0999, 0.1, 16.7, 16.701)]
     data = make_data(recordings.nemo("m.jsonl", records), max_seconds=16.7)
-    assert data._kept.tolist() == [1, 2]
+    assert data.training_set.rows.tolist() == [1, 2]
     with pytest.raises(DataError, match=r"none of 4 recordings is between 17 and 18 s"):
         make_data(recordings.nemo("m.jsonl", records), min_seconds=17.0, max_seconds=18.0).train()
 
@@ -383,7 +384,7 @@ def test_a_large_set_is_sampled(cache: Path, recordings: Any) -> None:
     audio = str(recordings.tone("a.wav"))
     path = recordings.nemo("m.jsonl", [{"audio_filepath": audio, "duration": 1.0, "text": "a"}] * 3000)
     data = make_data(path)
-    looked = data._sample(data._kept, 1000)
+    looked = sample_rows(data.training_set.rows, 1000, seed=1)
     assert len(looked) == len(set(looked.tolist())) == 1000
     assert looked.max() > 2000 > 1000 > looked.min()
     data.check()

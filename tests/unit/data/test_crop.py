@@ -19,10 +19,12 @@ from speechtrain.data.audio import read_file, standardise
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader, audio_row
 from speechtrain.data.module import SpeechData
-from speechtrain.data.sampler import BatchLimits, Sampler, planned_samples
+from speechtrain.data.planned_lengths import planned_samples
+from speechtrain.data.sampler import BatchLimits
 from speechtrain.data.sources import open_source
 from speechtrain.errors import DataError
 from speechtrain.text.vocabulary import Characters, NoText
+from tests.support.samplers import new_sampler
 
 RATE = 16_000
 
@@ -66,7 +68,7 @@ def test_without_text_no_transcript_is_counted(manifest: str, monkeypatch: pytes
     data = pretraining(manifest, valid={"dev": manifest}, shapes=2)
     assert all(labels == 0 for _, _, labels in [*data.shapes(), *data.evaluation_shapes()])
     assert next(data.train()).labels.shape[1] == 0
-    monkeypatch.setattr(SpeechData, "_check_transcripts", None)
+    monkeypatch.setattr("speechtrain.data.preflight._check_transcripts", None)
     data.check()
 
 
@@ -210,9 +212,9 @@ def test_the_rule_of_1_4_million_samples(
     count: int, multiple: int, speed: tuple[float, float], window: int
 ) -> None:
     """Rows × the longest, neither counted beyond the crop, are at most 87.5 s: fairseq's max_tokens."""
-    packing = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=window)
+    limits = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=window)
     data = lengths_of(count)
-    sampler = Sampler(**data, seed=1, packing=packing, speed=speed, crop_seconds=15.625)
+    sampler = new_sampler(**data, seed=1, limits=limits, speed=speed, crop_seconds=15.625)
     plan = sampler.plan(0)
     assert sorted(plan.rows.tolist()) == list(range(count))
     odd = 0
@@ -242,8 +244,8 @@ def fairseq_batches(samples: list[int], most: int, multiple: int) -> list[list[i
 @pytest.mark.parametrize("count", [40, 1000, 3001])
 def test_batches_are_fairseqs(count: int, multiple: int) -> None:
     data = lengths_of(count)
-    packing = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=10**6)
-    plan = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625).plan(0)
+    limits = BatchLimits(count=None, seconds=87.5, multiple=multiple, window=10**6)
+    plan = new_sampler(**data, seed=1, limits=limits, crop_seconds=15.625).plan(0)
     whole = np.rint(data["seconds"].astype(np.float64) * RATE).astype(np.int64)
     found = [
         sorted(np.minimum(whole[plan[i].rows], 250_000).tolist(), reverse=True) for i in range(len(plan))
@@ -256,8 +258,8 @@ def test_batches_are_fairseqs(count: int, multiple: int) -> None:
 
 
 def test_batches_of_a_count_are_whole_multiples() -> None:
-    for packing, most in ((BatchLimits(count=13, multiple=8), 8), (BatchLimits(count=5, multiple=8), 5)):
-        sampler = Sampler(**lengths_of(45), seed=1, packing=packing)
+    for limits, most in ((BatchLimits(count=13, multiple=8), 8), (BatchLimits(count=5, multiple=8), 5)):
+        sampler = new_sampler(**lengths_of(45), seed=1, limits=limits)
         sizes = np.diff(sampler.plan(0).bounds).tolist()
         assert sorted(sizes)[1:] == [most] * (len(sizes) - 1)
         assert sampler.length(0) == len(sizes)
@@ -267,15 +269,15 @@ def test_batches_of_a_count_are_whole_multiples() -> None:
 
 def test_cropping_wastes_what_it_says() -> None:
     data = lengths_of(500)
-    packing = BatchLimits(count=None, seconds=87.5)
-    padded, lost = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625).waste(0)
+    limits = BatchLimits(count=None, seconds=87.5)
+    padded, lost = new_sampler(**data, seed=1, limits=limits, crop_seconds=15.625).waste(0)
     assert padded == 0
     kept = np.minimum(data["seconds"], 15.625).sum() / data["seconds"].sum()
     assert 1 - kept < lost < 1 - kept + 0.05  # the rest: rows cut to the shortest beside them
-    padded, lost = Sampler(**data, seed=1, packing=packing, crop_seconds=15.625, shapes=7).waste(0)
+    padded, lost = new_sampler(**data, seed=1, limits=limits, crop_seconds=15.625, shapes=7).waste(0)
     assert lost == pytest.approx(1 - kept, abs=1e-5)
     assert 0 < padded < 0.12
-    assert Sampler(**data, seed=1, packing=BatchLimits(count=1)).waste(0) == (0, 0)
+    assert new_sampler(**data, seed=1, limits=BatchLimits(count=1)).waste(0) == (0, 0)
 
 
 # --- fixed shapes -------------------------------------------------------------------------------
@@ -362,10 +364,10 @@ def test_files_are_normalised_as_in_training(recordings: Any) -> None:
     )
 
 
-def test_the_decoder_goes_to_workers_with_its_options(manifest: str) -> None:
+def test_the_loader_goes_to_workers_with_its_options(manifest: str) -> None:
     import pickle
 
-    decoder = pretraining(manifest, normalise=True, crop_seconds=0.3, seed=9).decoder
-    again = pickle.loads(pickle.dumps(decoder))
+    loader = pretraining(manifest, normalise=True, crop_seconds=0.3, seed=9).stream.loader
+    again = pickle.loads(pickle.dumps(loader))
     assert isinstance(again, BatchLoader)
     assert (again.normalise, again.crop_seconds, again.seed) == (True, 0.3, 9)

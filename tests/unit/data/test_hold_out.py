@@ -137,7 +137,8 @@ def test_what_is_held_out_is_not_trained_on(cache: Path, recordings: Any) -> Non
     assert len(held) + len(trained) == 20
     assert not held & trained
     assert data.report()["held out"].startswith(f"{len(held)} recordings, 0.00 h")
-    assert data_of(recordings.corpus("n", 3), valid={"dev": recordings.corpus("d", 2)}).hold_out == 0
+    data = data_of(recordings.corpus("n", 3), valid={"dev": recordings.corpus("d", 2)})
+    assert data.training_set.hold_out == 0
 
 
 def test_one_recording_validates_itself(cache: Path, recordings: Any) -> None:

@@ -12,21 +12,14 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import dither_offset
-from speechtrain.data.audio import (
-    _BETA,
-    _ROLLOFF,
-    _ZEROS,
-    Unusable,
-    change_rate,
-    change_speed,
-    read_cut,
-    read_file,
-)
+from speechtrain.data.audio import _BETA, _ROLLOFF, _ZEROS, Unusable, change_rate, read_cut, read_file
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader, audio_row, collate
-from speechtrain.data.sampler import MicroBatch, Shape
+from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
+from speechtrain.data.speed import change_speed
+from speechtrain.data.static_shapes import Shape
 from speechtrain.text.vocabulary import Characters
 
 RATE = 16_000
@@ -151,7 +144,7 @@ def test_the_speed_change_is_lhotses(percent: int) -> None:
 
 def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the caller's number of threads, a batch is computed by one, as in a worker."""
-    decoder = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
+    loader = BatchLoader(open_index(open_source(recordings.corpus("m", 2, seconds=3.0))), Characters())
     threads, found, used = torch.get_num_threads(), [], []
 
     def watched(samples: Any, percent: int, sample_rate: int) -> Any:
@@ -162,7 +155,7 @@ def test_threads_do_not_change_a_batch(cache: Path, recordings: Any, monkeypatch
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append(decoder(micro_batch(0, 1, percents=(93, 107))).audio)
+            found.append(loader(micro_batch(0, 1, percents=(93, 107))).audio)
             assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(threads)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import signal
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -15,9 +18,9 @@ from hypothesis import strategies as st
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.module import SpeechData, automatic_workers
+from speechtrain.data.module import SpeechData
 from speechtrain.data.sampler import BatchLimits
-from speechtrain.data.workers import Processes
+from speechtrain.data.workers import Processes, automatic_workers
 from speechtrain.errors import DataError, MachineError
 from speechtrain.text.vocabulary import Characters, NoText
 
@@ -57,22 +60,22 @@ def assert_same(ours: Batch, theirs: Batch) -> None:
     steps=st.integers(0, 30),
     accumulate=st.integers(1, 4),
     into=st.integers(0, 3),
-    packing=st.sampled_from(
+    limits=st.sampled_from(
         [BatchLimits(count=3), BatchLimits(count=None, seconds=9.0), BatchLimits(count=4, window=1)]
     ),
 )
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
-    corpus: Path, steps: int, accumulate: int, into: int, packing: BatchLimits
+    corpus: Path, steps: int, accumulate: int, into: int, limits: BatchLimits
 ) -> None:
     """Also from the midst of a global batch, which begins again, and over the ends of epochs."""
-    first = make_data(corpus, batch=packing)
+    first = make_data(corpus, batch=limits)
     stream = first.train(accumulate=accumulate)
     for _ in range(steps * accumulate + into % accumulate):
         next(stream)
     state = json.loads(json.dumps(first.state_dict()))
-    whole = make_data(corpus, batch=packing).train(accumulate=accumulate)
+    whole = make_data(corpus, batch=limits).train(accumulate=accumulate)
     expected = list(islice(whole, steps * accumulate, (steps + 2) * accumulate))
-    resumed = make_data(corpus, batch=packing)
+    resumed = make_data(corpus, batch=limits)
     resumed.load_state_dict(state)
     for ours, theirs in zip(expected, resumed.train(accumulate=accumulate), strict=False):
         assert_same(ours, theirs)
@@ -90,7 +93,7 @@ def test_resume_with_workers_is_that_without(corpus: Path) -> None:
         first.workers.wait_until_ready()
         found += [next(stream) for _ in range(13)]
         assert (first.state_dict()["epoch"], first.state_dict()["position"]) == (1, 3)  # 11 to an epoch
-        second.load_state_dict(first.state_dict())  # decoded ahead is not handed over
+        second.load_state_dict(first.state_dict())  # batches loaded ahead are not handed over
         again = second.train(accumulate=2)
         found += [next(again)]
         assert isinstance(second.workers, Processes)
@@ -188,11 +191,11 @@ def test_no_utterance_is_lost_or_met_twice_in_an_epoch(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("packing", [BatchLimits(count=4), BatchLimits(count=None, seconds=8.0)])
+@pytest.mark.parametrize("limits", [BatchLimits(count=4), BatchLimits(count=None, seconds=8.0)])
 def test_evaluation_has_every_utterance_once_over_ranks_of_equal_counts(
-    corpus: Path, world: int, packing: BatchLimits
+    corpus: Path, world: int, limits: BatchLimits
 ) -> None:
-    data = make_data(corpus, valid_batch=packing, max_seconds=0.5, min_seconds=0.2)
+    data = make_data(corpus, valid_batch=limits, max_seconds=0.5, min_seconds=0.2)
     shares = [data.valid(rank, world)["unheard"] for rank in range(world)]
     batches = [list(share) for share in shares]
     assert len({len(share) for share in batches}) == 1
@@ -208,7 +211,7 @@ def test_evaluation_has_every_utterance_once_over_ranks_of_equal_counts(
 
 def test_large_evaluation_sets_go_through_the_workers(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids_of(make_data(corpus).valid()["unheard"])
-    monkeypatch.setattr("speechtrain.data.module._SMALL_SECONDS", 0)
+    monkeypatch.setattr("speechtrain.data.evaluation_sets._SMALL_SECONDS", 0)
     data = make_data(corpus, workers=1)
     try:
         chosen = data.valid()["unheard"]
@@ -301,6 +304,8 @@ def test_speed_changes_the_length_by_the_drawn_factor(corpus: Path) -> None:
         ({"speed": [1.1, 0.9]}, "speed="),
         ({"sample_rate": 0}, "sample_rate=0"),
         ({"timeout_seconds": 0.0}, "timeout_seconds=0"),
+        ({"shapes": -1}, "shapes=-1"),
+        ({"hold_out": 1.5}, "hold_out=1.5"),
     ],
 )
 def test_arguments_that_fit_no_data_are_refused(corpus: Path, options: dict[str, Any], words: str) -> None:
@@ -355,3 +360,15 @@ def test_recordings_without_a_transcript_are_counted_if_they_are_not_used(
     assert [line.partition(" (")[0] for line in data.warnings()] == ["data.train: 2 of 3 recordings"]
     assert data.report() == {"untranscribed": 2}
     assert not list(SpeechData(parts[0], {}, Characters(), sample_rate=8_000).warnings())
+
+
+# --- structure ----------------------------------------------------------------------------------
+
+
+def test_the_constructor_only_builds_parts() -> None:
+    """At most 40 statements and no branch: a reader finds each part in the file that has its name."""
+    (constructor,) = ast.parse(dedent(inspect.getsource(SpeechData.__init__))).body
+    statements = [node for node in ast.walk(constructor) if isinstance(node, ast.stmt)]
+    assert len(statements) - 1 <= 40
+    branches = (ast.If, ast.For, ast.While, ast.Raise)
+    assert not any(isinstance(node, branches) for node in statements)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from itertools import islice
 from typing import Any
 
@@ -10,18 +11,13 @@ from hypothesis import strategies as st
 
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import key_of
-from speechtrain.data.sampler import (
-    BatchLimits,
-    MicroBatch,
-    Plan,
-    Sampler,
-    evaluation_plan,
-    planned_samples,
-    speed_grid,
-)
+from speechtrain.data.planned_lengths import planned_samples
+from speechtrain.data.sampler import BatchLimits, MicroBatch, Plan, Sampler
+from speechtrain.data.speed import speed_grid
+from tests.support.samplers import new_evaluation, new_sampler
 
 FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)
-PACKINGS = [
+LIMITS = [
     BatchLimits(count=4),
     BatchLimits(count=7, window=1),
     BatchLimits(count=None, seconds=20.0),
@@ -46,55 +42,58 @@ def all_of(plan: Plan) -> list[MicroBatch]:
     return [plan[i] for i in range(len(plan))]
 
 
+def assert_within_limits(batch: MicroBatch, data: dict[str, Any], limits: BatchLimits) -> None:
+    """A batch of several utterances is within each limit, and within its shape."""
+    seconds = (data["seconds"][batch.rows] * 100.0 / batch.percents).max()
+    labels = int(data["labels"][batch.rows].max())
+    rows, longest, widest = len(batch.rows), seconds, labels
+    if batch.shape is not None:
+        samples = planned_samples(data["seconds"][batch.rows], batch.percents, 16_000)
+        assert rows <= batch.shape.rows
+        assert samples.max() <= batch.shape.samples
+        assert labels <= batch.shape.labels
+        rows, longest, widest = batch.shape.rows, batch.shape.samples / 16_000, batch.shape.labels
+    if rows > 1:
+        assert rows <= (limits.count or rows)
+        assert rows * longest <= (limits.seconds or np.inf) * (1 + 1e-5)
+        assert FOOTPRINT.bytes(rows, longest, widest) <= (limits.memory_gib or np.inf) * 2**30 * (1 + 1e-5)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 200),
-    packing=st.sampled_from(PACKINGS),
+    limits=st.sampled_from(LIMITS),
     epoch=st.integers(0, 5),
     speed=st.sampled_from([(1.0, 1.0), (0.9, 1.1)]),
     shapes=st.sampled_from([0, 1, 4]),
 )
 def test_every_cut_is_there_once_in_every_epoch(
-    count: int, packing: BatchLimits, epoch: int, speed: tuple[float, float], shapes: int
+    count: int, limits: BatchLimits, epoch: int, speed: tuple[float, float], shapes: int
 ) -> None:
     data = corpus(count)
-    sampler = Sampler(**data, seed=1, packing=packing, speed=speed, shapes=shapes)
+    sampler = new_sampler(**data, seed=1, limits=limits, speed=speed, shapes=shapes)
     plan = sampler.plan(epoch)
     assert sorted(np.concatenate([batch.rows for batch in all_of(plan)]).tolist()) == list(range(count))
     assert len(plan) == sampler.length(epoch)
     for number, batch in enumerate(all_of(plan)):
         assert (batch.epoch, batch.index) == (epoch, number)
         assert len(batch.rows) == len(batch.percents) > 0
-        seconds = (data["seconds"][batch.rows] * 100.0 / batch.percents).max()
-        labels = int(data["labels"][batch.rows].max())
-        rows, longest, widest = len(batch.rows), seconds, labels
-        if batch.shape is not None:
-            samples = planned_samples(data["seconds"][batch.rows], batch.percents, 16_000)
-            assert rows <= batch.shape.rows
-            assert samples.max() <= batch.shape.samples
-            assert labels <= batch.shape.labels
-            rows, longest, widest = batch.shape.rows, batch.shape.samples / 16_000, batch.shape.labels
-        if rows > 1:
-            assert rows <= (packing.count or rows)
-            assert rows * longest <= (packing.seconds or np.inf) * (1 + 1e-5)
-            assert FOOTPRINT.bytes(rows, longest, widest) <= (packing.memory_gib or np.inf) * 2**30 * (
-                1 + 1e-5
-            )
+        assert_within_limits(batch, data, limits)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(1, 60),
-    packing=st.sampled_from(PACKINGS),
+    limits=st.sampled_from(LIMITS),
     begin=st.integers(0, 40),
     steps=st.integers(0, 50),
     shapes=st.sampled_from([0, 3]),
 )
 def test_any_position_is_found_at_once(
-    count: int, packing: BatchLimits, begin: int, steps: int, shapes: int
+    count: int, limits: BatchLimits, begin: int, steps: int, shapes: int
 ) -> None:
     def fresh() -> Sampler:
-        return Sampler(**corpus(count), seed=3, packing=packing, speed=(0.9, 1.1), shapes=shapes)
+        return new_sampler(**corpus(count), seed=3, limits=limits, speed=(0.9, 1.1), shapes=shapes)
 
     whole = list(islice(fresh().micro_batches(0, 0), begin + steps + 3))
     epoch, position = fresh().advance(0, 0, begin)
@@ -107,7 +106,7 @@ def test_any_position_is_found_at_once(
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return Sampler(**corpus(100), seed=seed, packing=BatchLimits(count=4)).plan(epoch).rows.tolist()
+        return new_sampler(**corpus(100), seed=seed, limits=BatchLimits(count=4)).plan(epoch).rows.tolist()
 
     assert order(1, 0) == order(1, 0)
     assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
@@ -116,31 +115,31 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_the_order_belongs_to_the_cuts_and_not_to_the_manifest() -> None:
     data = corpus(50)
     turned = {key: value[::-1] if isinstance(value, np.ndarray) else value for key, value in data.items()}
-    plan = Sampler(**data, seed=1, packing=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
-    other = Sampler(**turned, seed=1, packing=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
+    plan = new_sampler(**data, seed=1, limits=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
+    other = new_sampler(**turned, seed=1, limits=BatchLimits(count=5), speed=(0.8, 1.2)).plan(2)
     assert data["keys"][plan.rows].tolist() == turned["keys"][other.rows].tolist()
     assert plan.percents.tolist() == other.percents.tolist()
 
 
 def test_speeds_lie_on_the_grid_and_fill_it() -> None:
-    sampler = Sampler(**corpus(4000), seed=1, packing=BatchLimits(), speed=(0.9, 1.1))
+    sampler = new_sampler(**corpus(4000), seed=1, limits=BatchLimits(), speed=(0.9, 1.1))
     percents, others = (plan.percents[plan.rows.argsort()] for plan in map(sampler.plan, (0, 1)))
     assert sorted(set(percents.tolist())) == list(range(90, 111))
     assert np.bincount(percents - 90).min() > 100  # 190 expected
     assert (percents != others).mean() > 0.9
-    assert set(Sampler(**corpus(9), seed=1, packing=BatchLimits()).plan(0).percents.tolist()) == {100}
+    assert set(new_sampler(**corpus(9), seed=1, limits=BatchLimits()).plan(0).percents.tolist()) == {100}
 
 
 def test_windows_save_padding_and_keep_the_order_random() -> None:
     data = corpus(4000)
 
     def padding(window: int) -> float:
-        plan = Sampler(**data, seed=1, packing=BatchLimits(count=8, window=window)).plan(0)
+        plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=window)).plan(0)
         padded = sum(float(data["seconds"][b.rows].max()) * len(b.rows) for b in all_of(plan))
         return padded / float(data["seconds"].sum()) - 1
 
     assert padding(20) < 0.1 < 0.5 < padding(1)
-    plan = Sampler(**data, seed=1, packing=BatchLimits(count=8, window=20)).plan(0)
+    plan = new_sampler(**data, seed=1, limits=BatchLimits(count=8, window=20)).plan(0)
     firsts = np.array([data["seconds"][batch.rows].max() for batch in all_of(plan)])
     assert abs(np.corrcoef(firsts[:-1], firsts[1:])[0, 1]) < 0.15  # lengths do not come in runs
 
@@ -148,7 +147,7 @@ def test_windows_save_padding_and_keep_the_order_random() -> None:
 def test_shapes_are_few_and_finite() -> None:
     data = corpus(500)
     data["labels"][7] = 5000  # one odd transcript does not widen every shape
-    sampler = Sampler(**data, seed=1, packing=BatchLimits(count=4), speed=(0.9, 1.1), shapes=5)
+    sampler = new_sampler(**data, seed=1, limits=BatchLimits(count=4), speed=(0.9, 1.1), shapes=5)
     assert len(sampler.shapes) <= 5
     met = {batch.shape for epoch in range(3) for batch in all_of(sampler.plan(epoch))}
     assert met <= set(sampler.shapes)
@@ -160,12 +159,12 @@ def test_shapes_are_few_and_finite() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(count=st.integers(0, 80), packing=st.sampled_from(PACKINGS), shapes=st.sampled_from([0, 3]))
+@given(count=st.integers(0, 80), limits=st.sampled_from(LIMITS), shapes=st.sampled_from([0, 3]))
 def test_evaluation_has_every_cut_once_the_longest_first(
-    count: int, packing: BatchLimits, shapes: int
+    count: int, limits: BatchLimits, shapes: int
 ) -> None:
     data = corpus(count)
-    plan = evaluation_plan(data["seconds"], data["labels"], packing, FOOTPRINT, shapes)
+    plan = new_evaluation(data["seconds"], data["labels"], limits, FOOTPRINT, shapes)
     batches = all_of(plan)
     assert sorted(row for batch in batches for row in batch.rows.tolist()) == list(range(count))
     assert all((batch.percents == 100).all() for batch in batches)
@@ -197,4 +196,110 @@ def test_speeds_that_are_no_range_are_refused(speed: tuple[float, ...]) -> None:
 
 def test_packing_by_memory_needs_a_model_that_predicts_it() -> None:
     with pytest.raises(ValueError, match="does not predict its memory"):
-        Sampler(**{**corpus(3), "footprint": None}, seed=1, packing=BatchLimits(memory_gib=1.0))
+        new_sampler(**{**corpus(3), "footprint": None}, seed=1, limits=BatchLimits(memory_gib=1.0)).plan(0)
+
+
+# --- over ranks, with and without weights ---------------------------------------------------------
+
+SETS = ([], [1.0, 1.0], [3.0, 1.0, 0.2])
+
+
+def training_sampler(count: int, limits: BatchLimits, shapes: int, weights: list[float]) -> Sampler:
+    data = corpus(count)
+    sets = np.arange(count) % max(1, len(weights))
+    return new_sampler(
+        **data, seed=7, limits=limits, speed=(0.9, 1.1), shapes=shapes, sets=sets, weights=weights
+    )
+
+
+def address_of(batch: MicroBatch) -> tuple[int, int]:
+    return batch.epoch, batch.index
+
+
+def rank_parts(
+    sampler: Sampler, world_size: int, start: tuple[int, int], count: int
+) -> list[list[MicroBatch]]:
+    """The next ``count`` micro-batches of each rank."""
+    parts = []
+    for rank in range(world_size):
+        parts.append(list(islice(sampler.micro_batches(*start, rank, world_size), count)))
+    return parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(3, 120),
+    limits=st.sampled_from(LIMITS),
+    shapes=st.sampled_from([0, 3]),
+    weights=st.sampled_from(SETS),
+    world_size=st.integers(1, 5),
+)
+def test_ranks_divide_the_recordings_of_each_epoch(
+    count: int, limits: BatchLimits, shapes: int, weights: list[float], world_size: int
+) -> None:
+    sampler = training_sampler(count, limits, shapes, weights)
+    total = sampler.length(0) + sampler.length(1)
+    parts = rank_parts(sampler, world_size, (0, 0), -(-total // world_size))
+    assert len({len(part) for part in parts}) == 1
+    for epoch in range(2):
+        addresses, rows = [], []
+        for batch in itertools.chain(*parts):
+            if batch.epoch == epoch:
+                addresses.append(batch.index)
+                passes = np.broadcast_to(batch.passes, len(batch.rows)).tolist()
+                rows += zip(batch.rows.tolist(), passes, strict=True)
+        assert sorted(addresses) == list(range(sampler.length(epoch)))
+        assert len(set(rows)) == len(rows)  # A recording of a small set is in several passes of an epoch.
+        if weights:
+            assert len(rows) == sum(weighted.count for weighted in sampler.draws.sets)
+        else:
+            assert sorted(row for row, _ in rows) == list(range(count))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(3, 120),
+    limits=st.sampled_from(LIMITS),
+    shapes=st.sampled_from([0, 3]),
+    weights=st.sampled_from(SETS),
+    epoch=st.integers(0, 4),
+)
+def test_no_micro_batch_of_a_weighted_epoch_exceeds_a_limit(
+    count: int, limits: BatchLimits, shapes: int, weights: list[float], epoch: int
+) -> None:
+    data = corpus(count)
+    for batch in all_of(training_sampler(count, limits, shapes, weights).plan(epoch)):
+        assert_within_limits(batch, data, limits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(3, 60),
+    limits=st.sampled_from(LIMITS),
+    shapes=st.sampled_from([0, 3]),
+    weights=st.sampled_from(SETS),
+    steps=st.integers(0, 30),
+    before=st.sampled_from([1, 2, 3]),
+    after=st.sampled_from([4, 6, 12]),
+)
+def test_a_resume_with_other_ranks_continues_the_same_plan(
+    count: int, limits: BatchLimits, shapes: int, weights: list[float], steps: int, before: int, after: int
+) -> None:
+    """A global batch of 12 micro-batches is divided among ``before`` ranks, and then among ``after``."""
+    sampler = training_sampler(count, limits, shapes, weights)
+    expected = list(islice(sampler.micro_batches(0, 0), 12 * steps, 12 * (steps + 1)))
+    address = (0, 0)
+    for _ in range(steps):
+        address = sampler.advance(*address, 12)
+    resumed = training_sampler(count, limits, shapes, weights)
+    assert address == resumed.advance(0, 0, 12 * steps)
+    for world_size in (before, after):
+        parts = rank_parts(resumed, world_size, address, 12 // world_size)
+        merged = list(itertools.chain.from_iterable(zip(*parts, strict=True)))
+        assert len(merged) == 12
+        for planned, resumed_batch in zip(expected, merged, strict=True):
+            assert address_of(planned) == address_of(resumed_batch)
+            assert planned.shape == resumed_batch.shape
+            assert planned.rows.tolist() == resumed_batch.rows.tolist()
+            assert planned.percents.tolist() == resumed_batch.percents.tolist()
+            assert np.array_equal(planned.passes, resumed_batch.passes)

@@ -23,14 +23,15 @@ from speechtrain.errors import DataError
 from speechtrain.runs.command_line import rewrite
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
+from tests.support.samplers import new_sampler
 
 
 def sampler(sizes: list[int], weights: list[float], **options: Any) -> Sampler:
     sets = np.repeat(np.arange(len(sizes)), sizes)
     rng = np.random.default_rng(1)
     seconds, keys = rng.uniform(1, 9, len(sets)).astype(np.float32), rng.integers(0, 2**62, len(sets))
-    options = {"packing": BatchLimits(count=4), "seed": 3, **options}
-    return Sampler(seconds=seconds, keys=keys, sets=sets, weights=weights, **options)
+    options = {"limits": BatchLimits(count=4), "seed": 3, **options}
+    return new_sampler(seconds=seconds, keys=keys, sets=sets, weights=weights, **options)
 
 
 def rows_of(plan: Plan) -> list[int]:
@@ -62,11 +63,11 @@ def test_every_recording_of_a_set_is_used_as_often_as_the_others(
 
 
 @pytest.mark.parametrize("sizes", [[1000, 1000], [300, 4000], [4000, 77]])
-@pytest.mark.parametrize("packing", [BatchLimits(count=4), BatchLimits(count=None, seconds=40.0)])
+@pytest.mark.parametrize("limits", [BatchLimits(count=4), BatchLimits(count=None, seconds=40.0)])
 def test_the_share_of_a_set_is_its_weight_in_every_part_of_an_epoch(
-    sizes: list[int], packing: BatchLimits
+    sizes: list[int], limits: BatchLimits
 ) -> None:
-    planned = sampler(sizes, [3.0, 1.0], packing=packing, speed=(0.9, 1.1))
+    planned = sampler(sizes, [3.0, 1.0], limits=limits, speed=(0.9, 1.1))
     for epoch in (0, 5):
         rows = np.array(rows_of(planned.plan(epoch)))
         assert len(rows) == sum(sizes)

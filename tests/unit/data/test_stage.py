@@ -96,10 +96,10 @@ original = stage.open_regular
 def test_a_rank_copies_what_it_needs(tmp_path: Path, cache: Path, recordings: Any) -> None:
     train = recordings.corpus("a", 40)
     data = make_data(train, tmp_path / "stage", hold_out=0.0)
-    data._valid = {}
+    data.evaluation_sets.specs = {}
     batches = data.train(rank=1, world_size=2)
     next(batches)
-    wait_for(lambda: len(copies(tmp_path / "stage")) >= 17)  # its first batch is decoded without
+    wait_for(lambda: len(copies(tmp_path / "stage")) >= 17)  # its first batch is loaded without
     time.sleep(0.1)
     assert len(copies(tmp_path / "stage")) <= 20
     data.close()

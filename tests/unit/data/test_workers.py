@@ -57,7 +57,7 @@ def kill_and_close(pool: Processes) -> None:
 
 
 @pytest.fixture
-def decoder(cache: Path, recordings: Any) -> BatchLoader:
+def loader(cache: Path, recordings: Any) -> BatchLoader:
     return BatchLoader(open_index(open_source(recordings.corpus("m", 4))), Characters())
 
 
@@ -68,7 +68,7 @@ def workers() -> Iterator[Processes]:
     pool.close()
 
 
-DECODERS = """
+LOADERS = """
 import os
 import signal
 import time
@@ -104,16 +104,16 @@ def large(item):
 
 
 @pytest.fixture
-def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Decoders that misbehave, in a module that workers can import."""
-    (tmp_path / "decoders_under_test.py").write_text(DECODERS)
+def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Loaders that misbehave, in a module that workers can import."""
+    (tmp_path / "loaders_under_test.py").write_text(LOADERS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "decoders_under_test", raising=False)
-    return importlib.import_module("decoders_under_test")
+    monkeypatch.delitem(sys.modules, "loaders_under_test", raising=False)
+    return importlib.import_module("loaders_under_test")
 
 
 def unknown(item: MicroBatch) -> Batch:
-    """A decoder whose module the workers cannot import, wherever the tests were started from."""
+    """A loader whose module the workers cannot import, wherever the tests were started from."""
     raise AssertionError
 
 
@@ -128,12 +128,12 @@ def ready(pool: Processes) -> Processes:
     return pool
 
 
-def test_batches_are_the_same_and_in_order_wherever_they_are_decoded(
-    decoder: BatchLoader, workers: Processes
+def test_batches_are_the_same_and_in_order_wherever_they_are_loaded(
+    loader: BatchLoader, workers: Processes
 ) -> None:
-    expected = list(InProcess().map(decoder, planned(12)))
-    stream = workers.map(decoder, planned(12))
-    first = [next(stream) for _ in range(3)]  # decoded here, or there, as it happens
+    expected = list(InProcess().map(loader, planned(12)))
+    stream = workers.map(loader, planned(12))
+    first = [next(stream) for _ in range(3)]  # loaded here, or there, as it happens
     workers.wait_until_ready()
     found = first + list(stream)
     assert [batch.index for batch in found] == list(range(12))
@@ -144,11 +144,11 @@ def test_batches_are_the_same_and_in_order_wherever_they_are_decoded(
         theirs.audio.add_(1)  # writable, as the trainer may want
 
 
-def test_streams_take_turns(decoder: BatchLoader, workers: Processes) -> None:
+def test_streams_take_turns(loader: BatchLoader, workers: Processes) -> None:
     """Validation in the midst of training, and a validation that is given up."""
     ready(workers)
-    training = workers.map(decoder, planned(100))
-    other = BatchLoader(decoder.index, decoder.tokenizer, is_evaluation=True)
+    training = workers.map(loader, planned(100))
+    other = BatchLoader(loader.index, loader.tokenizer, is_evaluation=True)
     found = [next(training).index for _ in range(5)]
     assert [batch.index for batch in workers.map(other, planned(9, 50))] == list(range(50, 59))
     given_up = workers.map(other, planned(50))
@@ -159,34 +159,34 @@ def test_streams_take_turns(decoder: BatchLoader, workers: Processes) -> None:
     assert len(workers._results) == 0
 
 
-def test_large_batches_and_long_names_do_not_block(workers: Processes, decoders: Any) -> None:
+def test_large_batches_and_long_names_do_not_block(workers: Processes, loaders: Any) -> None:
     ready(workers)
-    training, evaluation = workers.map(decoders.large, planned(20)), workers.map(decoders.large, planned(20))
+    training, evaluation = workers.map(loaders.large, planned(20)), workers.map(loaders.large, planned(20))
     for i in range(20):
         for stream in (training, evaluation):
             batch = next(stream)
             assert (batch.index, float(batch.audio[1, -1]), len(batch.ids[0])) == (i, float(i), 40_000)
 
 
-def test_errors_come_back_where_they_belong(workers: Processes, decoders: Any) -> None:
+def test_errors_come_back_where_they_belong(workers: Processes, loaders: Any) -> None:
     ready(workers)
-    stream = workers.map(decoders.broken, planned(3, 2))
+    stream = workers.map(loaders.broken, planned(3, 2))
     with pytest.raises(DataError, match="the file is bad"):
         next(stream)
-    with pytest.raises(RuntimeError, match=r"ZeroDivisionError: a bug \(.*decoders_under_test\.py:\d+\)"):
-        next(workers.map(decoders.broken, planned(1)))
+    with pytest.raises(RuntimeError, match=r"ZeroDivisionError: a bug \(.*loaders_under_test\.py:\d+\)"):
+        next(workers.map(loaders.broken, planned(1)))
 
 
-def test_a_decoder_that_does_not_travel_is_an_error(workers: Processes, decoder: BatchLoader) -> None:
+def test_a_loader_that_does_not_travel_is_an_error(workers: Processes, loader: BatchLoader) -> None:
     ready(workers)
-    with pytest.raises(MachineError, match=r"cannot load its decoder.*data\.workers=0"):
+    with pytest.raises(MachineError, match=r"cannot import its loader.*data\.workers=0"):
         next(workers.map(unknown, planned(1)))
-    assert next(workers.map(decoder, planned(1))).index == 0
+    assert next(workers.map(loader, planned(1))).index == 0
 
 
-def test_a_killed_worker_is_an_error_that_says_so(decoder: BatchLoader, workers: Processes) -> None:
+def test_a_killed_worker_is_an_error_that_says_so(loader: BatchLoader, workers: Processes) -> None:
     ready(workers)
-    stream = workers.map(decoder, planned(1000))
+    stream = workers.map(loader, planned(1000))
     next(stream)
     os.kill(workers.pids[1], signal.SIGKILL)
     with pytest.raises(MachineError, match=r"was killed by signal 9 .*lower data\.workers") as caught:
@@ -194,19 +194,19 @@ def test_a_killed_worker_is_an_error_that_says_so(decoder: BatchLoader, workers:
     assert "\n" not in str(caught.value)
 
 
-def test_a_stuck_worker_is_an_error_after_the_time_out(decoders: Any) -> None:
+def test_a_stuck_worker_is_an_error_after_the_time_out(loaders: Any) -> None:
     pool = Processes(1, timeout_seconds=0.5)
     try:
         ready(pool)
         with pytest.raises(MachineError, match=r"gave no answer for 0\.5 s \(at micro-batch 0 of epoch 0\)"):
-            next(pool.map(decoders.stuck, planned(1)))
+            next(pool.map(loaders.stuck, planned(1)))
     finally:
         kill_and_close(pool)
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
 def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
-    decoders: Any, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+    loaders: Any, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
 ) -> None:
     """An answer below 1 MiB is longer than the link's buffer, so half of it waits there."""
     pool = Processes(1, timeout_seconds=60 if is_stopping else 2)
@@ -216,22 +216,22 @@ def test_a_worker_that_stops_in_the_middle_of_an_answer_is_an_error(
     try:
         ready(pool)
         with pytest.raises(expected, match=f"data worker {pool.pids[0]} gave no answer for {after}"):
-            next(pool.map(decoders.half, planned(1)))
+            next(pool.map(loaders.half, planned(1)))
     finally:
         kill_and_close(pool)
 
 
 def test_a_time_out_names_the_recordings(
-    decoder: BatchLoader, recordings: Any, monkeypatch: pytest.MonkeyPatch
+    loader: BatchLoader, recordings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = Processes(1, timeout_seconds=0.5)
     try:
         ready(pool)
         os.kill(pool.pids[0], signal.SIGSTOP)
         item = MicroBatch(np.arange(4, dtype=np.int32), np.full(4, 100, np.int16), epoch=1, index=7)
-        names = decoder.recordings(item)
+        names = loader.recordings(item)
         with pytest.raises(MachineError) as caught:
-            next(pool.map(decoder, iter([item])))
+            next(pool.map(loader, iter([item])))
     finally:
         kill_and_close(pool)
     assert f"at micro-batch 7 of epoch 1, {', '.join(names[:3])}, and 1 more" in str(caught.value)
@@ -239,10 +239,10 @@ def test_a_time_out_names_the_recordings(
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_outlives_the_signals_of_its_group(decoder: BatchLoader, workers: Processes) -> None:
+def test_a_worker_outlives_the_signals_of_its_group(loader: BatchLoader, workers: Processes) -> None:
     """Ctrl-C and Slurm signal every process; the rank still needs batches up to its last step."""
     ready(workers)
-    stream = workers.map(decoder, planned(50))
+    stream = workers.map(loader, planned(50))
     next(stream)
     for pid in workers.pids:
         os.kill(pid, signal.SIGINT)
@@ -251,22 +251,22 @@ def test_a_worker_outlives_the_signals_of_its_group(decoder: BatchLoader, worker
 
 
 def test_workers_that_cannot_be_started_are_done_without(
-    decoder: BatchLoader,
+    loader: BatchLoader,
     workers: Processes,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("speechtrain.data.workers._work", unknown)  # its module is unknown to them
-    assert [batch.index for batch in workers.map(decoder, planned(1))] == [0]
+    assert [batch.index for batch in workers.map(loader, planned(1))] == [0]
     workers.wait_until_ready()
     assert workers.pids == []
-    assert [batch.index for batch in workers.map(decoder, planned(3))] == [0, 1, 2]
+    assert [batch.index for batch in workers.map(loader, planned(3))] == [0, 1, 2]
     assert any("cannot start" in record.message for record in caplog.records)
 
 
-def test_closing_ends_the_workers(decoder: BatchLoader, workers: Processes) -> None:
+def test_closing_ends_the_workers(loader: BatchLoader, workers: Processes) -> None:
     ready(workers)
-    stream = workers.map(decoder, planned(100))
+    stream = workers.map(loader, planned(100))
     next(stream)
     pids = workers.pids
     workers.close()

@@ -18,7 +18,7 @@ from torch._dynamo import config
 from torch._dynamo.utils import counters
 
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import apply_policy
+from speechtrain.compute_policy import apply_policy, compile_module
 from speechtrain.devices import affinity, cuda, host
 from speechtrain.devices.cuda import CUDA, driver_starts, obstacle
 from speechtrain.devices.hpu import HPU
@@ -170,7 +170,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Torch's counts of graphs, from 0, with a backend that needs no compiler."""
     compiling = nn.Module.compile
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **keys: compiling(self, **{"backend": "aot_eager", **keys})
+        nn.Module, "compile", lambda self, **keys: compiling(self, **{**keys, "backend": "aot_eager"})
     )
     torch._dynamo.reset()
     counters.clear()
@@ -198,8 +198,7 @@ def batch_of() -> Batch:
 
 def prepared(module: nn.Module, shapes: int) -> CUDA:
     device = CUDA(compile=True)
-    device.validate_shapes([(2, 16000, 3)] * shapes)
-    device.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    compile_module(module, device.policy(torch.float32), shapes)
     return device
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from speechtrain.launchers.slurm import Slurm
 
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.launcher import Job
 
 
@@ -63,22 +64,39 @@ def test_a_bad_value_is_named_by_its_key() -> None:
         Slurm(name="two words")
 
 
+def install_programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **lines: str) -> None:
+    """Put shell scripts in place of Slurm's programs. They run in ``folder``."""
+    for name, line in lines.items():
+        (folder / name).write_text(f"#!/bin/sh\ncd {folder}\n{line}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
 def test_the_command_names_the_line_that_follows_the_log_and_waits_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = tmp_path / "states"
-    states.write_text("PENDING\nRUNNING\nCOMPLETED\n")
-    programs = {
-        "sbatch": "echo 'begun' >> 'a run/slurm.log'; echo 7",
-        "squeue": "head -n 1 states; sed -i 1d states",
-    }
-    for name, line in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    states.write_text("PENDING\nRUNNING\n")
+    submit = "echo 'begun' >> 'a run/slurm.log'; echo 7"
+    install_programs(tmp_path, monkeypatch, sbatch=submit, squeue="head -n 1 states; sed -i 1d states")
     run_dir = tmp_path / "a run"
     run_dir.mkdir()
     assert Slurm(poll_seconds=0.01).launch(job(run_dir, 1)).returncode == 0
     assert states.read_text() == ""
     log = f"tail -F '{run_dir}/slurm.log'"
     assert capsys.readouterr().out == f"submitted Slurm job 7; to follow its log: {log}\n"
+
+
+def test_a_terminals_signal_does_not_reach_squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose squeue is ended by Ctrl-C would seem to have left the queue."""
+    write_session = "cut -d ' ' -f 6 /proc/$$/stat > session"
+    install_programs(tmp_path, monkeypatch, sbatch="echo 7", squeue=write_session)
+    assert Slurm(poll_seconds=0.01).launch(job(tmp_path, 1)).returncode == 0
+    assert int((tmp_path / "session").read_text()) != os.getsid(0)
+
+
+def test_a_controller_that_refuses_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_programs(tmp_path, monkeypatch, sbatch="echo 'sbatch: error: no such\n partition' >&2; exit 1")
+    with pytest.raises(MachineError) as raised:
+        Slurm().launch(job(tmp_path, 1))
+    assert str(raised.value) == "launcher=slurm: sbatch failed: sbatch: error: no such partition"

@@ -235,7 +235,7 @@ def test_the_first_line_says_the_device_and_the_run_keeps_it(
     (run_dir,) = Path("runs").iterdir()
     monkeypatch.setenv(VARIABLE, "lazy")  # as on a host whose device is another one
     command = read(overrides)
-    assert run_to_continue(command) == run_dir.resolve()
+    assert run_to_continue(command, RunNames(command.config_dir)) == run_dir.resolve()
     config = continued(run_dir.resolve(), command)
     assert config.device._target_ == "speechtrain.devices.cpu.CPU"
     assert HOST_LINE not in capfd.readouterr().out

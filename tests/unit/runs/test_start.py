@@ -17,7 +17,7 @@ from speechtrain.commands import train
 from speechtrain.commands._cli import guarded
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices.cpu import CPU
-from speechtrain.errors import ConfigError, MachineError, RunError
+from speechtrain.errors import ConfigError, MachineError, RunError, SpeechtrainError
 from speechtrain.run_directory import RunResult, rank_folder, read_failure
 from speechtrain.runs import jobs, on_host
 from speechtrain.runs.command_line import Command, read
@@ -138,16 +138,42 @@ def test_what_a_host_refuses_is_a_result_in_the_run_directory(tmp_path: Path) ->
     assert failure.exit_code == MachineError.exit_code
 
 
-def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
+def replace_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
+    """Put a shell line in place of sbatch. Slurm's other programs answer nothing."""
+    monkeypatch.chdir(folder)
+    programs = folder / "bin"
+    programs.mkdir()
     for name in ("sbatch", "squeue", "scancel", "scontrol"):
-        (tmp_path / "bin" / name).write_text("#!/bin/sh\necho invalid partition >&2\nexit 1\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    with pytest.raises(MachineError, match=r"sbatch rejected .*: invalid partition"):
+        line = sbatch if name == "sbatch" else "true"
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+
+def test_a_rejected_job_of_slurm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_slurm(tmp_path, monkeypatch, "echo invalid partition >&2; exit 1")
+    with pytest.raises(MachineError, match=r"sbatch failed: invalid partition"):
         train.run(["recipe=demo", "launcher=slurm"])
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+KILLED = {"status": "failed", "error": "a rank was killed", "exit_code": 4, "is_cause": False}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("", "the ranks ended with code 0 and wrote no {run}/result.json; see {run}/slurm.log"),
+        (json.dumps(KILLED), "a rank was killed (which one, and how it ended: {run}/slurm.log; the same"),
+    ],
+)
+def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
+    result: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_result = f"echo '{result}' > run/result.json; " if result else ""
+    replace_slurm(tmp_path, monkeypatch, f"{write_result}echo 7")
+    with pytest.raises(SpeechtrainError, match=re.escape(message.format(run=tmp_path / "run"))):
+        train.run(["recipe=demo", "launcher=slurm", f"run_dir={tmp_path}/run"])
 
 
 SHARING = """

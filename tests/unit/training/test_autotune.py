@@ -5,23 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy
 from speechtrain.config.build import build_data
 from speechtrain.data.base import DataModule
 from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.group import SingleProcess
+from speechtrain.errors import ConfigError
 from speechtrain.precision import BF16, FP32, Precision
 from speechtrain.rank.build import build_task
 from speechtrain.run_directory import DeviceRecord
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task
 from speechtrain.training import autotune
-from speechtrain.training.autotune import choose_policy, recorded_policy
+from speechtrain.training.autotune import choose_policy, recorded_policy, resolve_policy
+from tests.support.small_trainer import Counted, Line
 
 NARROW = ComputePolicy(autocast_dtype=torch.bfloat16)
 LOOP = ComputePolicy(autocast_dtype=torch.bfloat16, lstm="loop")
@@ -132,3 +137,39 @@ def test_a_batch_for_timings_is_of_median_size(parts: tuple[Task, DataModule]) -
     assert sample is not None
     sizes = sorted(next(batches).audio.numel() for batches in [data.train()] for _ in range(9))
     assert sizes[0] <= sample.audio.numel() <= sizes[-1]
+
+
+class Compiled(CPU):
+    """A device of another package that compiles, by a backend that needs no compiler."""
+
+    compile = True
+
+    def policy(self, dtype: torch.dtype) -> ComputePolicy:
+        policy = super().policy(dtype)
+        assert policy.compiler == "inductor"
+        return replace(policy, compiler="eager")
+
+
+def test_any_device_can_compile_at_a_start_and_when_the_run_continues(tmp_path: Path) -> None:
+    device, data = Compiled(), Counted()
+    expected = Line().eval()(data.at(0)).total
+    for number in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        task = Line().eval()
+        policy, record = resolve_policy(
+            device, FP32(), SingleProcess(), run_dir=tmp_path, task=task, data=data
+        )
+        assert device.graphs() == 0
+        torch.testing.assert_close(task(data.at(0)).total, expected)
+        assert device.graphs() > 0, f"start {number} did not compile"
+        assert policy == PLAIN, "the record of a run that compiles is the record of one that does not"
+        assert record["policy"] == "plain"
+    torch._dynamo.reset()
+
+
+def test_a_device_that_compiles_needs_fixed_shapes() -> None:
+    CPU().validate_shapes([])
+    Compiled().validate_shapes([(2, 16000, 3)])
+    with pytest.raises(ConfigError, match=r"data\.shapes=0: device=cpu compiles a graph for every shape"):
+        Compiled().validate_shapes([])

@@ -48,10 +48,10 @@ def test_texts_in_another_place_are_named(
     (tmp_path / "c" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "c" / name).write_text("one")
     stem = "wav/1" if end else "wav/0"
-    hint = f"no recording has a transcript; 2 recordings, for example {stem}.wav; no {stem}.txt{end}"
+    hint = f"no recording has a transcript: 2 recordings, for example {stem}.wav; no {stem}.txt{end}"
     with pytest.raises(DataError, match=f"{hint}$"):
         SpeechData(str(tmp_path / "c"), {}, Characters(), skip_empty=True).micro_batches_per_epoch  # noqa: B018
-    with pytest.raises(DataError, match=hint.partition("; ")[2]):
+    with pytest.raises(DataError, match=hint.partition(": ")[2]):
         SpeechData(str(tmp_path / "c"), {}, Characters()).check()
 
 

@@ -1,0 +1,139 @@
+"""Evaluation sets: the recordings that validate a run, divided among its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from speechtrain.batch import Batch
+from speechtrain.data.index import open_index
+from speechtrain.data.loader import BatchLoader, collate
+from speechtrain.data.sampler import BatchSize, Plan, evaluation_plan
+from speechtrain.data.skips import SkipLog
+from speechtrain.data.source import Source
+from speechtrain.data.sources import open_source
+from speechtrain.data.stage import Paths
+from speechtrain.data.static_shapes import Shape
+from speechtrain.data.training_set import TrainingSet, check_source
+from speechtrain.data.workers import InProcess, Workers
+
+_HELD_OUT = "held_out"  # The name of the set that is held out of the training recordings.
+_SMALL_SECONDS = 600  # This process loads a smaller part of a set faster than workers start.
+
+
+class EvaluationSet(NamedTuple):
+    """One evaluation set: the loader of its recordings and the plan of its batches."""
+
+    loader: BatchLoader
+    plan: Plan
+
+
+@dataclass
+class EvaluationSets:
+    """The evaluation sets by name, each opened at first use.
+
+    ``specs`` has the source of each set, and then ``training_set`` holds out nothing. Without ``specs``, its
+    held-out recordings are the only set. ``new_loader`` makes the loader of an index. Raises ValueError for
+    an invalid source.
+    """
+
+    specs: dict[str, Any]
+    training_set: TrainingSet
+    new_loader: Callable[..., BatchLoader]
+    size: BatchSize
+    workers: Workers
+    skips: SkipLog
+
+    def __post_init__(self) -> None:
+        for name, spec in self.specs.items():
+            check_source(f"valid: {name}", spec, is_valid=True)
+        if self.specs:
+            self.training_set.hold_out = 0.0
+        self._sets: dict[str, EvaluationSet] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return [_HELD_OUT] if self.training_set.hold_out else list(self.specs)
+
+    def source(self, name: str) -> Source:
+        return open_source(self.specs[name]) if self.specs else self.training_set.source
+
+    def __getitem__(self, name: str) -> EvaluationSet:
+        if name not in self._sets:
+            training_set = self.training_set
+            if self.specs:
+                index = open_index(self.source(name), training_set.cache)
+                rows = np.arange(len(index), dtype=np.int32)
+            else:
+                index, rows = training_set.index, training_set.held_out
+            loader = self.new_loader(index, is_strict=bool(self.specs))
+            plan = evaluation_plan(loader.lengths(rows, self.size.depends_on_labels), self.size)
+            self._sets[name] = EvaluationSet(loader, replace(plan, rows=rows[plan.rows]))
+        return self._sets[name]
+
+    def batches(self, rank: int, world_size: int) -> dict[str, Iterable[Batch]]:
+        """Return a rank's part of each set."""
+        return {
+            name: EvaluationBatches(*self[name], self.workers, self.skips, rank, world_size)
+            for name in self.names
+        }
+
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """Return the (batch, samples, labels) shapes of all sets if fixed, else an empty list."""
+        return sorted({(*shape,) for name in self.names for shape in self[name].plan.shapes})
+
+    def files(self, rank: int, world_size: int) -> Iterator[Paths]:
+        """Return a function for each of a rank's batches that finds its files, in any thread."""
+        finders: list[Paths] = []
+        for name in self.names:
+            loader, plan = self[name]
+            loader = loader.for_thread()
+            for number in range(rank, len(plan), world_size):
+                finders.append(partial(loader.files, plan[number]))
+        return iter(finders)
+
+
+@dataclass
+class EvaluationBatches(Iterable[Batch]):
+    """A rank's part of an evaluation set, which can be iterated again.
+
+    Batch i is for rank i modulo the number of ranks. A rank that would have one batch fewer gets a
+    batch of padding rows, because all ranks must take part in the same collectives.
+    """
+
+    loader: BatchLoader
+    plan: Plan
+    workers: Workers
+    skips: SkipLog
+    rank: int
+    world_size: int
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.plan) / self.world_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        plan, loader, workers = self.plan, self.loader, self.workers
+        if loader.index.seconds[plan.rows].sum(dtype=np.float64) < _SMALL_SECONDS * self.world_size:
+            workers = InProcess()
+        numbers = range(self.rank, len(plan), self.world_size)
+        for batch in workers.map(loader, map(plan.__getitem__, numbers)):
+            for skip in batch.skipped:  # A strict loader raises instead.
+                self.skips.add(skip, len(loader.index))
+            yield batch
+        if len(numbers) < len(self):
+            shape = plan[len(plan) - 1].shape
+            if shape is None:
+                shape = Shape(1, round(loader.sample_rate * 0.1), int(loader.tokenizer.reads_text))
+            yield collate([], loader.sample_rate, shape)
+
+
+def named_sets(valid: Any) -> dict[str, Any]:
+    """Return the evaluation sets by name. A set without a name is called ``valid``."""
+    if valid and (not isinstance(valid, dict) or "path" in valid):
+        return {"valid": valid}
+    return valid or {}

@@ -1,0 +1,199 @@
+"""Checks before a run: problems of the recordings and transcripts that would end it later, or waste it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from speechtrain.batch import Skip
+from speechtrain.counter_rng import RunStream, uniform_at
+from speechtrain.data.audio import files_of
+from speechtrain.data.equal_content import equal_files
+from speechtrain.data.index import Index, crowded, label_count
+from speechtrain.data.loader import REASONS
+from speechtrain.data.planned_lengths import Integers
+from speechtrain.data.recordings import header
+from speechtrain.data.sampler import MicroBatch
+from speechtrain.data.tar_members import file_of
+from speechtrain.data.training_set import FILTERS, TrainingSet, hours, where_transcripts_are
+from speechtrain.data.training_stream import TrainingStream
+from speechtrain.errors import DataError, one_line
+
+_SAMPLED_RECORDINGS = 1_000  # of each set, whose files must exist
+_ALL_TRANSCRIPTS = (
+    100_000  # A set of up to this size is checked as a whole, in 2 s, and a sample of a larger.
+)
+_SAMPLED_TRANSCRIPTS = 10_000
+_SAMPLED_HEADERS = 20  # A file on a slow disk takes 10 ms to open.
+_CROWDED_SHARE = 0.01  # of transcripts with more labels than frames, which a run has without a warning
+_MOST_COMPARED = 100_000  # Each recording takes 30 µs for the line of the manifest.
+
+
+def check(stream: TrainingStream) -> None:
+    """Check 1,000 recordings of each set and 10,000 transcripts (or all, if there are up to 100,000).
+
+    Raises DataError if
+
+    - more training recordings are missing or have no transcript, or more transcripts cannot be encoded, than
+      ``max_bad`` and ``max_bad_share`` allow, or half of them,
+    - or the set has up to ``max_bad`` recordings, and more of them cannot be loaded,
+    - or a checked recording of an evaluation set is missing, or none has a transcript.
+
+    An evaluation transcript may have unknown symbols.
+    """
+    training_set, tokenizer = stream.training_set, stream.loader.tokenizer
+    _check_files(stream, "train", training_set.index, training_set.rows)
+    if tokenizer.reads_text:
+        _check_transcripts(stream)
+    _check_all_if_few(stream)
+    sets = stream.evaluation_sets
+    for name in sets.names:
+        loader, plan = sets[name]
+        index, rows = loader.index, np.sort(plan.rows)
+        key = f"valid.{name}" if sets.specs else "train"
+        _check_files(stream, key, index, rows)
+        texts = (index.text(row, index.cut(row), tokenizer.normalise) for row in rows.tolist())
+        if tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
+            raise DataError(
+                f"none of {len(rows)} recordings of data.valid.{name} has a transcript, and the error rate "
+                f"selects the checkpoint: {where_transcripts_are(sets.source(name))}"
+            )
+
+
+def _check_files(stream: TrainingStream, key: str, index: Index, rows: Integers) -> None:
+    sample = sample_rows(rows, _SAMPLED_RECORDINGS, stream.loader.seed)
+    missing = []
+    for row in sample.tolist():
+        for path in files_of(index.cut(row))[:1]:
+            if not os.path.exists(file_of(path)):
+                missing.append(path)
+    if missing and (key != "train" or _is_too_many(stream, len(missing), len(sample))):
+        raise DataError(
+            f"{missing[0]} does not exist: {len(missing)} of {len(sample)} checked recordings of "
+            f"data.{key} are missing. Correct the paths, or mount the folder"
+        )
+
+
+def _check_transcripts(stream: TrainingStream) -> None:
+    loader, rows = stream.loader, stream.training_set.rows
+    if len(rows) > _ALL_TRANSCRIPTS:
+        rows = sample_rows(rows, _SAMPLED_TRANSCRIPTS, loader.seed)
+    unknown, empty, symbols = list[str](), list[str](), set[str]()
+    for row in rows.tolist():
+        cut = loader.index.cut(row)
+        text = loader.index.text(row, cut, loader.tokenizer.normalise)
+        if not text.strip() and not loader.allow_empty:
+            empty.append(cut["id"])
+        if label_count(text, loader.tokenizer) < 0:
+            unknown.append(cut["id"])
+            symbols |= loader.tokenizer.unknown(text)
+    if _is_too_many(stream, len(empty), len(rows)):
+        raise DataError(
+            f"{len(empty)} of {len(rows)} recordings of data.train have no transcript, such as "
+            f"{empty[0]!r}: {where_transcripts_are(stream.training_set.source)}"
+        )
+    if _is_too_many(stream, len(unknown), len(rows)):
+        listed = one_line(" ".join(map(repr, sorted(symbols))), 80)
+        raise DataError(
+            f"the tokenizer cannot encode {len(unknown)} of {len(rows)} transcripts of data.train, such as "
+            f"{unknown[0]!r}: unknown symbols {listed}. Set tokenizer=auto, or its normaliser or alphabet"
+        )
+
+
+def _check_all_if_few(stream: TrainingStream) -> None:
+    """Load every recording if there are so few that ``max_bad`` would allow to lose them all."""
+    rows = stream.training_set.rows
+    if len(rows) > stream.skips.max_bad:
+        return
+    skips: list[Skip] = []
+    for row in rows.reshape(-1, 1):
+        skips += stream.loader(MicroBatch(row, np.array([100], np.int16))).skipped
+    if _is_too_many(stream, len(skips), len(rows)):
+        raise DataError(
+            f"{len(skips)} of {len(rows)} recordings of data.train are unusable, such as {skips[0].id!r} "
+            f"({skips[0].detail}: {REASONS[skips[0].reason]}). Repair or remove them"
+        )
+
+
+def _is_too_many(stream: TrainingStream, bad: int, total: int) -> bool:
+    return bad > 0 and (2 * bad >= total or not stream.skips.allows(bad, total))
+
+
+def sample_rows(rows: Integers, count: int, seed: int) -> Integers:
+    """Return ``count`` rows, drawn by the seed, ascending, or all rows if there are no more."""
+    if len(rows) <= count:
+        return rows
+    draws = uniform_at(seed, RunStream.CHECKS, np.arange(len(rows)))
+    return np.sort(rows[np.argpartition(draws, count)[:count]])
+
+
+def warnings(stream: TrainingStream) -> Iterator[str]:
+    """Yield a line for each fact of the recordings that the user may not expect."""
+    training_set, sets = stream.training_set, stream.evaluation_sets
+    yield from training_set.source.warnings()
+    too_long = f"are longer than data.max_seconds={training_set.max_seconds:g}"
+    too_short = f"are shorter than data.min_seconds={training_set.min_seconds:g}"
+    facts = dict(zip(FILTERS[1:], (too_long, too_short, "have no transcript"), strict=True))
+    for number, name in enumerate(facts, 1):
+        fact = f"{facts[name]}, so they are not used"
+        yield from _share("train", training_set.index, np.flatnonzero(training_set.filters == number), fact)
+    for name in sets.specs:
+        yield from sets.source(name).warnings()
+        index = sets[name].loader.index
+        rows = np.flatnonzero(index.seconds > np.float32(training_set.max_seconds))
+        yield from _share(f"valid.{name}", index, rows, f"{too_long}, as no training recording is")
+    yield from _narrow_recordings(stream)
+    yield from _copies(training_set)
+
+
+def _share(key: str, index: Index, rows: Integers, fact: str) -> Iterator[str]:
+    """Yield a line with the number and hours of ``rows``, if there are any."""
+    if len(rows):
+        share = f"{hours(index.seconds[rows]):.2f} of {hours(index.seconds):.2f} h"
+        yield f"data.{key}: {len(rows)} of {len(index)} recordings ({share}) {fact}"
+
+
+def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
+    """Yield a line if all recordings have a lower rate than ``sample_rate``, so high bands are empty."""
+    loader = stream.loader
+    rows = sample_rows(stream.training_set.rows, _SAMPLED_HEADERS, loader.seed)
+    rates = [info.samplerate for info in map(header, _paths(loader.index, rows)) if info]
+    if rates and max(rates) < loader.sample_rate:
+        yield (
+            f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
+            f"and data.sample_rate={loader.sample_rate} leaves the upper bands empty. Equal rates "
+            "cost less, if the encoder's sample_rate follows"
+        )
+
+
+def _copies(training_set: TrainingSet) -> Iterator[str]:
+    """Yield a line if recordings are copies of others: one may be held out, the other trained on."""
+    if not training_set.hold_out or len(training_set.usable) > _MOST_COMPARED:
+        return
+    groups = equal_files(_paths(training_set.index, training_set.usable))
+    if groups:
+        count = sum(len(group) - 1 for group in groups)
+        yield (
+            f"data.train: {count} recordings are copies of others, such as {groups[0][0]} and "
+            f"{groups[0][1]}. A copy may be held out while the other is trained on. "
+            "speechtrain prepare stats lists them"
+        )
+
+
+def _paths(index: Index, rows: Integers) -> set[str]:
+    paths = set[str]()
+    for row in rows.tolist():
+        paths.update(files_of(index.cut(row)))
+    return paths
+
+
+def crowded_transcripts(stream: TrainingStream, frames: Callable[[int], int]) -> str:
+    """Return a line on training transcripts with more labels than encoder frames, or an empty one."""
+    loader = stream.loader
+    if not loader.tokenizer.reads_text:
+        return ""
+    rows = sample_rows(stream.training_set.rows, _SAMPLED_TRANSCRIPTS, loader.seed).tolist()
+    line = crowded(loader.index, rows, loader.tokenizer, frames, loader.sample_rate, _CROWDED_SHARE)
+    return f"data.train: {line}" if line else ""

@@ -1,0 +1,161 @@
+"""The recordings of training: some are filtered, some are held out for evaluation, the others are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from speechtrain.batch import Skip
+from speechtrain.data.formats.manifests import digest
+from speechtrain.data.hold_out import GROUPS, held_out
+from speechtrain.data.index import Index, open_index
+from speechtrain.data.planned_lengths import Integers, Seconds
+from speechtrain.data.sampler import WeightedSet, weighted_sets
+from speechtrain.data.source import Source
+from speechtrain.data.sources import open_source, problem_of
+from speechtrain.errors import DataError
+
+_WHERE_TRANSCRIPTS_ARE = (
+    "a folder has it in a.txt beside a.wav, in *.trans.txt or in metadata.csv, a manifest in the recording's "
+    "text, a table in a column ({path: FILE, text: COLUMN} names it)"
+)
+FILTERS = ("", "too_long", "too_short", "untranscribed")
+"""The reasons why a recording is filtered. The first one is of recordings that are not."""
+
+
+@dataclass
+class TrainingSet:
+    """The recordings of ``data.train``, opened at first use.
+
+    A recording is filtered if it is shorter than ``min_seconds`` or longer than ``max_seconds`` (before the
+    speed change), or if ``skip_empty`` is true and it has no transcript. The share ``hold_out`` of the others
+    is held out, of recordings with a transcript if ``needs_text`` is true. Raises ValueError for invalid
+    arguments.
+    """
+
+    spec: Any
+    cache: str
+    min_seconds: float
+    max_seconds: float
+    skip_empty: bool
+    hold_out: float
+    needs_text: bool
+
+    def __post_init__(self) -> None:
+        check_source("train", self.spec)
+        low, high = self.min_seconds, self.max_seconds
+        if not 0 <= low < high:
+            raise ValueError(f"min_seconds={low}, max_seconds={high}: need 0 <= min < max")
+        if not 0 <= self.hold_out < 1:
+            raise ValueError(f"hold_out={self.hold_out}: it must be a share of at least 0 and below 1")
+
+    @cached_property
+    def source(self) -> Source:
+        return open_source(self.spec)
+
+    @cached_property
+    def index(self) -> Index:
+        return open_index(self.source, self.cache)
+
+    @cached_property
+    def filters(self) -> Integers:
+        """The number in FILTERS of each row of the index."""
+        filters = np.zeros(len(self.index), np.int8)
+        if self.skip_empty:
+            filters[self.index.characters == 0] = FILTERS.index("untranscribed")
+        filters[self.index.seconds > np.float32(self.max_seconds)] = FILTERS.index("too_long")
+        filters[self.index.seconds < np.float32(self.min_seconds)] = FILTERS.index("too_short")
+        return filters
+
+    @cached_property
+    def usable(self) -> Integers:
+        """Rows of the index that are not filtered. Raises DataError if there are none."""
+        rows = np.flatnonzero(self.filters == 0).astype(np.int32)
+        if len(rows):
+            return rows
+        if FILTERS.index("untranscribed") in self.filters:
+            raise DataError(
+                f"data.train: no recording has a transcript: {where_transcripts_are(self.source)}"
+            )
+        raise DataError(
+            f"data.train: none of {len(self.index)} recordings is between {self.min_seconds:g} and "
+            f"{self.max_seconds:g} s long. Change data.min_seconds or data.max_seconds, or check the "
+            "manifest's durations"
+        )
+
+    @cached_property
+    def held_out(self) -> Integers:
+        """Rows of the index that are held out."""
+        rows, index = self.usable, self.index
+        if self.needs_text:
+            rows = rows[index.characters[rows] > 0]
+        if not self.hold_out:
+            return rows[:0]
+        keys = (index.speakers[rows], index.recordings[rows], index.keys[rows])
+        is_held_out, _ = held_out(dict(zip(GROUPS, keys, strict=True)), index.seconds[rows], self.hold_out)
+        return rows[is_held_out]
+
+    @cached_property
+    def held_out_digest(self) -> str:
+        """A digest of the held-out recordings."""
+        return digest(self.index.keys[self.held_out].tolist())
+
+    @cached_property
+    def rows(self) -> Integers:
+        """Rows of the index that are trained on. A single recording is both trained on and held out."""
+        # The difference sorts a million rows, which takes 0.2 s.
+        if len(self.usable) < 2 or not len(self.held_out):
+            return self.usable
+        return np.setdiff1d(self.usable, self.held_out, assume_unique=True)
+
+    def weighted_sets(self) -> list[WeightedSet]:
+        """Return the sets of ``rows`` with their sizes in an epoch, or an empty list without weights.
+
+        Raises DataError if a set has no recording.
+        """
+        parts = self.index.facts
+        if all(facts.weight is None for facts in parts):
+            return []
+        weights = {facts.name: facts.weight or 1.0 for facts in parts}
+        names = list(weights)
+        set_numbers = np.array([names.index(facts.name) for facts in parts])
+        sets = weighted_sets(set_numbers[self.index.parts[self.rows]], list(weights.values()))
+        for name, weighted in zip(names, sets, strict=True):
+            if not len(weighted.members):
+                raise DataError(f"data.train.{name}: no recording is left to train on. Remove the set")
+        return sets
+
+    def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
+        """Yield the seconds and the transcript of each recording that is not filtered."""
+        for row in self.usable.tolist():
+            yield float(self.index.seconds[row]), self.index.text(row, self.index.cut(row), normalise)
+
+    def content(self) -> dict[str, str | int]:
+        """Return the number of recordings and a digest of them."""
+        return {"recordings": len(self.index), "digest": digest(self.index.content, self.index.texts)}
+
+    def filtered(self) -> Iterator[Skip]:
+        """Yield each recording that is filtered."""
+        for row in np.flatnonzero(self.filters).tolist():
+            seconds = f"{self.index.seconds[row]:.2f} s"
+            yield Skip(self.index.cut(row)["id"], FILTERS[self.filters[row]], seconds)
+
+
+def check_source(name: str, spec: object, is_valid: bool = False) -> None:
+    """Raise ValueError for an invalid specification of a source (see ``problem_of``)."""
+    problem = "" if isinstance(spec, Source) else problem_of(spec, is_valid=is_valid)
+    if problem:
+        raise ValueError(f"{name}: {problem}")
+
+
+def where_transcripts_are(source: Source) -> str:
+    """Return where a source may have transcripts, for a message that it has none."""
+    return source.text_hint() or _WHERE_TRANSCRIPTS_ARE
+
+
+def hours(seconds: Seconds) -> float:
+    return float(seconds.sum(dtype=np.float64)) / 3600

@@ -1,0 +1,119 @@
+"""The endless stream of training batches. Its state is an address: the epoch and the position in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from speechtrain.batch import Batch
+from speechtrain.data.evaluation_sets import EvaluationSets
+from speechtrain.data.loader import BatchLoader
+from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
+from speechtrain.data.speed import speed_grid
+from speechtrain.data.stage import AHEAD, Stager
+from speechtrain.errors import DataError
+
+
+@dataclass
+class TrainingStream:
+    """The training batches of one rank.
+
+    ``evaluation_sets`` are the run's. ``new_loader`` makes the loader of an index. ``speed`` is the lowest
+    and the highest factor. Raises ValueError for an invalid speed.
+    """
+
+    evaluation_sets: EvaluationSets
+    new_loader: Callable[..., BatchLoader]
+    size: BatchSize
+    speed: Sequence[float]
+
+    def __post_init__(self) -> None:
+        speed_grid(self.speed)
+        self.training_set, self.skips = self.evaluation_sets.training_set, self.evaluation_sets.skips
+        self._staging = ExitStack()
+        self._address = (0, 0)
+
+    @cached_property
+    def loader(self) -> BatchLoader:
+        return self.new_loader(self.training_set.index)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """The order of training."""
+        loader, rows = self.loader, self.training_set.rows
+        sets = self.training_set.weighted_sets()
+        draws = CutDraws(loader.seed, loader.index.keys[rows], self.speed, sets)
+        return Sampler(draws, loader.lengths(rows, self.size.depends_on_labels), self.size, rows)
+
+    def start(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
+        """Return the batches of a rank (see ``DataModule.train``). Rank 0 lists the filtered recordings."""
+        training_set = self.training_set
+        if rank == 0 and len(training_set.usable) < len(training_set.index):
+            self.skips.list_filtered(training_set.filtered())
+        self.skips.refresh()
+        return self._batches(rank, world_size, accumulate)
+
+    def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
+        planned = self.sampler.micro_batches(*self._address, rank, world_size)
+        if self.loader.stage:
+            planned = self._staged(planned, rank, world_size)
+        for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
+            for skip in batch.skipped:
+                self.skips.add(skip, len(self.training_set.rows))
+            # The address moves when the batch is yielded, not when it is loaded.
+            if number % accumulate == 0:
+                self._address = self.sampler.advance(*self._address, world_size * accumulate)
+            yield batch
+
+    def _staged(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
+        """Yield ``planned``, and copy the recordings of this rank ahead of their use."""
+        self.close()
+        # More batches would need the plans of more than two epochs.
+        ahead = min(AHEAD, self.sampler.length(self._address[0]) // world_size)
+        stager = Stager(self.loader.stage, self.evaluation_sets.files(rank, world_size))
+        self._staging.callback(stager.close)
+        return stager.ahead(planned, self.loader.for_thread().files, max(1, ahead))
+
+    def middle_batch(self) -> Batch:
+        """Return the batch of median size of the first epoch, without a change of the state."""
+        order = self.sampler.sizes(0).argsort()
+        return self.loader(self.sampler.plan(0)[int(order[len(order) // 2])])
+
+    def state_dict(self) -> dict[str, Any]:
+        epoch, position = self._address
+        index = self.training_set.index
+        return {
+            "epoch": epoch,
+            "position": position,
+            "content": index.content,
+            "texts": index.texts,
+            "cuts": len(index),
+            "held_out": self.training_set.held_out_digest,
+            "skipped": dict(self.skips.reasons),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the state's address. Raises DataError if the training cuts or transcripts differ."""
+        training_set, index = self.training_set, self.training_set.index
+        if state["content"] != index.content:
+            raise DataError(
+                f"data.train has changed since the checkpoint ({state['cuts']} cuts then, {len(index)} now). "
+                "Restore it, or use another run_dir"
+            )
+        if state["texts"] != index.texts:
+            changed = "the transcripts of data.train have changed since the checkpoint"
+            raise DataError(f"{changed}. Restore them, or use another run_dir")
+        if training_set.hold_out and state["held_out"] != training_set.held_out_digest:
+            raise DataError(
+                "the run was begun by a release that holds out other recordings, so it would validate on "
+                "recordings that it has trained on. Use another run_dir"
+            )
+        self._address = (int(state["epoch"]), int(state["position"]))
+        self.skips.reasons.update({str(name): str(reason) for name, reason in state["skipped"].items()})
+
+    def close(self) -> None:
+        """End the copying of recordings."""
+        self._staging.close()

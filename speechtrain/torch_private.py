@@ -1,0 +1,88 @@
+"""Private parts of torch. No other module of the package uses one.
+
+A part is looked up at its first use, and a torch without it gives an error that names both. So torch needs no
+upper bound, and the image of a vendor decides its version. Checked for torch 2.7 to 2.14.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from speechtrain.errors import MachineError
+
+_FOREACH = ("add_", "addcdiv_", "addcmul_", "div", "mul", "mul_", "sqrt", "sub", "sub_")
+PARTS = {
+    # Many tensors in one call. Public operations start a kernel for each tensor.
+    **{f"foreach_{name}": f"torch._foreach_{name}" for name in _FOREACH},
+    # Products in bf16 by a weight that is reordered once. Public operations reorder it in each call.
+    "is_onednn_bf16_supported": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
+    "reorder_linear_weight": "torch.ops.mkldnn._reorder_linear_weight",
+    "linear_pointwise": "torch.ops.mkldnn._linear_pointwise",
+    # The most graphs of a compiled layer, and the graphs so far.
+    "dynamo_config": "torch._dynamo.config",
+    "dynamo_counters": "torch._dynamo.utils.counters",
+    # The operations below autograd. The number of a node leads from the backward to the forward.
+    "TorchDispatchMode": "torch.utils._python_dispatch.TorchDispatchMode",
+    "autograd_node": "torch._C._current_autograd_node",
+    "next_node_number": "torch.autograd._get_sequence_nr",
+    # It sees each change of the device or dtype of a module's tensors.
+    "apply": "torch.nn.Module._apply",
+    # PyTorch's lazy tensors.
+    "start_lazy": "torch._lazy.ts_backend.init",
+    "mark_lazy_step": "torch._lazy.mark_step",
+    "wait_lazy": "torch._lazy.wait_device_ops",
+    "lazy_counter_names": "torch._lazy.metrics.counter_names",
+    "lazy_counter_value": "torch._lazy.metrics.counter_value",
+}
+"""The path of each part in torch, by its name here."""
+
+
+def __getattr__(name: str) -> Any:
+    """Return a part of ``PARTS``. Raises MachineError if this torch lacks it."""
+    if name not in PARTS:
+        raise AttributeError(f"{__name__} has no {name}")
+    return _part(PARTS[name])
+
+
+@cache
+def _part(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError):
+        raise MachineError(f"torch {torch.__version__} has no {path}; install torch 2.7 to 2.14") from None
+
+
+def backward_node() -> int | None:
+    """Return the number of the node whose backward runs in this thread, or None."""
+    node = _part("torch._C._current_autograd_node")()
+    return None if node is None else int(node._sequence_nr())
+
+
+class MovedModule(nn.Module):
+    """A module with a method that runs after each change of the device or dtype of its tensors."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.after_move()
+        return self
+
+    def after_move(self) -> None:
+        """Adjust tensors after a change."""
+
+
+@contextmanager
+def tensor_method(name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of all tensors. No mode of torch sees the calls of a backward."""
+    former = getattr(Tensor, name)
+    setattr(Tensor, name, method)
+    try:
+        yield
+    finally:
+        setattr(Tensor, name, former)
