@@ -88,6 +88,14 @@ def broken_links(paths: list[Path]) -> list[str]:
     return broken
 
 
+def test_each_class_that_a_choice_names_is_a_stored_name() -> None:
+    """A run's config names the classes of its choices, so a class of conf/ keeps its name."""
+    stored_names = (DOCS / "stored-names.md").read_text()
+    for path in sorted((ROOT / "conf").rglob("*.yaml")):
+        for name in re.findall(r"_target_: (speechtrain[\w.]+)", path.read_text()):
+            assert f"`{name}`" in stored_names, f"{path}: docs/stored-names.md does not list {name}"
+
+
 def test_no_link_is_broken() -> None:
     assert broken_links(pages()) == []
 

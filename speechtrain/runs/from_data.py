@@ -36,6 +36,7 @@ from speechtrain.devices import host
 from speechtrain.devices.base import Device
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.files import say, writing
+from speechtrain.launcher import Job
 from speechtrain.runs.resume import drop_recipe_hours
 from speechtrain.runs.sizing import TABLES, Speech, pieces
 from speechtrain.runs.user_yaml import values_of
@@ -184,7 +185,8 @@ def _read(config: DictConfig) -> _Texts:
                 found.seconds.append(seconds)
                 found.texts.append(text)
     except DataError as error:
-        if not build_launcher(config).programs:  # the ranks run on this host, too
+        job = Job(Path(), Path(), world_size=config.world_size)
+        if build_launcher(config).is_here(job):
             raise
         raise DataError(f"{error} ({what} reads data.train on this host, before the ranks start)") from None
     finally:

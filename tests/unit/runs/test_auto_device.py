@@ -84,7 +84,7 @@ def test_a_variable_sets_the_device_in_place_of_the_rule(monkeypatch: pytest.Mon
     assert compose([]).device._target_.endswith(".Lazy")
     assert compose(["device=cpu"]).device._target_.endswith(".CPU")
     monkeypatch.setenv(VARIABLE, "gpu")
-    with pytest.raises(ConfigError, match=r"^SPEECHTRAIN_DEVICE=gpu: the devices are cpu, cuda, hpu,"):
+    with pytest.raises(ConfigError, match=r"^SPEECHTRAIN_DEVICE=gpu: the devices are cpu, "):
         compose(["device=auto"])
     assert compose(["device=cpu"]), "an explicit device does not read it"
     for text in ("", "auto"):
