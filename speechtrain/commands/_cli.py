@@ -23,6 +23,7 @@ from speechtrain.errors import (
     escape_output,
     nearest,
     one_line,
+    print_notice,
 )
 from speechtrain.files import lost_output
 from speechtrain.runs.command_line import unquoted
@@ -112,25 +113,25 @@ def guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except Preempted as note:
-        print(f"speechtrain: {one_line(str(note))}", file=sys.stderr)
+        print_notice(str(note))
         return note.exit_code
     except SpeechtrainError as error:
-        print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr)
+        print_notice(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as note:
-        print(one_line(": ".join(["speechtrain: interrupted", *map(str, note.args)])), file=sys.stderr)
+        print_notice(": ".join(["interrupted", *map(str, note.args)]))
         return errors.EXIT_KILLED
     except Exception as error:  # the boundary of the process
         if isinstance(error, OSError) and (cause := lost_output("\n")):
             if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `… | head`
                 return 0
-            print(f"speechtrain: error: stdout: {cause}", file=sys.stderr)
+            print_notice(f"error: stdout: {cause}")
             return MachineError.exit_code
         if isinstance(failure := disk_explained(error), MachineError):
-            print(one_line(f"speechtrain: error: {failure}"), file=sys.stderr)
+            print_notice(f"error: {failure}")
             return failure.exit_code
         path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
         message = one_line(f"{type(error).__name__}: {error}", 300)
-        print(f"speechtrain: internal error: {message} (trace in {path})", file=sys.stderr)
+        print_notice(f"internal error: {message} (trace in {path})")
         return 1

@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -31,7 +30,7 @@ from speechtrain.data.formats.manifests import Entry, Manifest, Record, digest, 
 from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
-from speechtrain.errors import MALFORMED, DataError
+from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import atomic, flush, open_append, read_text, whole_path, writing
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
@@ -356,5 +355,5 @@ def _wait_for(lock: IO[bytes], path: Path) -> None:
             return
         time.sleep(0.1)
     cause = f"waiting for another process that holds {path}"
-    print(f"speechtrain: {cause}; if none builds this index, stop, and delete the file", file=sys.stderr)
+    print_notice(f"{cause}; if none builds this index, stop, and delete the file")
     fcntl.flock(lock, fcntl.LOCK_EX)

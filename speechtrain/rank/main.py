@@ -21,10 +21,7 @@ from omegaconf import DictConfig
 
 from speechtrain.batch import Footprint
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import (
-    build_data,
-    build_optimizer,
-)
+from speechtrain.config.build import build_data, build_optimizer
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import PeerLost
@@ -61,13 +58,7 @@ from speechtrain.rank.logs import (
     warn_of_crowded_labels,
 )
 from speechtrain.rank.stop import StopRequest, stop_with_parent
-from speechtrain.run_directory import (
-    ERROR,
-    RESULT,
-    RunLock,
-    rank_folder,
-    write_result,
-)
+from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
 from speechtrain.supervision.process_tree import kill_descendants
 from speechtrain.task import Task
 from speechtrain.tracking.group import is_hanging
