@@ -37,7 +37,6 @@ _PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _LOOKED_AT = 10_000  # transcripts
 _RECORDED = 4  # micro-batches that run under the recorder
 _SHOWN = 8  # shapes
-_FILTERS = ("too_long", "too_short", "untranscribed")
 
 
 def parser() -> Parser:
@@ -413,7 +412,9 @@ def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tok
 
 def _check_texts(config: DictConfig, data: SpeechData, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Findings on the recordings that are not used, and on the transcripts of each set."""
-    counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in _FILTERS]
+    from speechtrain.data.training_set import FILTERS
+
+    counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in FILTERS]
     if counts:
         finding = f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
         yield Finding(AMBER, "filtered", finding)
@@ -443,8 +444,7 @@ def transcripts(
 
     unspelt, symbols = 0, set[str]()
     for row in rows:
-        cut = index.cut(row)
-        text = index.text(row, cut, tokenizer.normalise)
+        text = index.text(row, tokenizer.normalise)
         if label_count(text, tokenizer) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)
