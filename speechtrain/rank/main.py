@@ -31,7 +31,6 @@ from speechtrain.errors import (
     RunError,
     SpeechtrainError,
     disk_explained,
-    one_line,
     print_notice,
 )
 from speechtrain.files import lost_output, open_append, write_text
@@ -133,8 +132,10 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        footprint = trainer.parts.task.footprint() if trainer.parts else Footprint(0.0)
-        if explained := device.explain(error, trainer.latest, footprint, classes=classes):
+        batch, footprint = None, Footprint(0.0)
+        if trainer.parts is not None:
+            batch, footprint = trainer.parts.latest, trainer.parts.task.footprint()
+        if explained := device.explain(error, batch, footprint, classes=classes):
             raise explained from error
         raise
 
@@ -180,8 +181,8 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
         path = Path(arguments[0])
         if path.is_file():
             return path
-        line = f"speechtrain: error: {path} does not exist on {platform.node()}. The start of a run writes it"
-    print(one_line(line), file=sys.stderr)
+        line = f"error: {path} does not exist on {platform.node()}. The start of a run writes it"
+    print_notice(line)
     return None
 
 

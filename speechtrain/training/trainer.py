@@ -77,11 +77,6 @@ class Trainer:
             config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
         )
 
-    @property
-    def latest(self) -> Batch | None:
-        """The batch that was started last, in training or evaluation, as it is on the host."""
-        return self.parts.latest if self.parts is not None else None
-
     def _wall_seconds(self) -> float:
         """Return the seconds of training, earlier starts included."""
         return time.perf_counter() - self._started

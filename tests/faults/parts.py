@@ -43,7 +43,8 @@ class SlowData(RecordingData):
             if number == 1 and isinstance(self.workers, Processes):
                 self.workers.wait_until_ready()
                 with Path(os.environ["FAULTS_WORKERS"]).open("a") as file:
-                    file.write(json.dumps(self.workers.pids) + "\n")
+                    pids = [worker.process.pid for worker in self.workers._workers]
+                    file.write(json.dumps(pids) + "\n")
             time.sleep(float(os.environ.get("FAULTS_PAUSE", "0")))
             yield batch
 
@@ -75,7 +76,7 @@ class FillingData(SpeechData):
     def _fill(self, moment: str) -> None:
         if os.environ.get("FILL_AT") != moment:
             return
-        disk = Path(self.run_dir).parent
+        disk = self.skips.path.parent.parent
         free = os.statvfs(disk)
         with (disk / "filler").open("ab") as file:
             size = free.f_bavail * free.f_frsize - int(os.environ["FILL_LEFT"])
