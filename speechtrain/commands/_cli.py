@@ -53,6 +53,12 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_argument("--version", action="version", version=f"speechtrain {__version__}")
 
+    def add_run(self) -> None:
+        """Add the arguments of a command that uses a trained run."""
+        self.add_argument("run", type=Path, metavar="RUN", help="run directory, also as run_dir=RUN")
+        self.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
+        self.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
+
     def parse_with_run(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse arguments in which ``run_dir=RUN`` is another form of the first argument RUN."""
         runs = []

@@ -64,7 +64,7 @@ class TimePlan:
     validate_every: int = 0  # updates from one validation to the next
     seconds_per_update: float = 0.0  # the median of the latest updates
     seconds_per_validation: float = 0.0  # 0: not measured yet
-    revisions: list[Revision] = field(default_factory=list)  # all revisions in order
+    revisions: list[Revision] = field(default_factory=list)  # in order, each a list of its values
 
     @property
     def seconds(self) -> float:

@@ -74,7 +74,7 @@ def test_mlperf_follows_its_formula(warmup: int, hold: int, gamma: float, per_ep
 
 
 def test_wav2vec2_base() -> None:
-    schedule = Polynomial(5e-4, 32_000, 400_000)
+    schedule = Polynomial(5e-4, warmup_steps=32_000, steps=400_000)
     # n updates done is the rate of update n + 1
     assert schedule.rate(16_001) == pytest.approx(2.5e-4, rel=1e-12)
     assert schedule.rate(216_001) == pytest.approx(2.5e-4, rel=1e-12)
@@ -86,11 +86,11 @@ def test_wav2vec2_base() -> None:
 
 
 def test_polynomial_power_and_end() -> None:
-    schedule = Polynomial(1.0, 0, 10, power=2.0, end=0.2)
+    schedule = Polynomial(1.0, steps=10, power=2.0, end=0.2)
     assert schedule.rate(1) == 1.0
     assert schedule.rate(6) == pytest.approx(0.2 + 0.8 * 0.25)
     assert schedule.rate(11) == 0.2
-    flat = Polynomial(1.0, 0, 10, power=0.0, end=0.2)  # 0⁰ must not keep the peak for ever
+    flat = Polynomial(1.0, steps=10, power=0.0, end=0.2)  # 0⁰ must not keep the peak for ever
     assert (flat.rate(10), flat.rate(11)) == (1.0, 0.2)
 
 
