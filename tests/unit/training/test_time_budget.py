@@ -100,8 +100,13 @@ class Run:
             lambda: trainer.progress.step + 1 == stop_at,
         )  # fmt: skip
         optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
-        cosine = Cosine(1e-3, warmup_steps=None, planned_steps=1)
-        self.status = trainer.fit(self.task, Data(), optimizer, schedule or cosine, NoEMA())
+        self.status = trainer.fit(
+            self.task,
+            Data(),
+            optimizer,
+            schedule or Cosine(1e-3, warmup_steps=None, planned_steps=1),
+            NoEMA(),
+        )
         self.progress = trainer.progress
 
     @property
