@@ -137,6 +137,11 @@ class Processes(Workers):
         self._starter = threading.Thread(target=self._start, daemon=True)
         self._is_started = False
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running workers."""
+        return [worker.process.pid for worker in self._workers]
+
     def start(self) -> None:
         """Start the processes in the background, once."""
         if not self._is_started and not self._is_closed:

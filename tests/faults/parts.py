@@ -43,8 +43,7 @@ class SlowData(RecordingData):
             if number == 1 and isinstance(self.workers, Processes):
                 self.workers.wait_until_ready()
                 with Path(os.environ["FAULTS_WORKERS"]).open("a") as file:
-                    pids = [worker.process.pid for worker in self.workers._workers]
-                    file.write(json.dumps(pids) + "\n")
+                    file.write(json.dumps(self.workers.pids) + "\n")
             time.sleep(float(os.environ.get("FAULTS_PAUSE", "0")))
             yield batch
 

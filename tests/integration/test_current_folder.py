@@ -79,7 +79,7 @@ from speechtrain.data.workers import Processes
 if __name__ == "__main__":
     workers = Processes(1, 60.0)
     workers.wait_until_ready()
-    print("workers", len(workers._workers))
+    print("workers", len(workers.pids))
     workers.close()
 """
 
