@@ -107,7 +107,7 @@ $(IPEX_VENV)/.stamp: setup.py pyproject.toml tools/install_torch.py
 peers: $(PEERS_VENV)/.stamp
 
 test-peers: peers
-	$(PEERS_VENV)/bin/python -m pytest -q tests/unit/losses tests/unit/interop/test_parakeet.py
+	$(PEERS_VENV)/bin/python -m pytest -q tests/unit/losses tests/unit/interop/test_parakeet_hf.py
 
 $(PEERS_VENV)/.stamp: setup.py pyproject.toml
 	$(PYTHON) -m venv $(PEERS_VENV)

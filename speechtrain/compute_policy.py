@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -123,10 +124,18 @@ class PolicyAware(ABC):
         """Use the implementation that ``policy`` selects."""
 
 
+def set_fp32_matmul(precision: str) -> None:
+    """Set the precision of fp32 products (``highest``, ``high`` or ``medium``) and of cuDNN."""
+    with warnings.catch_warnings():
+        # torch 2.9 recommends settings that torch 2.7 lacks.
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
 def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
     """Apply ``policy`` to this process, to ``module`` and to every block in it that is ``PolicyAware``."""
-    torch.set_float32_matmul_precision(policy.fp32_matmul)
-    torch.backends.cudnn.allow_tf32 = policy.fp32_matmul != "highest"  # convolutions and LSTMs, likewise
+    set_fp32_matmul(policy.fp32_matmul)
     for block in module.modules():
         if isinstance(block, PolicyAware):
             block.apply_policy(policy)

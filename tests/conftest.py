@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import copy
+import gc
 import os
 import shutil
 import subprocess
@@ -11,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import psutil
 import pytest
 from hypothesis import settings
+from omegaconf import OmegaConf
 
 USERS = ("DATASET_DIR", "OUTPUT_DIR", "NUM_STEPS", "SPEECHTRAIN_ALLOW_TARGETS", "HYDRA_FULL_ERROR")
 
@@ -37,6 +41,30 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in USERS:
         os.environ.pop(name, None)
     os.environ["SPEECHTRAIN_DEVICE"] = "cpu"  # of every command of the suite that chooses no device
+
+
+load_yaml = OmegaConf.load
+yaml_by_content: dict[str, Any] = {}
+
+
+def load_yaml_once(file: str | Path | IO[Any]) -> Any:
+    """Parse each content of an open file once. Hydra reads the same files again for each composition."""
+    if isinstance(file, str | Path):
+        return load_yaml(file)
+    text = file.read()
+    file.seek(0)
+    if text not in yaml_by_content:
+        yaml_by_content[text] = load_yaml(file)
+    return copy.deepcopy(yaml_by_content[text])
+
+
+OmegaConf.load = staticmethod(load_yaml_once)  # type: ignore[method-assign, assignment]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collection, since they live as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 # the same examples every time: a suite that passed passes again
@@ -102,7 +130,11 @@ PATIENCE_SECONDS = 10.0
 
 def _children() -> set[int]:
     """Processes below this one that are still running, those that serve all tests left out."""
-    found = set()
+    found: set[int] = set()
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return found  # At once: psutil reads a file of every process of the machine.
     for child in psutil.Process().children(recursive=True):
         try:
             line = " ".join(child.cmdline())

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,21 +18,16 @@ import soundfile
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from speechtrain.commands import doctor, evaluate, export, prepare, report, train, transcribe
-from speechtrain.config.check import check
+from speechtrain.commands import prepare, train
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.errors import SpeechtrainError
 from speechtrain.interop.pretrained import describe
 from speechtrain.interop.weights import write_imported
-from speechtrain.runs.auto_device import VARIABLE, check_launcher
-from speechtrain.runs.choices import choices, corpora
-from speechtrain.runs.command_line import Command, check_flags, read, rewrite
-from speechtrain.runs.compose import compose, compose_with_choices
+from speechtrain.runs.command_line import Command, check_flags, read
+from speechtrain.runs.compose import compose_with_choices
 from speechtrain.runs.from_data import follow_data, typed_keys
 from speechtrain.runs.jobs import _refuse_other_validation
-from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
 from speechtrain.runs.recipe_needs import settle_needs
 from speechtrain.runs.resume import continued, run_to_continue
 from speechtrain.runs.run_name import RunNames
@@ -41,37 +35,24 @@ from speechtrain.runs.start import start_run
 from tests.support.tiny_run import TINY, untrained
 
 from .support.digits import write_digits
+from .support.documented_commands import (
+    COMMAND,
+    Example,
+    check_device,
+    commands_of,
+    composed,
+    parse,
+    with_fixtures,
+)
 from .unit.interop.conftest import make
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "examples/**/*.md", "conf/**/*.yaml")
 
-_COMMAND = re.compile(
-    r"(?P<variables>(?:\b[A-Z_]+=\S+ +)*)(?:[\w./-]+/)?(?<!usage: )\bspeechtrain[- ]"
-    rf"(?P<program>{'|'.join(PROGRAMS)})(?![\w=.-])(?P<rest>[^|;]*)"
-)
 _FENCE = re.compile(r"\s*(```|~~~)")
-_OPTIONAL = re.compile(r"\[(?=[A-Z-])([^\]=]*)\]")  # such as [RUN …] and [--json]
-_ELLIPSES = ("…", "data=…")
 _INCOMPLETE = re.compile(r"arguments are required|expected one argument|needs '\w+'; set")
-
-
-@dataclass(frozen=True)
-class Example:
-    """A command in a page.
-
-    ``source`` is its file and line. ``is_partial`` is true if the text omits arguments: it has an ellipsis,
-    or names the command in a sentence.
-    """
-
-    source: str
-    program: str
-    words: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...]
-    is_partial: bool
 
 
 def examples_of(page: str, text: str) -> Iterator[Example]:
@@ -111,18 +92,7 @@ def is_whole(line: str) -> bool:
     """Return True if the command of a line closes each of its quotes, or if the line has no command."""
     with contextlib.suppress(ValueError):
         return bool(shlex.split(line, comments=True)) or not line
-    return _COMMAND.search(line) is None
-
-
-def commands_of(source: str, line: str, is_sentence: bool) -> Iterator[Example]:
-    """Yield the command of a line, without brackets around optional arguments."""
-    match = _COMMAND.search(line)
-    if match is not None:
-        words = shlex.split(_OPTIONAL.sub(r"\1", match["rest"]), comments=True)
-        arguments = tuple(word for word in words if word not in _ELLIPSES)
-        variables = [tuple(pair.split("=", 1)) for pair in match["variables"].split()]
-        is_partial = is_sentence or len(arguments) < len(words)
-        yield Example(source, match["program"], arguments, tuple(variables), is_partial)
+    return COMMAND.search(line) is None
 
 
 def documented() -> list[Example]:
@@ -188,29 +158,6 @@ def write_recordings(folder: Path) -> None:
         soundfile.write(folder / part / "seven_theo_3.wav", silence, 8000)
 
 
-def with_fixtures(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the words of a command with fixtures in place of the files that a dry run reads."""
-    rules = (
-        (r"^tokenizer\.model=.*", f"tokenizer.model={folder / 'tokenizer.model'}"),
-        (r"(?<=[=:])( ?)/shared\b", rf"\1{folder / 'shared'}"),
-        (r"^init_from=hf:.*", "init_from=RUN"),
-        (r"\broot: FOLDER\b", f"root: {folder / 'corpus'}"),
-        (r"^corpus=NAME$", f"corpus={min(corpora(None))}"),
-        (r"^recipe=NAME$", f"recipe={min(choices(None)['recipe'])}"),
-    )
-    speech = str(folder / "speech" / "train.jsonl")
-    replaced = []
-    for word in words:
-        for pattern, fixture in rules:
-            word = re.sub(pattern, fixture, word)
-        key, _, value = word.partition("=")
-        if re.fullmatch(r"data\.(train|valid\.[\w-]+)", key) and value[0] not in "[{":
-            files = [speech for _ in value.split(",")]
-            word = f"{key}={','.join(files)}"
-        replaced.append(word)
-    return replaced
-
-
 def start(words: list[str], is_partial: bool) -> None:
     """Start a training command as a dry run: of a sweep its first job, without the launcher of Hydra.
 
@@ -259,46 +206,6 @@ def new_config(command: Command) -> DictConfig:
     with_whole_paths(config)
     follow_data(config, typed_keys(command.overrides, {}), is_plan=settle_needs(config))
     return config
-
-
-def check_device(group_choices: Mapping[str, Any], config: DictConfig) -> None:
-    """Raise ConfigError if a launcher of other hosts gets no device. The suite's variable does not count."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv(VARIABLE)
-        check_launcher(group_choices, config)
-
-
-def composed(overrides: Sequence[str]) -> None:
-    """Compose a config with ``overrides`` and check it. Raises ConfigError."""
-    config = compose(rewrite(overrides))
-    config.run_dir = "run"
-    check(config)
-
-
-def parse(program: str, words: list[str]) -> None:
-    """Parse a command by its own program, and compose the keys that it sets.
-
-    Raises ConfigError, or SystemExit for ``--help``.
-    """
-    if words[0].startswith("corpus="):
-        pairs = dict(word.split("=", 1) for word in words if "=" in word)
-        if pairs["corpus"] == "huggingface":
-            build_part(HuggingFace, with_pairs({}, pairs, HuggingFace))
-        else:
-            corpus_by_name(pairs)
-    elif program == "prepare":
-        prepare.parser().parse_args(words)
-    elif program == "report":
-        report._parser().parse_with_run(words)
-    elif program == "export":
-        export.parser().parse_with_run(words)
-    elif program == "transcribe":
-        arguments = transcribe.parser().parse_with_run(words)
-        composed([word for word in arguments.audio if "=" in word])
-    elif program == "evaluate":
-        composed(evaluate.parser().parse_with_run(words).overrides)
-    else:
-        composed(doctor.parser().parse_intermixed_args(words).overrides)
 
 
 @pytest.mark.parametrize("example", documented(), ids=lambda example: example.source)

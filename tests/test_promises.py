@@ -15,9 +15,8 @@ from speechtrain.config.check import check
 from speechtrain.errors import SpeechtrainError
 from speechtrain.runs.command_line import read
 from speechtrain.runs.compose import compose_with_choices
+from tests.support.documented_commands import Example, check_device, commands_of, parse, with_fixtures
 from tests.support.tiny_run import TINY, untrained
-
-from .test_docs import Example, check_device, commands_of, parse, with_fixtures
 
 pytestmark = pytest.mark.slow
 

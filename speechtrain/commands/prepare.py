@@ -35,7 +35,7 @@ from speechtrain.data.prepare.cut_files import (
     refuse_empty,
     write_cuts,
 )
-from speechtrain.data.prepare.statistics import Statistics, hear, table
+from speechtrain.data.prepare.stats_table import Statistics, hear, table
 from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
@@ -368,7 +368,8 @@ class Converter:
 
     def __call__(self, cut: Record) -> Record:
         """Write one file; return its cut. Raises Unusable for its audio, OSError if it cannot write."""
-        from speechtrain.data.audio import change_speed, read_cut
+        from speechtrain.data.audio import read_cut
+        from speechtrain.data.speed import change_speed
 
         path = self.path(cut)
         samples = self._done(cut, path)

@@ -51,23 +51,16 @@ def read_file(path: str, sample_rate: int, start: float = 0.0, seconds: float | 
     return _finish(samples.mean(axis=0, dtype=np.float32), rate, sample_rate, path=path)
 
 
-def change_speed(samples: Samples, percent: int, sample_rate: int) -> Samples:
-    """Change the speed by the factor ``percent`` / 100, to ``ceil(S × 100 / percent)`` samples.
-
-    The filter is short, as in torchaudio: an augmentation needs no steep one, and it runs for each recording.
-    """
-    return _resample(samples, round(sample_rate * percent / 100), sample_rate, is_steep=False)
-
-
 def change_rate(samples: Samples, rate: int, wanted: int) -> Samples:
     """Resample, band-limited, to ``ceil(S × wanted / rate)`` samples.
 
     Of a higher rate, frequencies from 1.04 times the new Nyquist frequency on fold back at −60 dB or less.
     """
-    return _resample(samples, rate, wanted, is_steep=True)
+    return resample(samples, rate, wanted, is_steep=True)
 
 
-def _resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Samples:
+def resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Samples:
+    """Resample to ``ceil(S × new_rate / rate)`` samples. A filter that is not steep is shorter and faster."""
     if rate == new_rate:
         return samples
     common = math.gcd(rate, new_rate)
@@ -83,7 +76,7 @@ def _resample(samples: Samples, rate: int, new_rate: int, is_steep: bool) -> Sam
 
 def _as_lhotse(samples: Samples, rate: int, new_rate: int) -> Samples:
     """Resample by the filter that lhotse applies to the transforms of its cuts."""
-    return _resample(samples, rate, new_rate, is_steep=False)
+    return resample(samples, rate, new_rate, is_steep=False)
 
 
 def _filtered(samples: Samples, bank: _Bank) -> torch.Tensor:

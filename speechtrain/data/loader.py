@@ -15,13 +15,14 @@ from torch import Tensor
 
 from speechtrain.batch import Batch, Skip
 from speechtrain.counter_rng import RunStream, dither_offset, uniform_at
-from speechtrain.data.audio import DECODED_SECONDS, change_speed, files_of, read_cut, standardise
+from speechtrain.data.audio import DECODED_SECONDS, files_of, read_cut, standardise
 from speechtrain.data.formats.lhotse_cuts import Samples
 from speechtrain.data.formats.manifests import Record, seconds_of, text_of
 from speechtrain.data.index import Index
 from speechtrain.data.planned_lengths import Integers, PlannedLengths, crop_samples, planned_samples
 from speechtrain.data.recordings import Unusable
 from speechtrain.data.sampler import MicroBatch
+from speechtrain.data.speed import change_speed
 from speechtrain.data.stage import reading_from
 from speechtrain.data.static_shapes import Shape
 from speechtrain.errors import DataError, one_line

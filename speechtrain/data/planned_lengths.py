@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +50,3 @@ def planned_samples(seconds: Seconds, percents: Integers | int, sample_rate: int
 def crop_samples(seconds: float, sample_rate: int) -> int:
     """Return the most samples after a crop. Infinite seconds mean that nothing is cropped."""
     return int(np.iinfo(np.int64).max) if math.isinf(seconds) else max(1, round(seconds * sample_rate))
-
-
-def speed_grid(speed: Sequence[float]) -> tuple[int, int]:
-    """Return the lowest and the highest speed in percents. Raises ValueError for an invalid range."""
-    if len(speed) != 2 or not 0.5 <= speed[0] <= speed[1] <= 2.0:
-        raise ValueError(f"speed={list(speed)}: give the lowest and the highest factor, from 0.5 to 2")
-    return round(speed[0] * 100), round(speed[1] * 100)

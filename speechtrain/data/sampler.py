@@ -14,7 +14,8 @@ import numpy as np
 
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import RunStream, addressed, uniform_at
-from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, planned_samples, speed_grid
+from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, planned_samples
+from speechtrain.data.speed import speed_grid
 from speechtrain.data.static_shapes import Shape, fill_shapes, fit, shape_table
 
 # --- limits -------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any
 from speechtrain.batch import Batch
 from speechtrain.data.evaluation_sets import EvaluationSets
 from speechtrain.data.loader import BatchLoader
-from speechtrain.data.planned_lengths import speed_grid
 from speechtrain.data.sampler import BatchSize, CutDraws, MicroBatch, Sampler
+from speechtrain.data.speed import speed_grid
 from speechtrain.data.stage import AHEAD, Stager
 from speechtrain.errors import DataError
 

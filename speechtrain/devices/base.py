@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from speechtrain import torch_private
-from speechtrain.batch import Batch, Footprint
+from speechtrain.batch import Batch
 from speechtrain.compute_policy import STATIC, ComputePolicy, usable_cpus
-from speechtrain.errors import ConfigError, MachineError, SpeechtrainError
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.precision import NAMES, Precision
 
 _CORES_OF_A_CARD = 100  # the speed of an accelerator in a plan
@@ -211,32 +210,3 @@ class Device(ABC):
         if not self.compile:
             return 0
         return int(torch_private.dynamo_counters["stats"].get("unique_graphs", 0))
-
-    def explain(
-        self, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
-    ) -> SpeechtrainError | None:
-        """The error to show if a step ran out of memory, or None for another failure.
-
-        ``batch`` is the step's batch on the host, None before the first step. ``classes`` is the width of the
-        output layer, or 0.
-        """
-        is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-            isinstance(error, RuntimeError) and bool(re.search(self.facts.out_of_memory, str(error), re.I))
-        )
-        if not is_memory:
-            return None
-        knob = "lower data.batch.memory_gib or data.batch.count and raise trainer.accumulate"
-        if batch is None:
-            return MachineError(
-                f"device={self.name} is out of memory before the first batch: the model is too large"
-            )
-        rows, samples = batch.audio.shape
-        labels = batch.labels.shape[1]
-        valid = float(batch.audio_lengths[batch.weight > 0].sum())
-        seconds = samples * batch.seconds / valid if valid else 0.0
-        predicted = footprint.bytes(rows, seconds, labels)
-        width = f", V={classes} classes" if classes else ""
-        return MachineError(
-            f"device={self.name} is out of memory at a micro-batch of B={rows} rows, T={seconds:.1f} s, "
-            f"U={labels} labels{width}, predicted {predicted:,.0f} bytes beyond the weights; {knob}"
-        )

@@ -14,7 +14,7 @@ import torch
 
 from speechtrain import torch_private
 from speechtrain.batch import Batch
-from speechtrain.compute_policy import ComputePolicy, usable_cpus
+from speechtrain.compute_policy import ComputePolicy, set_fp32_matmul, usable_cpus
 from speechtrain.devices import affinity, host, preload
 from speechtrain.devices.base import Device, DeviceFacts
 from speechtrain.errors import MachineError, require_least
@@ -270,13 +270,13 @@ def is_medium_exact() -> bool:
             a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
             wanted, products = a.double() @ b.double(), []
             for setting in errors:
-                torch.set_float32_matmul_precision(setting)
+                set_fp32_matmul(setting)
                 products.append(torch.mm(a, b))
                 error = float((products[-1] - wanted).norm() / wanted.norm())
                 errors[setting] = max(errors[setting], error)
             is_same = is_same and torch.equal(*products)
     finally:
-        torch.set_float32_matmul_precision(before)
+        set_fp32_matmul(before)
     return not is_same and errors["medium"] <= _WORSE * errors["highest"]
 
 

@@ -24,6 +24,7 @@ from speechtrain.compute_policy import apply_policy
 from speechtrain.config.build import build_data, build_optimizer
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import PeerLost
 from speechtrain.errors import (
     ConfigError,
@@ -135,8 +136,9 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
         batch, footprint = None, Footprint(0.0)
         if trainer.parts is not None:
             batch, footprint = trainer.parts.latest, trainer.parts.task.footprint()
-        if explained := device.explain(error, batch, footprint, classes=classes):
-            raise explained from error
+        memory_error = out_of_memory_error(device, error, batch, footprint, classes=classes)
+        if memory_error is not None:
+            raise memory_error from error
         raise
 
 

@@ -21,8 +21,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.hostile_pickles import Calls, doubled, saved, tenfold
+
 from .forks import Ended, Forks, faults
-from .test_run_state import Calls, doubled, saved, tenfold
 
 pytest.importorskip("transformers")
 

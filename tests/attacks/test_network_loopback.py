@@ -17,9 +17,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.support.hostile_pickles import Calls
+
 from ..integration.conftest import STARTER, TINY, finish, wait_for
 from ..integration.starting import Started
-from .test_run_state import Calls
 
 ENDLESS = ["world_size=2", "trainer.max_steps=5000", "trainer.validate_every=5000", "trainer.save_every=5000"]
 

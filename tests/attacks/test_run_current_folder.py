@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.strange_folder import NAMES, write_modules
+
 from ..integration.conftest import TINY
-from ..integration.test_current_folder import NAMES
 
 MORE = (
     "hydra_plugins",
@@ -34,9 +35,7 @@ SCHEDULERS = {
 def test_jobs_of_a_sweep(scheduler: str, tmp_path: Path) -> None:
     strange = tmp_path / "strange"
     strange.mkdir()
-    for name in (*NAMES, *MORE):
-        told = f"print(__name__, __import__('sys').argv, file=open({str(strange / 'ran')!r}, 'a'))"
-        (strange / f"{name}.py").write_text(f"{told}\nraise SystemExit(7)\n")
+    write_modules(strange, (*NAMES, *MORE))
     line = [str(Path(sys.executable).with_name("speechtrain-train")), "-m", *SCHEDULERS[scheduler], *TINY]
     line += [
         "seed=1,2",

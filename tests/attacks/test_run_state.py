@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.hostile_pickles import Calls, doubled, saved, tenfold
+
 from .forks import Ended, Forks, faults
 
 ARGUMENTS = [
@@ -78,33 +80,6 @@ def zipped(content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
         archive.writestr("archive/byteorder", "little")
         archive.writestr("archive/data/0", b"\0" * 64)
     return buffer.getvalue()
-
-
-def doubled(levels: int) -> bytes:
-    """A tuple of a tuple twice, and so on, as a key."""
-    level = b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(levels))
-    return b"\x80\x02K\x01\x85q\x00" + level + b"}h" + bytes([levels]) + b"K\x01s."
-
-
-def saved(content: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()
-
-
-def tenfold(levels: int) -> list[Any]:
-    nested: list[Any] = ["x"]
-    for _ in range(levels):
-        nested = [nested] * 10
-    return nested
-
-
-class Calls:
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self.called = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.called
 
 
 def nested() -> list[Any]:

@@ -5,8 +5,12 @@ If the variable ``SPEECHTRAIN_PARTS`` names the folder of choices of another pac
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,9 +43,64 @@ def folder_of(group: str, choice: str) -> list[str]:
     return [str(conf) for conf in PLUGINS if (conf / group / f"{choice}.yaml").is_file()]
 
 
+@cache
+def _compose_once(*overrides: str) -> DictConfig:
+    group, _, choice = overrides[0].partition("=")
+    return compose([*overrides], *folder_of(group, choice))
+
+
 def composed(group: str, choice: str, *overrides: str) -> DictConfig:
-    """The config with a choice, from the folder that has it."""
-    return compose([f"{group}={choice}", *overrides], *folder_of(group, choice))
+    """The config with a choice, from the folder that has it. The caller may change it."""
+    return _compose_once(f"{group}={choice}", *overrides).copy()
+
+
+_FORK = """
+import json, os, sys, traceback
+{imports}
+for name, arguments in json.load(sys.stdin).items():
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        os.dup2(write, 1)
+        try:
+            sys.argv[1:] = arguments
+            exec({code!r})
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        output = stream.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps([name, code, output]), flush=True)
+"""
+
+
+def run_in_forks(
+    imports: str, code: str, arguments: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[int, str]]:
+    """Run ``code`` once for each item, in a process that is forked after the imports.
+
+    Return the exit code and the output of each. An interpreter for each would import torch each time.
+    """
+    program = _FORK.format(imports=imports, code=code)
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    results = {}
+    for line in process.stdout.splitlines():
+        name, exit_code, output = json.loads(line)
+        results[name] = exit_code, output
+    assert results.keys() == arguments.keys(), process.stderr
+    return results
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -33,6 +33,7 @@ from speechtrain.devices.base import Device
 from speechtrain.devices.cpu import CPU
 from speechtrain.devices.cuda import CUDA
 from speechtrain.devices.hpu import HPU
+from speechtrain.devices.out_of_memory import out_of_memory_error
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, MachineError
 from speechtrain.losses.ctc import ctc_loss
@@ -47,7 +48,7 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.trainer import Trainer
 
-from .conftest import choices, composed, folder_of
+from .conftest import choices, composed, folder_of, run_in_forks
 
 pytestmark = pytest.mark.slow
 
@@ -74,12 +75,13 @@ def test_the_environment_is_pure(choice: str) -> None:
     assert not new & {"habana_frameworks", "intel_extension_for_pytorch"}
 
 
-_OPEN = """
-import sys
-from speechtrain.runs.from_data import follow_data, typed_keys
+_IMPORTS = """
+import torch
 from speechtrain.runs.compose import compose
 from speechtrain.config.build import build
 from speechtrain.errors import MachineError
+"""
+_OPEN = """
 device = build(compose([f"device={sys.argv[1]}"], sys.argv[2] or None), "device")
 obstacle = device.obstacle()
 assert obstacle.isprintable() and len(obstacle) < 400, obstacle
@@ -93,7 +95,6 @@ except MachineError as error:
     assert text.isprintable() and len(text) < 400, text
     print(text)
 else:
-    import torch
     assert not obstacle, obstacle
     tensor = device.tensor(torch.ones(3))
     device.mark_step(); device.synchronize()
@@ -104,17 +105,19 @@ else:
 """
 
 
+@pytest.fixture(scope="module")
+def opened() -> dict[str, tuple[int, str]]:
+    arguments = {choice: [choice, *folder_of("device", choice), ""] for choice in CHOICES}
+    return run_in_forks(_IMPORTS, _OPEN, arguments)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
-def test_open_works_or_says_in_one_sentence_what_is_missing(choice: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _OPEN, choice, *folder_of("device", choice), ""],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1
+def test_open_works_or_says_in_one_sentence_what_is_missing(
+    choice: str, opened: dict[str, tuple[int, str]]
+) -> None:
+    code, output = opened[choice]
+    assert code == 0, output
+    assert len(output.splitlines()) == 1, output
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -156,7 +159,7 @@ def batch_of(rows: int = 2, samples: int = 16000, labels: int = 3) -> Batch:
     ],
 )
 def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseException) -> None:
-    found = device_of(choice).explain(error, batch_of(), Footprint(100.0, 10.0), classes=29)
+    found = out_of_memory_error(device_of(choice), error, batch_of(), Footprint(100.0, 10.0), classes=29)
     assert isinstance(found, MachineError)
     text = str(found)
     for part in ("B=2 rows", "T=1.0 s", "U=3 labels", "V=29", "260 bytes", "data.batch.", "\n"):
@@ -166,11 +169,11 @@ def test_a_lack_of_memory_names_the_batch_and_the_knob(choice: str, error: BaseE
 def test_the_cpus_own_lack_of_memory_is_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert CPU().explain(raised.value, None, Footprint(0.0)) is not None
+    assert out_of_memory_error(CPU(), raised.value, None, Footprint(0.0)) is not None
 
 
 def test_other_errors_are_not_explained() -> None:
-    assert CPU().explain(RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
+    assert out_of_memory_error(CPU(), RuntimeError("shape mismatch"), batch_of(), Footprint(0.0)) is None
 
 
 # --- cuda ---------------------------------------------------------------------------------------------
@@ -396,7 +399,7 @@ def test_a_checkpoint_of_gaudi_loads_in_plain_torch(calls: list[str], tmp_path: 
 
 def test_its_lack_of_memory_is_known() -> None:
     text, _ = VENDOR.OUT_OF_MEMORY
-    found = HPU().explain(RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
+    found = out_of_memory_error(HPU(), RuntimeError(text), batch_of(), Footprint(100.0, 10.0), classes=29)
     assert "out of memory at a micro-batch of B=2 rows" in str(found)
 
 

@@ -5,7 +5,6 @@ Masks and noise are drawn on the host, dropout and augmentation are off, so the 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -19,37 +18,13 @@ import torch
 from speechtrain.config.build import build
 from speechtrain.devices.base import Device
 from speechtrain.runs.compose import compose
+from tests.support.parity import IN_BF16, RECIPES, STEPS, golden, losses
 
 pytestmark = pytest.mark.slow
 
-STEPS = 50
-SHAPES = "data.shapes=1"  # devices with static shapes need it, and the CPU's batches must be the same
-COMMON = [
-    *("augment=none", "tracking=jsonl", "data.workers=0", "trainer.log_every=1", "schedule=constant"),
-    *("trainer.max_epochs=null", f"trainer.max_steps={STEPS}", f"trainer.validate_every={STEPS}"),
-    *("data.batch.count=2", "data.train.utterances=24", "data.valid.unheard.utterances=2"),
-    *("data.max_seconds=4", SHAPES),
-]
-RECIPES = {
-    "rnnt": [
-        *("recipe=demo", "encoder.hidden=32", "encoder.features.mels=20", "model.prediction.hidden=32"),
-        *("model.prediction.embedding=16", "model.joint.hidden=32", "decoder.max_symbols=30"),
-        *("encoder.dropout=0", "model.prediction.dropout=0", "model.joint.dropout=0"),
-        *("encoder.features.dither=0", "augment.warp=0", "schedule.warmup_steps=60"),
-    ],
-    "wav2vec2": [
-        *("model=wav2vec2_small", "data=digits", "model.target_dropout=0", "model.host_noise=true"),
-        *("model.fixed_width=true", "encoder.width=64", "encoder.layers=2", "encoder.feed_forward=128"),
-        "schedule.warmup_steps=100",
-        "encoder.conv_layers=[[16,10,5],[16,3,2],[32,3,2],[32,3,2],[32,3,2],[64,2,2],[64,2,2]]",
-    ],
-}
 FP32 = 1e-4  # relative band of a step's loss against the CPU's in fp32
 # of most steps and of each one: a chip's bf16 may choose another code for a frame, which moves that step
 BF16_MEDIAN, BF16_WORST = 5e-3, 3e-2
-IN_BF16 = {"cpu": ["device.bf16=software"]}  # whatever the chip
-PLAIN = {"cpu": ["device.autotune=false"], "ipex": ["device.autotune=false"]}  # torch's own kernels
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"  # written by make.py beside them
 
 _OPEN = """
 import sys
@@ -97,34 +72,6 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("real")
-
-
-def losses(folder: Path, recipe: str, device: str, precision: str) -> dict[str, dict[int, float]]:
-    """Of each step, and of the validation at the end, by event; the same run is made once."""
-    run = folder / f"{recipe}-{device}-{precision}"
-    if not run.exists():
-        command = [sys.executable, "-m", "speechtrain.commands.train", *RECIPES[recipe], *COMMON]
-        chosen = [*PLAIN.get(device, []), *(IN_BF16.get(device, []) if precision == "bf16" else [])]
-        done = subprocess.run(
-            [*command, f"device={device}", f"precision={precision}", *chosen, f"run_dir={run}"],
-            capture_output=True, text=True, timeout=900, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    found: dict[str, dict[int, float]] = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "loss" in record:
-            found.setdefault(record["event"], {})[record["step"]] = record["loss"]
-    return found
-
-
-def golden(recipe: str) -> dict[str, dict[int, float]]:
-    """The CPU's in fp32."""
-    found: dict[str, dict[int, float]] = {}
-    for line in (GOLDEN / f"parity_{recipe}.txt").read_text().splitlines()[1:]:
-        event, step, loss = line.split()
-        found.setdefault(event, {})[int(step)] = float(loss)
-    return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

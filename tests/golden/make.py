@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1]))
 
 
 def main() -> None:
-    from device.test_real import RECIPES, losses
-    from integration.conftest import Command
-    from integration.test_figures import BANDS, GOLDEN_OVERRIDES
+    from tests.integration.conftest import Command
+    from tests.support.golden import BANDS, GOLDEN_OVERRIDES
+    from tests.support.parity import RECIPES, losses
 
     with tempfile.TemporaryDirectory() as folder:
         for precision in BANDS:

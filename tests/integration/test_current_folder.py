@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import soundfile
 
+from tests.support.strange_folder import write_modules
+
 from .conftest import TINY
 
-NAMES = ("torch", "numpy", "random", "multiprocessing", "json", "speechtrain", "hydra", "soundfile")
 SHORT = ["trainer.max_steps=3", "data.workers=1", "data.valid_batch.count=2"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("strange")
-    for name in NAMES:
-        told = f"print(__name__, __import__('sys').argv, file=open({str(folder / 'ran')!r}, 'a'))"
-        (folder / f"{name}.py").write_text(f"{told}\nraise SystemExit(7)\n")
+    write_modules(folder)
     return folder
 
 

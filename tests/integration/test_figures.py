@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from tests.support.golden import BANDS, STEPS
+from tests.support.golden import BANDS, GOLDEN, GOLDEN_OVERRIDES, STEPS
 
 from .conftest import Command, finish
 from .forked import Forks
-
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-GOLDEN_OVERRIDES = [
-    *(f"trainer.max_steps={STEPS}", "trainer.save_every=100", "trainer.validate_every=100"),
-    "device.bf16=software",  # on any chip
-]
 
 
 @pytest.mark.parametrize("precision", BANDS)

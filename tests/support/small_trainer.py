@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from speechtrain.batch import Batch
+from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.data.base import DataModule
+from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.group import SingleProcess
+from speechtrain.optim.ema import EMA, NoEMA
+from speechtrain.optim.schedules import Constant
+from speechtrain.precision import FP32, Precision
 from speechtrain.task import Alarm, Evaluation, Loss, Task
 from speechtrain.tracking.base import Tracker
+from speechtrain.trainer_config import TrainerConfig
+from speechtrain.training.trainer import Trainer
 
 MICRO_BATCHES = 7  # of an epoch; a number that no accumulation divides
 
@@ -125,3 +134,44 @@ class Recorder(Tracker):
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [values for name, values in self.events if name == event]
+
+
+class Rig:
+    """One process's worth of parts."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        stop_at: int | None = None,
+        poison: set[int] | None = None,
+        resume: str = "auto",
+        precision: Precision | None = None,
+        stop_in_validation: bool = False,
+        alarms: list[int] | None = None,
+        fails: dict[str, Exception] | None = None,
+        **limits: Any,
+    ) -> None:
+        run_dir.mkdir(exist_ok=True)
+        self.task = Line(poison, alarms)
+        self.data = Counted(fails)
+        self.recorder = Recorder()
+        settings = replace(TrainerConfig(log_every=1, validate_every=1000, ema=0.9), **limits)
+
+        def stop() -> bool:
+            if stop_in_validation:
+                return self.data.is_validating
+            return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
+
+        self.trainer = Trainer(
+            settings, CPU(), precision or FP32(), SingleProcess(), Checkpointer(run_dir, 3),
+            self.recorder, 1, run_dir, stop,
+        )  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
+        average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
+        self.status = self.trainer.fit(
+            self.task, self.data, self.optimizer, Constant(peak=0.05), average, resume
+        )
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["loss"] for row in self.recorder.of("train")}

@@ -22,8 +22,13 @@ def untrained(folder: Path, *overrides: str) -> Path:
     from speechtrain.config.resolved import dump
     from speechtrain.rank.build import build_task
     from speechtrain.runs.compose import compose
+    from tests.support.composed import composed
 
-    config = compose([*overrides, f"run_dir={folder}"])
+    if any(override.startswith("init_from=") for override in overrides):
+        config = compose([*overrides])
+    else:
+        config = composed(*overrides)
+    config.run_dir = str(folder)
     task, tokenizer = build_task(config)
     Checkpointer(folder).save(1, {"task": task}, task.state_dict())
     (folder / "config.yaml").write_text(dump(config))

@@ -26,7 +26,8 @@ from speechtrain.task import Loss
 
 TINY = (
     *("recipe=demo", "device.threads=1", "data.workers=0"),
-    *("data.train.utterances=16", "data.valid.unheard.utterances=4"),
+    *("data.train.utterances=16", "data.train.min_words=1", "data.train.max_words=2"),
+    *("data.valid.unheard.utterances=4", "data.valid.unheard.min_words=1", "data.valid.unheard.max_words=2"),
     *(
         "encoder.hidden=16",
         "model.prediction.hidden=16",
@@ -239,7 +240,7 @@ def test_transcripts_are_held_against_symbols_and_frames(
         entries.append({"audio_filepath": f"{i}.wav", "duration": 0.5, "text": text})
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, entries)))
     own = ["data=manifest", "data.train=a.jsonl", "data.valid.dev=a.jsonl"]
-    tiny = [argument for argument in TINY if "utterances" not in argument]
+    tiny = [argument for argument in TINY if not re.match(r"data\.(train|valid)\.", argument)]
     code, found = look(capsys, *tiny, *own)
     assert code == 0, found
     assert found["text train"][0] == "amber"

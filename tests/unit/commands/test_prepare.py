@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 import subprocess
@@ -17,10 +16,11 @@ import soundfile
 from speechtrain.commands import prepare
 from speechtrain.commands._cli import guarded
 from speechtrain.data.corpora.digits import Digits
-from speechtrain.data.prepare.statistics import LONG
+from speechtrain.data.prepare.stats_table import LONG
 from speechtrain.errors import ConfigError, DataError, MachineError
 from speechtrain.runs.compose import compose
 from tests.support.digits import write_digits
+from tests.support.recordings import json_lines, write_tone
 
 Command = Callable[..., int]
 
@@ -31,22 +31,10 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECHTRAIN_CACHE", str(tmp_path / "cache"))
 
 
-def tone(path: Path, seconds: float = 0.5, rate: int = 16_000, channels: int = 1) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    wave = 0.1 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)
-    soundfile.write(path, np.stack([wave] * channels, axis=1), rate)
-    return path
-
-
 def nemo(path: Path, *entries: tuple[str, float, str]) -> Path:
     lines = [json.dumps({"audio_filepath": a, "duration": d, "text": t}) for a, d, t in entries]
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def lines(path: Path) -> list[dict]:
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_help_answers_without_torch() -> None:
@@ -188,7 +176,7 @@ def test_a_split_keeps_whole_speakers_apart(capsys: pytest.CaptureFixture[str]) 
     rows = [f"{i}.wav,{1 + i % 3},speaker-{i % 20},word {i}" for i in range(200)]
     Path("t.csv").write_text("\n".join(["path,duration,speaker,text", *rows]) + "\n")
     assert prepare.run(["split", "t.csv", "--out", "d", "--share", "0.1"]) == 0
-    train, valid = lines(Path("d/train.jsonl")), lines(Path("d/valid.jsonl"))
+    train, valid = json_lines(Path("d/train.jsonl")), json_lines(Path("d/valid.jsonl"))
     assert sorted(cut["id"] for cut in train + valid) == sorted(f"t:{i + 2}:{i}" for i in range(200))
     spoken = [{cut["supervisions"][0]["speaker"] for cut in part} for part in (train, valid)]
     assert not spoken[0] & spoken[1]
@@ -202,7 +190,7 @@ def test_a_split_by_recording_moves_none_when_others_are_added() -> None:
         Path("t.csv").write_text("\n".join(["path,duration,start", *table]) + "\n")
         assert prepare.run(["split", "t.csv", "--out", "d", *names]) == 0
         parts = [
-            {cut["recording"]["sources"][0]["source"] for cut in lines(Path(f"d/{n}.jsonl"))}
+            {cut["recording"]["sources"][0]["source"] for cut in json_lines(Path(f"d/{n}.jsonl"))}
             for n in ("train", "valid")
         ]
         assert not parts[0] & parts[1]  # two parts of a recording are on one side
@@ -237,8 +225,8 @@ def test_a_split_that_cannot_be_is_one_line(argv: list[str], error: type[Excepti
 def test_a_folder_becomes_cuts_that_lhotse_reads(capsys: pytest.CaptureFixture[str]) -> None:
     from lhotse import CutSet
 
-    tone(Path("data/a.wav")).with_suffix(".txt").write_text("one\n")
-    tone(Path("data/b.flac"), 1.0, 8_000).with_suffix(".txt").write_text("two two\n")
+    write_tone(Path("data/a.wav")).with_suffix(".txt").write_text("one\n")
+    write_tone(Path("data/b.flac"), 1.0, 8_000).with_suffix(".txt").write_text("two two\n")
     assert prepare.run(["manifest", "data", "--out", "cuts.jsonl.gz", "--check"]) == 0
     cuts = CutSet.from_file("cuts.jsonl.gz")
     assert [c.supervisions[0].text for c in cuts] == ["one", "two two"]
@@ -249,7 +237,7 @@ def test_a_folder_becomes_cuts_that_lhotse_reads(capsys: pytest.CaptureFixture[s
 def test_nemo_lines_get_their_recordings_own_rate_length_and_channels() -> None:
     from lhotse import CutSet
 
-    tone(Path("s.wav"), 0.5, 44_100, channels=2)
+    write_tone(Path("s.wav"), 0.5, 44_100, channels=2)
     nemo(Path("a.jsonl"), ("s.wav", 0.51, "one"))  # rounded up
     assert prepare.run(["manifest", "a.jsonl", "--out", "cuts.jsonl", "--check"]) == 0
     (cut,) = CutSet.from_file("cuts.jsonl")
@@ -261,7 +249,7 @@ def test_nemo_lines_get_their_recordings_own_rate_length_and_channels() -> None:
 def test_tables_and_kaldi_get_their_recordings_own_rate_and_length() -> None:
     from lhotse import CutSet
 
-    tone(Path("k/s.wav"), 0.5, 44_100)
+    write_tone(Path("k/s.wav"), 0.5, 44_100)
     Path("k/t.csv").write_text("clip,said,who\ns.wav,one,x\n")
     Path("k/wav.scp").write_text("u s.wav\n")
     Path("k/utt2spk").write_text("u x\n")
@@ -273,7 +261,7 @@ def test_tables_and_kaldi_get_their_recordings_own_rate_and_length() -> None:
 
 
 def test_a_set_tells_its_language_and_its_normaliser() -> None:
-    tone(Path("told/a.wav")).with_suffix(".txt").write_text("ONE, two")
+    write_tone(Path("told/a.wav")).with_suffix(".txt").write_text("ONE, two")
     assert (
         prepare.run(["manifest", "{en: {path: told, language: en, normaliser: english}}", "--out", "c.jsonl"])
         == 0
@@ -283,24 +271,24 @@ def test_a_set_tells_its_language_and_its_normaliser() -> None:
 
 
 def test_bad_recordings_are_listed_and_dropped_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    tone(Path("good.wav"))
+    write_tone(Path("good.wav"))
     Path("empty.wav").touch()
     nemo(Path("a.jsonl"), ("good.wav", 0.5, "one"), ("empty.wav", 1.0, "two"), ("none.wav", 1.0, "three"))
     assert prepare.run(["manifest", "a.jsonl", "--out", "all.jsonl", "--check"]) == 3
-    assert len(lines(Path("all.jsonl"))) == 3
+    assert len(json_lines(Path("all.jsonl"))) == 3
     told = capsys.readouterr().out
     assert "\tempty_file\t" in told
     assert "\tmissing\t" in told
     assert "bad: 1 empty_file, 1 missing" in told
     assert prepare.run(["manifest", "a.jsonl", "--out", "good.jsonl", "--drop-bad"]) == 0
-    assert [cut["supervisions"][0]["text"] for cut in lines(Path("good.jsonl"))] == ["one"]
+    assert [cut["supervisions"][0]["text"] for cut in json_lines(Path("good.jsonl"))] == ["one"]
 
 
 def test_a_failure_leaves_the_old_manifest() -> None:
     nemo(Path("a.jsonl"), ("a.wav", 1.0, "one"))
     assert prepare.run(["manifest", "a.jsonl", "--out", "out.jsonl"]) == 0
     before = Path("out.jsonl").read_bytes()
-    cut = lines(Path("out.jsonl"))[0]
+    cut = json_lines(Path("out.jsonl"))[0]
     Path("twice.jsonl").write_text(f"{json.dumps(cut)}\n{json.dumps(cut)}\n")
     with pytest.raises(DataError, match=r"twice\.jsonl:2: cut id .* is repeated"):
         prepare.run(["manifest", "twice.jsonl", "--out", "out.jsonl"])
@@ -332,9 +320,9 @@ def test_a_tsv_is_split_by_fairseqs_rule(capsys: pytest.CaptureFixture[str]) -> 
 
     names = [f"{'abc'[n % 3]}/{n:02d}.flac" for n in range(40)]
     for n, name in enumerate(names):
-        tone(Path("data") / name, 0.1 + n / 100, 8_000 if n % 2 else 16_000)
-    tone(Path("data/other.wav"))
-    tone(Path("data/.hidden/x.flac"))
+        write_tone(Path("data") / name, 0.1 + n / 100, 8_000 if n % 2 else 16_000)
+    write_tone(Path("data/other.wav"))
+    write_tone(Path("data/.hidden/x.flac"))
     argv = ["tsv", "data", "--out", "m", "--valid-percent", "0.25"]
     assert prepare.run(argv) == 0
     rand = random.Random(42)
@@ -356,7 +344,7 @@ def test_a_tsv_is_split_by_fairseqs_rule(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_bad_recordings_are_in_no_tsv_and_move_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(20):
-        tone(Path(f"data/{n:02d}.wav"), 0.1)
+        write_tone(Path(f"data/{n:02d}.wav"), 0.1)
     argv = ["tsv", "data", "--ext", "wav", "--valid-percent", "0.3", "--out"]
     assert prepare.run([*argv, "before"]) == 0
     Path("data/03.wav").write_bytes(b"damaged")
@@ -388,7 +376,7 @@ def test_bad_recordings_are_in_no_tsv_and_move_no_other(capsys: pytest.CaptureFi
     ],
 )
 def test_a_tsv_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
-    tone(Path("data/x.flac"))
+    write_tone(Path("data/x.flac"))
     Path("data/bad.wav").write_bytes(b"damaged")
     Path("file").touch()
     with pytest.raises(error, match=words) as caught:
@@ -398,11 +386,11 @@ def test_a_tsv_that_cannot_be_is_one_line(argv: list[str], error: type[Exception
 
 
 def test_a_tsv_of_several_rates_becomes_cuts_of_their_own_lengths() -> None:
-    tone(Path("data/a.wav"), 1.0, 16_000)
-    tone(Path("data/b.wav"), 1.0, 44_100, channels=2)
+    write_tone(Path("data/a.wav"), 1.0, 16_000)
+    write_tone(Path("data/b.wav"), 1.0, 44_100, channels=2)
     assert prepare.run(["tsv", "data", "--out", "m", "--ext", "wav", "--valid-percent", "0"]) == 0
     assert prepare.run(["manifest", "m/train.tsv", "--out", "cuts.jsonl", "--check"]) == 0
-    assert [(c["id"], c["duration"]) for c in lines(Path("cuts.jsonl"))] == [
+    assert [(c["id"], c["duration"]) for c in json_lines(Path("cuts.jsonl"))] == [
         ("train/a.wav", 1.0),
         ("train/b.wav", 1.0),
     ]
@@ -413,11 +401,11 @@ def test_a_tsv_of_several_rates_becomes_cuts_of_their_own_lengths() -> None:
 
 @pytest.mark.parametrize(("format_", "subtype"), [("wav", "PCM_16"), ("flac", "PCM_16")])
 def test_conversion_decodes_once_and_resumes(format_: str, subtype: str) -> None:
-    tone(Path("data/a b.wav"), 0.5, 44_100, channels=2).with_suffix(".txt").write_text("one")
-    tone(Path("data/c.wav"), 1.0, 8_000).with_suffix(".txt").write_text("two")
+    write_tone(Path("data/a b.wav"), 0.5, 44_100, channels=2).with_suffix(".txt").write_text("one")
+    write_tone(Path("data/c.wav"), 1.0, 8_000).with_suffix(".txt").write_text("two")
     argv = ["convert", "data", "--out", "out", "--format", format_]
     assert prepare.run(argv) == 0
-    cuts = lines(Path("out/cuts.jsonl"))
+    cuts = json_lines(Path("out/cuts.jsonl"))
     files = [Path(cut["recording"]["sources"][0]["source"]) for cut in cuts]
     infos = [soundfile.info(str(file)) for file in files]
     assert [(i.samplerate, i.channels, i.frames, i.subtype) for i in infos] == [
@@ -430,20 +418,20 @@ def test_conversion_decodes_once_and_resumes(format_: str, subtype: str) -> None
     assert prepare.run(argv) == 0
     assert files[0].stat().st_mtime_ns == times[0]
     assert files[1].exists()
-    assert lines(Path("out/cuts.jsonl")) == cuts
+    assert json_lines(Path("out/cuts.jsonl")) == cuts
     assert prepare.run(["manifest", "out/cuts.jsonl", "--out", "again.jsonl", "--check"]) == 0
 
 
 def test_conversion_goes_on_past_bad_recordings(capsys: pytest.CaptureFixture[str]) -> None:
-    tone(Path("data/a.wav")).with_suffix(".txt").write_text("one")
+    write_tone(Path("data/a.wav")).with_suffix(".txt").write_text("one")
     Path("data/b.wav").write_bytes(b"RIFF no")
     assert prepare.run(["convert", "data", "--out", "out"]) == 3
-    assert len(lines(Path("out/cuts.jsonl"))) == 1
+    assert len(json_lines(Path("out/cuts.jsonl"))) == 1
     assert "1 unreadable" in capsys.readouterr().out
 
 
 def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    tone(Path("data/a.wav"), 5.0)
+    write_tone(Path("data/a.wav"), 5.0)
     full = shutil._ntuple_diskusage(10, 10, 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(MachineError, match="needs up to 0 MB, 0 MB are free"):
@@ -453,9 +441,9 @@ def test_conversion_says_what_it_needs_first(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_convert_writes_the_samples_that_training_hears() -> None:
     write_digits(Path("d"), train=3, valid=2)
-    cuts = lines(Path("d/valid.jsonl"))
+    cuts = json_lines(Path("d/valid.jsonl"))
     source = Digits("valid", 2)
     assert [c["supervisions"][0]["text"] for c in cuts] == [u.text for u in source.plan()]
     samples, _ = soundfile.read(cuts[1]["recording"]["sources"][0]["source"], dtype="int16")
     assert np.array_equal(samples, source.plan()[1].audio(source.clips))
-    assert len(lines(Path("d/train.jsonl"))) == 3
+    assert len(json_lines(Path("d/train.jsonl"))) == 3

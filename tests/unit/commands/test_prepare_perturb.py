@@ -9,10 +9,9 @@ import pytest
 import soundfile
 
 from speechtrain.commands import prepare
-from speechtrain.data.audio import change_speed
+from speechtrain.data.speed import change_speed
 from speechtrain.errors import ConfigError
-
-from .test_prepare import lines, tone
+from tests.support.recordings import json_lines, write_tone
 
 ARGUMENTS = ["perturb", "data", "--out", "out", "--speeds", "0.9,1.25"]
 
@@ -20,14 +19,14 @@ ARGUMENTS = ["perturb", "data", "--out", "out", "--speeds", "0.9,1.25"]
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    tone(Path("data/a.wav"), 0.5, 44_100, channels=2).with_suffix(".txt").write_text("one")
-    tone(Path("data/b.wav"), 1.0).with_suffix(".txt").write_text("two")
+    write_tone(Path("data/a.wav"), 0.5, 44_100, channels=2).with_suffix(".txt").write_text("one")
+    write_tone(Path("data/b.wav"), 1.0).with_suffix(".txt").write_text("two")
 
 
 def copies() -> dict[str, Path]:
     """The audio file of each cut in the manifest by its id."""
     files = {}
-    for cut in lines(Path("out/cuts.jsonl")):
+    for cut in json_lines(Path("out/cuts.jsonl")):
         (source,) = cut["recording"]["sources"]
         files[cut["id"]] = Path(source["source"])
     return files
@@ -36,7 +35,7 @@ def copies() -> dict[str, Path]:
 def test_each_recording_has_a_copy_at_each_speed() -> None:
     assert prepare.run(ARGUMENTS) == 0
     facts = []
-    for cut in lines(Path("out/cuts.jsonl")):
+    for cut in json_lines(Path("out/cuts.jsonl")):
         (supervision,) = cut["supervisions"]
         facts.append((cut["id"], cut["duration"] * 16_000, supervision["text"]))
     assert facts == [
@@ -46,7 +45,7 @@ def test_each_recording_has_a_copy_at_each_speed() -> None:
         ("data/b_sp1.25", 12_800, "two"),
     ]
     assert prepare.run(["manifest", "data", "out/cuts.jsonl", "--out", "all.jsonl", "--check"]) == 0
-    assert len(lines(Path("all.jsonl"))) == 6
+    assert len(json_lines(Path("all.jsonl"))) == 6
 
 
 @pytest.mark.parametrize(("speed", "percent"), [("0.9", 90), ("1.25", 125)])

@@ -18,11 +18,12 @@ from speechtrain.config.targets import ALLOW_TARGETS, target_class
 from speechtrain.devices.cpu import CPU
 from speechtrain.errors import ConfigError, RunError, SpeechtrainError, nearest
 from speechtrain.runs.compose import compose
+from tests.support.composed import composed
 
 
 @pytest.fixture
 def config() -> DictConfig:
-    return compose(["model=rnnt_small", "run_dir=/tmp/somewhere"])
+    return composed("model=rnnt_small", "run_dir=/tmp/somewhere")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_simulated_worlds(config: DictConfig) -> None:
 
 def resume_fields(*overrides: str) -> dict[str, Any]:
     """The keys and values that a resume may not change."""
-    found = flat(resolved(compose([*overrides])))
+    found = flat(resolved(composed(*overrides)))
     return {key: value for key, value in found.items() if not is_volatile(key)}
 
 
@@ -424,7 +425,7 @@ def test_an_error_of_a_class_names_the_key(overrides: list[str], message: str) -
 
 def plan(*overrides: str) -> dict[str, Any]:
     """What decides how long and how a run trains: every part and key of a training plan."""
-    plain = resolved(compose([*overrides]))
+    plain = resolved(composed(*overrides))
     return {key: plain[key] for key in ("trainer", "augment", "optimizer", "schedule")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from speechtrain.errors import ConfigError, RunError
 from speechtrain.report.run import read_run
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters
+from tests.support.composed import composed
 
 LAUGHS = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 10)}]\n" for i in range(10))
 MERGES = "".join(
@@ -49,12 +51,17 @@ REFERENCES += ["${oc.env:${seed}}", "${oc.env:A,${seed}}", "${oc.decode:${oc.env
 REFERENCES += ["${oc.env:A,'${seed}'}", "${oc.e${oc.env:A}nv:A}", "$${oc.env:A}{seed}", "${oc.env:A,\\'}"]
 
 
+@cache
+def stored_text() -> str:
+    return resolved.dump(composed("run_dir=x"))
+
+
 @pytest.mark.parametrize("text", REFERENCES)
 @pytest.mark.parametrize("kind", [str, lambda text: [text], lambda text: {text: 1}])
 def test_a_stored_config_refers_to_the_environment_only(
     tmp_path: Path, text: str, kind: Callable[[str], Any]
 ) -> None:
-    content = yaml.safe_load(resolved.dump(compose(["run_dir=x"])))
+    content = yaml.safe_load(stored_text())
     content["model"]["a"] = kind(text)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content, width=10**6))
     with pytest.raises(RunError, match="refers to more than"):
@@ -66,7 +73,7 @@ def test_a_stored_config_may_refer_to_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A", "b")
-    content = yaml.safe_load(resolved.dump(compose(["run_dir=x"])))
+    content = yaml.safe_load(resolved.dump(composed("run_dir=x")))
     texts = [
         "${oc.env:A}",
         "x/${oc.env:A}/${oc.env:A,c}",
@@ -104,11 +111,11 @@ def test_a_network_that_no_machine_can_hold() -> None:
 
 
 def test_a_class_is_built_only_where_its_parameter_admits_it() -> None:
-    config = compose(["run_dir=x"])
+    config = composed("run_dir=x")
     config.data.valid = {"x": {"_target_": "speechtrain.train_rank.StopRequest"}}
     with pytest.raises(ConfigError, match=r"data\.valid"):
         build_data(config, Characters())
-    config = compose(["run_dir=x"])
+    config = composed("run_dir=x")
     config.encoder.features = {"_target_": "speechtrain.features.augment.Augment"}
     with pytest.raises(ConfigError, match=r"encoder\.features"):
         build_encoder(config)
@@ -116,7 +123,7 @@ def test_a_class_is_built_only_where_its_parameter_admits_it() -> None:
 
 @pytest.mark.parametrize("node", [None, [1], "cpu", {"_target_": "speechtrain.train_rank.StopRequest"}])
 def test_a_part_that_is_none(node: Any) -> None:
-    config = compose(["run_dir=x"])
+    config = composed("run_dir=x")
     config.tokenizer = node
     with pytest.raises(ConfigError, match="tokenizer"):
         build_tokenizer(config)

@@ -17,6 +17,7 @@ from speechtrain.config.resume_fields import flat
 from speechtrain.errors import ConfigError
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters, NoText
+from tests.support.composed import composed
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = ROOT / "conf" / "recipe"
@@ -33,7 +34,7 @@ def _dataset_dir(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(name: str, *overrides: str) -> DictConfig:
-    return compose([f"recipe={name}", *overrides])
+    return composed(f"recipe={name}", *overrides)
 
 
 def with_folders(value: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speechtrain.data.audio import change_rate, change_speed
+from speechtrain.data.audio import change_rate
+from speechtrain.data.speed import change_speed
 
 
 def level_of(frequency: float, rate: int) -> float:

@@ -12,21 +12,13 @@ import torch
 
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import dither_offset
-from speechtrain.data.audio import (
-    _BETA,
-    _ROLLOFF,
-    _ZEROS,
-    Unusable,
-    change_rate,
-    change_speed,
-    read_cut,
-    read_file,
-)
+from speechtrain.data.audio import _BETA, _ROLLOFF, _ZEROS, Unusable, change_rate, read_cut, read_file
 from speechtrain.data.index import open_index
 from speechtrain.data.loader import BatchLoader, audio_row, collate
 from speechtrain.data.sampler import MicroBatch
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
+from speechtrain.data.speed import change_speed
 from speechtrain.data.static_shapes import Shape
 from speechtrain.text.vocabulary import Characters
 

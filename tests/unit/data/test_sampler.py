@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from speechtrain.batch import Footprint
 from speechtrain.counter_rng import key_of
-from speechtrain.data.planned_lengths import planned_samples, speed_grid
+from speechtrain.data.planned_lengths import planned_samples
 from speechtrain.data.sampler import BatchLimits, MicroBatch, Plan, Sampler
+from speechtrain.data.speed import speed_grid
 from tests.support.samplers import new_evaluation, new_sampler
 
 FOOTPRINT = Footprint(per_second=1e7, per_second_label=1e5)

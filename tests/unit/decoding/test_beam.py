@@ -18,58 +18,8 @@ from speechtrain.decoding.beam import TransducerBeam
 from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.losses.transducer import transducer_loss
-from speechtrain.nn.joint import Joint
-from speechtrain.nn.prediction import LSTMPrediction, Prediction, StatelessPrediction
+from tests.support.label_sequences import small_transducer, transducer_sequences
 from tests.support.scorers import BLANK, Letters
-
-LONGEST = 6  # labels of a sequence that the exhaustive search visits
-
-
-def small(seed: int, prediction: str = "lstm") -> TransducerScorer:
-    torch.manual_seed(seed)
-    network: Prediction = (
-        LSTMPrediction(embedding=4, hidden=8, layers=1, dropout=0.0)
-        if prediction == "lstm"
-        else StatelessPrediction(embedding=4, hidden=8, dropout=0.0)
-    )
-    network.connect(BLANK)
-    joint = Joint(hidden=8, dropout=0.0)
-    joint.connect(8, network.width, BLANK + 1)
-    with torch.no_grad():
-        joint.output.weight *= 4
-        joint.prediction.weight *= 3
-        joint.output.bias[BLANK] += 1
-    return TransducerScorer(Letters(), 0.5, prediction=network.eval(), joint=joint.eval())
-
-
-def every_sequence(
-    scorer: TransducerScorer, frames: Tensor, lengths: Tensor
-) -> list[dict[tuple[int, ...], float]]:
-    """The log-probability, in fp64, of each sequence of at most LONGEST labels, for frames (B, T, H)."""
-    rows, most = frames.shape[:2]
-    totals: list[dict[tuple[int, ...], float]] = [{} for _ in range(rows)]
-    prediction, state = scorer.start(1)
-    names: list[tuple[int, ...]] = [()]
-    entering = torch.full((rows, 1, most), -torch.inf, dtype=torch.float64)
-    entering[..., 0] = 0
-    for _ in range(LONGEST + 1):
-        logits = scorer.joint(frames[:, None], prediction[:, None])
-        scores = logits.double().log_softmax(-1)
-        reached, ended = [], []
-        inside = torch.full((rows, len(names)), -torch.inf, dtype=torch.float64)
-        for t in range(most):
-            inside = torch.logaddexp(inside, entering[:, :, t])
-            reached.append(inside[..., None] + scores[:, :, t, :BLANK])
-            inside = inside + scores[:, :, t, BLANK]
-            ended.append(inside)
-        for row, length in enumerate(lengths.tolist()):
-            totals[row] |= dict(zip(names, ended[length - 1][row].tolist(), strict=True))
-        names = [(*name, label) for name in names for label in range(BLANK)]
-        labels = torch.arange(BLANK).repeat(len(prediction))
-        repeated = torch.arange(len(prediction)).repeat_interleave(BLANK)
-        entering = torch.stack(reached, -1).flatten(1, 2)
-        prediction, state = scorer.step(labels, scorer.prediction.take(repeated, state))
-    return totals
 
 
 def log_probabilities(
@@ -95,7 +45,7 @@ def log_probabilities(
 @cache
 def lattices(seed: int) -> tuple[TransducerScorer, Tensor, Tensor]:
     """A model and 50 utterances of 2 to 5 frames."""
-    scorer = small(seed, "lstm" if seed % 2 else "stateless")
+    scorer = small_transducer(seed, "lstm" if seed % 2 else "stateless")
     return scorer, torch.randn(50, 5, 8), torch.arange(50) % 4 + 2
 
 
@@ -105,7 +55,7 @@ def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
     found = 0
     for seed in range(4):
         scorer, frames, lengths = lattices(seed)
-        every = every_sequence(scorer, frames, lengths)
+        every = transducer_sequences(scorer, frames, lengths)
         decoder = TransducerBeam(width=8, nbest=8)
         sequences, sums = decoder.search(scorer, frames, lengths)
         decoded = decoder.decode(scorer, frames, lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from itertools import groupby, pairwise, product
 
 import numpy as np
@@ -17,6 +16,7 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError
 from speechtrain.nn.joint import Joint
 from speechtrain.runs.compose import compose
+from tests.support.label_sequences import ctc_sequences
 from tests.support.scorers import BLANK, FRAMES, Counting, Letters, one_hot
 
 LENGTHS = torch.arange(500) % 4 + 2
@@ -27,23 +27,13 @@ def lattices() -> Tensor:
     return (torch.randn(500, 5, BLANK + 1) * 1.5).log_softmax(-1)
 
 
-def every_sequence(scores: Tensor) -> dict[tuple[int, ...], float]:
-    """The log-probability of each sequence: the sum over all paths (4 to the number of frames)."""
-    paths = np.array(list(product(range(BLANK + 1), repeat=len(scores))))
-    chances = np.exp(scores.double().numpy()[np.arange(len(scores)), paths].sum(1))
-    totals: dict[tuple[int, ...], float] = defaultdict(float)
-    for path, chance in zip(paths.tolist(), chances, strict=True):
-        totals[tuple(label for label, _ in groupby(path) if label != BLANK)] += chance
-    return {labels: float(np.log(chance)) for labels, chance in totals.items()}
-
-
 def test_the_likeliest_of_all_sequences_is_found_and_scores_are_exact() -> None:
     frames, decoder = lattices(), CTCBeam(width=8, nbest=8)
     sequences, sums = decoder.search(FRAMES, frames, LENGTHS)
     decoded, greedy = decoder.decode(FRAMES, frames, LENGTHS), Greedy().decode(FRAMES, frames, LENGTHS)
     found = 0
     for row, length in enumerate(LENGTHS.tolist()):
-        totals = every_sequence(frames[row, :length])
+        totals = ctc_sequences(frames[row, :length])
         for searched, total in zip(sequences[row], sums[row].tolist(), strict=False):
             assert total <= totals[searched.labels] + 1e-5, "a path is counted twice"
         listed = (decoded[row], *decoded[row].alternatives)

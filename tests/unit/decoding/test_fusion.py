@@ -17,10 +17,7 @@ from speechtrain.decoding.greedy import Greedy
 from speechtrain.errors import ConfigError, DataError
 from speechtrain.text.ngram import NGram, write_ngram
 from speechtrain.text.vocabulary import Characters
-
-from .test_beam import every_sequence as every_path
-from .test_beam import small
-from .test_ctc_beam import every_sequence
+from tests.support.label_sequences import ctc_sequences, small_transducer, transducer_sequences
 
 LETTERS = Characters(" ab")
 ADDED = {"word_bonus": 0.7, "hotwords": ["ab", "b a"], "hotword_bonus": 2.0, "lm_weight": 0.8}
@@ -104,11 +101,11 @@ def test_the_best_sum_is_found(lm: str) -> None:
     torch.manual_seed(0)
     settings = {"width": 12, "nbest": 4, "normalise_score": False, "lm": lm, **ADDED}
     frames = (torch.randn(40, 5, 4) * 1.5).log_softmax(-1)
-    check(CTCBeam(**settings), CTCScorer(LETTERS, 0.1), frames, [every_sequence(one) for one in frames])
-    scorer = small(1)
+    check(CTCBeam(**settings), CTCScorer(LETTERS, 0.1), frames, [ctc_sequences(one) for one in frames])
+    scorer = small_transducer(1)
     scorer = TransducerScorer(LETTERS, 0.1, prediction=scorer.prediction, joint=scorer.joint)
     frames = torch.randn(40, 4, 8)
-    totals = every_path(scorer, frames, torch.full((40,), 4))
+    totals = transducer_sequences(scorer, frames, torch.full((40,), 4))
     check(TransducerBeam(**settings), scorer, frames, totals)
 
 
@@ -119,7 +116,7 @@ def test_no_text_has_a_lower_score_than_greedys(lm: str, is_fused: bool, normali
     """Also where texts are long, and a beam finds others than greedy does."""
     torch.manual_seed(0)
     settings = {"width": 2, "normalise_score": normalise, **({"lm": lm, **ADDED} if is_fused else {})}
-    network = small(1)
+    network = small_transducer(1)
     network.joint.output.bias[-1] += 3.0  # a label in two frames, not five in one
     transducer = TransducerScorer(LETTERS, 0.1, prediction=network.prediction, joint=network.joint)
     frames, lengths = torch.randn(64, 30, 8), torch.arange(64) % 21 + 10

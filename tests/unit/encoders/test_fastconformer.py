@@ -20,6 +20,7 @@ from speechtrain.encoders.fastconformer import FastConformer
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.runs.compose import compose
+from tests.support.composed import composed
 
 NOTHING_DROPPED = dict.fromkeys(
     ("dropout", "attention_dropout", "activation_dropout", "residual_dropout"), 0.0
@@ -212,7 +213,7 @@ def test_it_is_fit_for_gaudi() -> None:
 
 
 def parameters(*overrides: str) -> int:
-    config = compose(["data=digits", *overrides])
+    config = composed("data=digits", *overrides)
     with torch.device("meta"):
         model = build_model(config, build_tokenizer(config), build_encoder(config))
     return sum(parameter.numel() for parameter in model.parameters())

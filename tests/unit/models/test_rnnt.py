@@ -19,6 +19,7 @@ from speechtrain.errors import ConfigError
 from speechtrain.models.rnnt import RNNT
 from speechtrain.runs.compose import compose
 from speechtrain.text.vocabulary import Characters, NoText, Tokenizer
+from tests.support.composed import composed
 
 
 class Pieces(Tokenizer):
@@ -46,7 +47,7 @@ class Pieces(Tokenizer):
 
 
 def built(*overrides: str, tokenizer: Tokenizer | None = None) -> RNNT:
-    config = compose(list(overrides))
+    config = composed(*overrides)
     tokenizer = tokenizer or Characters()
     torch.manual_seed(1)
     encoder = build(config, "encoder", augment=build(config, "augment"))

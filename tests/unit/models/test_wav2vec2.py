@@ -14,7 +14,7 @@ from speechtrain.batch import Batch
 from speechtrain.config.build import build
 from speechtrain.errors import ConfigError
 from speechtrain.models.wav2vec2 import CollapseWatch, Wav2Vec2
-from speechtrain.runs.compose import compose
+from tests.support.composed import composed
 
 TINY = [
     "model=wav2vec2_small",
@@ -25,7 +25,7 @@ TINY = [
 
 
 def built(*overrides: str) -> Wav2Vec2:
-    config = compose(list(overrides))
+    config = composed(*overrides)
     torch.manual_seed(1)
     encoder = build(config, "encoder", augment=build(config, "augment"))
     task: Wav2Vec2 = build(config, "model", encoder=encoder)

@@ -22,6 +22,7 @@ from speechtrain.runs import sizing
 from speechtrain.runs.compose import compose
 from speechtrain.runs.from_data import follow_data, rare_characters, typed_keys
 from speechtrain.runs.sizing import Speech, frame, hold_out, scratch
+from tests.support.composed import composed
 from tests.support.tiny_run import untrained
 
 
@@ -231,7 +232,7 @@ def lines(folder: Path, texts: list[str], name: str = "train.jsonl", seconds: fl
 
 
 def followed(*overrides: str, written: dict[str, str] | None = None) -> DictConfig:
-    config = compose([*overrides, "run_dir=/nowhere"])
+    config = composed(*overrides, "run_dir=/nowhere")
     check(config)
     follow_data(config, typed_keys(overrides, written or {}))
     check(config)

@@ -18,19 +18,21 @@ from speechtrain.runs.choices import choices
 from speechtrain.runs.compose import compose
 from speechtrain.task import Task, units_of
 from speechtrain.training.recompute import checkpoint_layers
+from tests.support.composed import composed
 from tests.support.noise import batch
 
 SMALL = {
     "hidden": 8, "width": 16, "layers": 2, "heads": 2, "feed_forward": 16, "position_kernel": 4,
-    "position_groups": 2, "conv_layers": "[[16,10,5],[16,8,8]]", "dropout": 0.3, "layer_norm": True,
+    "position_groups": 2, "conv_layers": [[16, 10, 5], [16, 8, 8]], "dropout": 0.3, "layer_norm": True,
     "feature_norm": True, "attention_dropout": 0.2, "layer_drop": 0.2, "filters": 16,
 }  # fmt: skip
 
 
 def model_of(encoder: str, *more: str, checkpointed: bool = False) -> Task:
-    config = compose(["model=ctc", f"encoder={encoder}", *more])
-    small = [f"encoder.{key}={value}" for key, value in SMALL.items() if key in config.encoder]
-    config = compose(["model=ctc", f"encoder={encoder}", *small, *more])
+    config = composed("model=ctc", f"encoder={encoder}", *more)
+    for key, value in SMALL.items():
+        if key in config.encoder:
+            config.encoder[key] = value
     if "blocks" in config.encoder:  # of a convolutional encoder: each kind once, and narrow
         blocks = []
         for block in config.encoder.blocks:

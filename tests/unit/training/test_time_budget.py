@@ -25,12 +25,12 @@ from speechtrain.errors import RunError
 from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Cosine, Schedule
 from speechtrain.precision import FP32
-from speechtrain.runs.compose import compose
 from speechtrain.task import Evaluation, Loss
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
 from speechtrain.training.time_budget import Revision, TimePlan, read_plan, shared_plan, write_plan
 from speechtrain.training.trainer import Trainer
+from tests.support.composed import composed
 from tests.support.small_trainer import Counted, Line, Recorder
 
 SECONDS = 1800.0
@@ -159,7 +159,7 @@ RECIPES = {
 def test_a_plan_survives_another_speed_of_the_first_tenth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, factor: float
 ) -> None:
-    config = compose(RECIPES[recipe])
+    config = composed(*RECIPES[recipe])
     schedule = build_schedule(config, steps_per_epoch=50, planned_steps=1)
     every = config.trainer.validate_every
     run = Run(tmp_path, monkeypatch, first_tenth(factor), schedule=schedule, validate_every=every)
@@ -387,16 +387,15 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 import torch
 torch.set_num_threads(1)
-sys.path.insert(0, sys.argv[1])
-import test_trainer
+from tests.support import small_trainer
 from speechtrain.devices.lazy import Lazy
 Lazy().open(0)
 
-class Fixed(test_trainer.Counted):
+class Fixed(small_trainer.Counted):
     shapes = evaluation_shapes = lambda self: [(3, 4, 1)]
     at = lambda self, number: super().at(3 * (number // 3) + 1)
 
-class Line(test_trainer.Line):
+class Line(small_trainer.Line):
     def __init__(self, *rest):
         super().__init__(*rest)
         self.dropout = torch.nn.Identity()
@@ -405,9 +404,9 @@ class Line(test_trainer.Line):
 
 adamw = torch.optim.AdamW
 torch.optim.AdamW = lambda weights, lr: adamw(weights, lr=lr, foreach=False, fused=False)
-test_trainer.CPU, test_trainer.Counted, test_trainer.Line = Lazy, Fixed, Line
-plain = test_trainer.Rig(Path(sys.argv[2], "plain"), max_steps=8, validate_every=4)
-timed = test_trainer.Rig(Path(sys.argv[2], "timed"), max_hours=0.0005, validate_every=None)
+small_trainer.CPU, small_trainer.Counted, small_trainer.Line = Lazy, Fixed, Line
+plain = small_trainer.Rig(Path(sys.argv[1], "plain"), max_steps=8, validate_every=4)
+timed = small_trainer.Rig(Path(sys.argv[1], "timed"), max_hours=0.0005, validate_every=None)
 last = [rig.recorder.of("train")[-1] for rig in (plain, timed)]
 print(json.dumps({"graphs": [row["graphs"] for row in last], "plans": len(timed.recorder.of("plan"))}))
 """
@@ -416,7 +415,7 @@ print(json.dumps({"graphs": [row["graphs"] for row in last], "plans": len(timed.
 @pytest.mark.slow
 def test_a_plan_compiles_no_graph_that_a_plain_run_lacks(tmp_path: Path) -> None:
     # a process of its own: the backend registers its device for good
-    line = [sys.executable, "-c", ON_LAZY, str(Path(__file__).parent), str(tmp_path)]
+    line = [sys.executable, "-c", ON_LAZY, str(tmp_path)]
     process = subprocess.run(line, capture_output=True, text=True, check=False, timeout=600)
     assert process.returncode == 0, process.stderr
     outcome = json.loads(process.stdout.splitlines()[-1])

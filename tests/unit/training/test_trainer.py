@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +15,13 @@ from speechtrain.checkpoint.whole import Checkpointer
 from speechtrain.devices.cpu import CPU
 from speechtrain.distributed.group import SingleProcess
 from speechtrain.errors import ConfigError, DataError, Diverged, MachineError, Preempted, RunError
-from speechtrain.optim.ema import EMA, NoEMA
+from speechtrain.optim.ema import NoEMA
 from speechtrain.optim.schedules import Constant
-from speechtrain.precision import FP16, FP32, Precision
+from speechtrain.precision import FP16, FP32
 from speechtrain.trainer_config import TrainerConfig, planned_steps
 from speechtrain.training.run_state import Progress
 from speechtrain.training.trainer import Trainer
-from tests.support.small_trainer import Counted, Line, Recorder
-
-
-class Rig:
-    """One process's worth of parts."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        stop_at: int | None = None,
-        poison: set[int] | None = None,
-        resume: str = "auto",
-        precision: Precision | None = None,
-        stop_in_validation: bool = False,
-        alarms: list[int] | None = None,
-        fails: dict[str, Exception] | None = None,
-        **limits: Any,
-    ) -> None:
-        run_dir.mkdir(exist_ok=True)
-        self.task = Line(poison, alarms)
-        self.data = Counted(fails)
-        self.recorder = Recorder()
-        settings = replace(TrainerConfig(log_every=1, validate_every=1000, ema=0.9), **limits)
-
-        def stop() -> bool:
-            if stop_in_validation:
-                return self.data.is_validating
-            return self.trainer.progress.step + len(self.task.advanced[-1:]) == stop_at
-
-        self.trainer = Trainer(
-            settings, CPU(), precision or FP32(), SingleProcess(), Checkpointer(run_dir, 3),
-            self.recorder, 1, run_dir, stop,
-        )  # fmt: skip
-        self.optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
-        average = EMA(self.task, settings.ema) if settings.ema else NoEMA()
-        self.status = self.trainer.fit(
-            self.task, self.data, self.optimizer, Constant(peak=0.05), average, resume
-        )
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {row["step"]: row["loss"] for row in self.recorder.of("train")}
+from tests.support.small_trainer import Counted, Line, Recorder, Rig
 
 
 def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Commands in the pages of the documentation: their words, and how the program of each parses them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from speechtrain.commands import doctor, evaluate, export, prepare, report, transcribe
+from speechtrain.config.check import check
+from speechtrain.data.corpora.huggingface import HuggingFace
+from speechtrain.runs.auto_device import VARIABLE, check_launcher
+from speechtrain.runs.choices import choices, corpora
+from speechtrain.runs.command_line import rewrite
+from speechtrain.runs.compose import compose
+from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
+
+PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
+COMMAND = re.compile(
+    r"(?P<variables>(?:\b[A-Z_]+=\S+ +)*)(?:[\w./-]+/)?(?<!usage: )\bspeechtrain[- ]"
+    rf"(?P<program>{'|'.join(PROGRAMS)})(?![\w=.-])(?P<rest>[^|;]*)"
+)
+_OPTIONAL = re.compile(r"\[(?=[A-Z-])([^\]=]*)\]")  # such as [RUN …] and [--json]
+_ELLIPSES = ("…", "data=…")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command in a page.
+
+    ``source`` is its file and line. ``is_partial`` is true if the text omits arguments: it has an ellipsis,
+    or names the command in a sentence.
+    """
+
+    source: str
+    program: str
+    words: tuple[str, ...]
+    variables: tuple[tuple[str, str], ...]
+    is_partial: bool
+
+
+def commands_of(source: str, line: str, is_sentence: bool) -> Iterator[Example]:
+    """Yield the command of a line, without brackets around optional arguments."""
+    match = COMMAND.search(line)
+    if match is not None:
+        words = shlex.split(_OPTIONAL.sub(r"\1", match["rest"]), comments=True)
+        arguments = tuple(word for word in words if word not in _ELLIPSES)
+        variables = [tuple(pair.split("=", 1)) for pair in match["variables"].split()]
+        is_partial = is_sentence or len(arguments) < len(words)
+        yield Example(source, match["program"], arguments, tuple(variables), is_partial)
+
+
+def with_fixtures(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the words of a command with fixtures in place of the files that a dry run reads."""
+    rules = (
+        (r"^tokenizer\.model=.*", f"tokenizer.model={folder / 'tokenizer.model'}"),
+        (r"(?<=[=:])( ?)/shared\b", rf"\1{folder / 'shared'}"),
+        (r"^init_from=hf:.*", "init_from=RUN"),
+        (r"\broot: FOLDER\b", f"root: {folder / 'corpus'}"),
+        (r"^corpus=NAME$", f"corpus={min(corpora(None))}"),
+        (r"^recipe=NAME$", f"recipe={min(choices(None)['recipe'])}"),
+    )
+    speech = str(folder / "speech" / "train.jsonl")
+    replaced = []
+    for word in words:
+        for pattern, fixture in rules:
+            word = re.sub(pattern, fixture, word)
+        key, _, value = word.partition("=")
+        if re.fullmatch(r"data\.(train|valid\.[\w-]+)", key) and value[0] not in "[{":
+            files = [speech for _ in value.split(",")]
+            word = f"{key}={','.join(files)}"
+        replaced.append(word)
+    return replaced
+
+
+def check_device(group_choices: Mapping[str, Any], config: DictConfig) -> None:
+    """Raise ConfigError if a launcher of other hosts gets no device. The suite's variable does not count."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv(VARIABLE)
+        check_launcher(group_choices, config)
+
+
+def composed(overrides: Sequence[str]) -> None:
+    """Compose a config with ``overrides`` and check it. Raises ConfigError."""
+    config = compose(rewrite(overrides))
+    config.run_dir = "run"
+    check(config)
+
+
+def parse(program: str, words: list[str]) -> None:
+    """Parse a command by its own program, and compose the keys that it sets.
+
+    Raises ConfigError, or SystemExit for ``--help``.
+    """
+    if words[0].startswith("corpus="):
+        pairs = dict(word.split("=", 1) for word in words if "=" in word)
+        if pairs["corpus"] == "huggingface":
+            build_part(HuggingFace, with_pairs({}, pairs, HuggingFace))
+        else:
+            corpus_by_name(pairs)
+    elif program == "prepare":
+        prepare.parser().parse_args(words)
+    elif program == "report":
+        report._parser().parse_with_run(words)
+    elif program == "export":
+        export.parser().parse_with_run(words)
+    elif program == "transcribe":
+        arguments = transcribe.parser().parse_with_run(words)
+        composed([word for word in arguments.audio if "=" in word])
+    elif program == "evaluate":
+        composed(evaluate.parser().parse_with_run(words).overrides)
+    else:
+        composed(doctor.parser().parse_intermixed_args(words).overrides)

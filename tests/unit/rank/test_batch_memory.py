@@ -1,0 +1,101 @@
+"""The memory of a batch that the free memory of a host decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+from torch import Tensor
+
+from speechtrain.config.build import build_data, build_device, build_tokenizer
+from speechtrain.config.resolved import dump, load
+from speechtrain.devices.cpu import CPU
+from speechtrain.distributed.group import SingleProcess
+from speechtrain.errors import ConfigError, MachineError
+from speechtrain.launcher import World
+from speechtrain.rank.batch_memory import choose_batch_memory, free_batch_memory
+from speechtrain.rank.build import build_task
+from speechtrain.runs.compose import compose
+from speechtrain.tracking.console import start_line
+from tests.support.composed import composed
+
+
+class Rank(SingleProcess):
+    """A rank that hears ``told`` from rank 0."""
+
+    def __init__(self, rank: int, told: float = 0.0) -> None:
+        self.world, self.told = World(rank, 2, rank, 2), told
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor + self.told
+
+
+class Roomy(CPU):
+    """A CPU with so much free memory."""
+
+    free = 10 * 2**30
+
+    def free_memory(self, processes: int) -> int:
+        return self.free // processes
+
+
+def run_with_auto(run_dir: Path, *more: str) -> DictConfig:
+    keys = ["data.batch.memory_gib=auto", "data.batch.count=null", f"run_dir={run_dir}"]
+    config = compose([*keys, *more])
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump(config))
+    return load(run_dir / "config.yaml")
+
+
+def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: Path) -> None:
+    config = run_with_auto(tmp_path / "run", "data.valid_batch.memory_gib=auto")
+    task, tokenizer = build_task(config)
+    other = load(tmp_path / "run" / "config.yaml")  # rank 1's
+    note = choose_batch_memory(config, Roomy(), Rank(0), task=task)
+    values = sum(p.numel() for p in task.parameters())
+    half = (10 * 2**30 - 5 * 4 * values) / 2 / 2**30  # weights, gradients, two moments, average
+    chosen = config.data.batch.memory_gib
+    assert chosen == pytest.approx(half, abs=1e-3)
+    assert start_line(note) == f"start    memory of a batch {chosen} GiB"
+    assert load(tmp_path / "run" / "config.yaml") == config
+    assert build_data(config, tokenizer, task).batch.bytes == chosen * 2**30
+    assert config.data.valid_batch.memory_gib == chosen
+
+    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    little = Roomy()
+    little.free = 2**20
+    choose_batch_memory(other, little, Rank(1, chosen), task=task)
+    assert other == config
+    assert choose_batch_memory(other, little, Rank(0), task=task) == {}  # a later start chooses nothing
+    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+
+
+def test_a_rank_shares_its_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("data.batch.memory_gib=auto")
+    task, _ = build_task(config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert free_batch_memory(config, Roomy(), task) < 2.5
+    little = Roomy()
+    little.free = 2**20
+    with pytest.raises(
+        MachineError, match=r"memory_gib=auto: 0\.\d\d GiB of weights, gradients and state, 0\.00 GiB free"
+    ):
+        free_batch_memory(config, little, task)
+    assert 0 < CPU().free_memory(2) < CPU().free_memory(1)
+
+
+def test_a_device_that_does_not_tell_its_memory_is_named() -> None:
+    config = compose(["data.batch.memory_gib=auto", "device=lazy", "data.shapes=2"])
+    with pytest.raises(
+        MachineError, match=r"memory_gib=auto: device=lazy does not tell its free memory; set GiB"
+    ):
+        free_batch_memory(config, build_device(config), build_task(config)[0])
+
+
+def test_a_word_that_is_no_limit_is_refused() -> None:
+    config = compose(["data.batch.memory_gib=most"])
+    with pytest.raises(
+        ConfigError, match=r"data.batch.memory_gib=most: it must be above 0, or null for no limit"
+    ):
+        build_data(config, build_tokenizer(config))
