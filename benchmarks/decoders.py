@@ -137,9 +137,7 @@ def measure(run: Path, given: argparse.Namespace, only: str = "") -> None:
         lm = Path(folder, "lm.arpa")
         try:
             index, rows = data.index, data.training_set.rows.tolist()
-            write_ngram(
-                (index.text(at, index.cut(at), opened.tokenizer.normalise) for at in rows), lm, given.order
-            )
+            write_ngram((index.text(at, opened.tokenizer.normalise) for at in rows), lm, given.order)
             sets = {name: list(encoded(loaded, batches)) for name, batches in data.valid().items()}
         finally:
             data.close()

@@ -135,6 +135,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {others[close[0]]!r}?" if close else ""
 
 
+def require_least(minimum: float, **values: float | None) -> None:
+    """Raise ValueError, which names the key, for a value below ``minimum``. None passes."""
+    for name, value in values.items():
+        if value is not None and not value >= minimum:
+            raise ValueError(f"{name} is {value}: it must be at least {minimum:g}")
+
+
+def require_shares(**values: float) -> None:
+    """Raise ValueError, which names the key, for a value that is not at least 0 and below 1."""
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}: it must be at least 0 and below 1")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return str(error).strip().partition("\n")[0]

@@ -25,7 +25,7 @@ from typing import IO, Annotated, Any, cast
 
 import yaml
 
-from speechtrain.errors import MALFORMED, SPELLING, MachineError, printable
+from speechtrain.errors import MALFORMED, SPELLING, MachineError, print_notice, printable
 
 MOST_BYTES = 2**24  # of a file that is read whole: the largest, checkpoint.json of 1000 ranks, has 0.1 MB
 MOST_LOG_BYTES = 2**28  # of a file of lines, such as metrics.jsonl: 600,000 events of 400 bytes
@@ -352,7 +352,7 @@ def read_json(path: Path, follow: bool = False) -> dict[str, Any]:
 def say(line: str) -> None:
     """Print a line that no work depends on. If stdout cannot be written, a warning on stderr replaces it."""
     if cause := lost_output(f"{line}\n"):
-        print(f"speechtrain: warning: stdout: {cause}; {line}", file=sys.stderr)
+        print_notice(f"warning: stdout: {cause}; {line}")
 
 
 def json_text(content: Any) -> str:

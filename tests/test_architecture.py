@@ -344,7 +344,7 @@ PARSE_FILES = {
     "run_directory.py": "the door of a run directory",
     "files.py": "the readers themselves",
     "data/skips.py": "skipped.jsonl, which the ranks of a start write for one another",
-    "training/time_plan.py": "plan.json, which a start writes for the next one",
+    "training/time_budget.py": "plan.json, which a start writes for the next one",
     "distributed/watchdog.py": "what stuck ranks report to one another",
     "runs/external_launch.py": "rendezvous.json of the ranks of one start",
     "runs/jobs.py": "the outcomes of a sweep's jobs",

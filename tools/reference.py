@@ -27,7 +27,7 @@ from config_reference import code, definition_of, field_comments, sentences
 from speechtrain import errors, run_directory
 from speechtrain.commands.main import COMMANDS, run
 from speechtrain.tracking.base import Tracker
-from speechtrain.training.time_plan import Revision, TimePlan
+from speechtrain.training.time_budget import Revision, TimePlan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "reference"

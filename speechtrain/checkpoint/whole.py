@@ -32,12 +32,7 @@ from speechtrain.checkpoint.migrations import current_name, migrate_names
 from speechtrain.dtensor import empty, is_sharded, like, load_shares
 from speechtrain.errors import MALFORMED, RunError, SpeechtrainError, one_line
 from speechtrain.files import flush, follow_umask, names_in_archive, remove_temporaries, sha256, write_json
-from speechtrain.run_directory import (
-    BEST,
-    CheckpointManifest,
-    read_manifest,
-    write_manifest,
-)
+from speechtrain.run_directory import BEST, CheckpointManifest, read_manifest, write_manifest
 
 _LOG = logging.getLogger(__name__)
 
@@ -352,10 +347,6 @@ class Checkpointer:
 
         Raises RunError if a usable checkpoint does not fit the run, or has another format.
         """
-        for aside in self.root.glob(".replaced-step-*"):  # the run was killed while it replaced this one
-            folder = self.root / aside.name.removeprefix(".replaced-")
-            if not folder.exists():
-                aside.rename(folder)
         self._clear()
         folders = self.folders()
         for folder in reversed(folders):

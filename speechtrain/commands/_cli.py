@@ -23,6 +23,7 @@ from speechtrain.errors import (
     escape_output,
     nearest,
     one_line,
+    print_notice,
 )
 from speechtrain.files import lost_output
 from speechtrain.runs.command_line import unquoted
@@ -51,6 +52,12 @@ class Parser(argparse.ArgumentParser):
             **options,
         )
         self.add_argument("--version", action="version", version=f"speechtrain {__version__}")
+
+    def add_run(self) -> None:
+        """Add the arguments of a command that uses a trained run."""
+        self.add_argument("run", type=Path, metavar="RUN", help="run directory, also as run_dir=RUN")
+        self.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
+        self.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
 
     def parse_with_run(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse arguments in which ``run_dir=RUN`` is another form of the first argument RUN."""
@@ -112,25 +119,25 @@ def guarded(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except Preempted as note:
-        print(f"speechtrain: {one_line(str(note))}", file=sys.stderr)
+        print_notice(str(note))
         return note.exit_code
     except SpeechtrainError as error:
-        print(f"speechtrain: error: {one_line(str(error))}", file=sys.stderr)
+        print_notice(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as note:
-        print(one_line(": ".join(["speechtrain: interrupted", *map(str, note.args)])), file=sys.stderr)
+        print_notice(": ".join(["interrupted", *map(str, note.args)]))
         return errors.EXIT_KILLED
     except Exception as error:  # the boundary of the process
         if isinstance(error, OSError) and (cause := lost_output("\n")):
             if isinstance(error, BrokenPipeError):  # the reader of the output has exited, as in `… | head`
                 return 0
-            print(f"speechtrain: error: stdout: {cause}", file=sys.stderr)
+            print_notice(f"error: stdout: {cause}")
             return MachineError.exit_code
         if isinstance(failure := disk_explained(error), MachineError):
-            print(one_line(f"speechtrain: error: {failure}"), file=sys.stderr)
+            print_notice(f"error: {failure}")
             return failure.exit_code
         path = Path(tempfile.mkstemp(prefix="speechtrain-", suffix=".log")[1])
         path.write_text(traceback.format_exc())
         message = one_line(f"{type(error).__name__}: {error}", 300)
-        print(f"speechtrain: internal error: {message} (trace in {path})", file=sys.stderr)
+        print_notice(f"internal error: {message} (trace in {path})")
         return 1

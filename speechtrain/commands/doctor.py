@@ -37,7 +37,6 @@ _PAINT = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _LOOKED_AT = 10_000  # transcripts
 _RECORDED = 4  # micro-batches that run under the recorder
 _SHOWN = 8  # shapes
-_FILTERS = ("too_long", "too_short", "untranscribed")
 
 
 def parser() -> Parser:
@@ -141,7 +140,6 @@ def machine() -> Iterator[Finding]:
     from speechtrain.compute_policy import usable_cpus
 
     yield Finding(GREEN, "cores", f"{len(usable_cpus())} usable of {os.cpu_count()} ({platform.machine()})")
-    yield _threads()
     memory = psutil.virtual_memory().available / 2**30
     yield Finding(GREEN if memory >= 2 else AMBER, "memory", f"{memory:.1f} GiB available")
     yield _links()
@@ -149,20 +147,6 @@ def machine() -> Iterator[Finding]:
     from speechtrain.data.cache import cache_folder
 
     yield _room("cache", cache_folder(), "SPEECHTRAIN_CACHE")
-
-
-def _threads() -> Finding:
-    """The finding on physical cores, memory nodes, and the threads of a single rank."""
-    from speechtrain.compute_policy import usable_cpus
-    from speechtrain.devices import affinity
-    from speechtrain.devices.cpu import CPU
-
-    cores = affinity.usable(affinity.topology(), usable_cpus())
-    nodes = sorted({core.node for core in cores})
-    shares = [f"{len([c for c in cores if c.node == node])} on memory node {node}" for node in nodes]
-    threads = os.environ.get("OMP_NUM_THREADS") or CPU().environment(1)["OMP_NUM_THREADS"]
-    found = f"{threads} for a single rank; physical cores: {', '.join(shares) or 'none'}"
-    return Finding(GREEN, "threads", found)
 
 
 def _links() -> Finding:
@@ -207,7 +191,6 @@ def packages() -> Iterator[Finding]:
     from speechtrain.devices.cpu import has_bf16
     from speechtrain.runs.auto_device import auto_device
 
-    yield _libraries()
     yield devices()
     capability = torch.backends.cpu.get_cpu_capability()
     found = f"{capability}, {torch.get_num_threads()} threads, precision=fp32 or bf16"
@@ -215,23 +198,6 @@ def packages() -> Iterator[Finding]:
     yield Finding(GREEN, "device=auto", str(auto_device()))
     if not has_bf16():
         yield Finding(AMBER, "bf16", "this chip has no bf16 instructions; precision=bf16 trains in fp32")
-
-
-def _libraries() -> Finding:
-    """The finding on libraries that can be preloaded: allocators and Intel's OpenMP."""
-    from speechtrain.devices import preload
-    from speechtrain.devices.cpu import ALLOCATORS, INTEL_OPENMP
-
-    places = preload.folders(os.environ)
-    wanted = {**ALLOCATORS, "libiomp5": INTEL_OPENMP}
-    found = {name: preload.library(files, places) for name, files in wanted.items()}
-    there = [f"{name} ({path})" for name, path in found.items() if path]
-    missing = [name for name, path in found.items() if not path]
-    if not there:
-        advice = "apt-get install libjemalloc2 and pip install intel-openmp may make CPU training faster"
-        return Finding(AMBER, "libraries", f"none of {', '.join(missing)} is installed; {advice}")
-    absent = f"; not found: {', '.join(missing)}" if missing else ""
-    return Finding(GREEN, "libraries", f"can be preloaded: {', '.join(there)}{absent}")
 
 
 def devices() -> Finding:
@@ -446,7 +412,9 @@ def _check_data(config: DictConfig, data: DataModule, task: Task, tokenizer: Tok
 
 def _check_texts(config: DictConfig, data: SpeechData, task: Task, tokenizer: Tokenizer) -> Iterator[Finding]:
     """Findings on the recordings that are not used, and on the transcripts of each set."""
-    counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in _FILTERS]
+    from speechtrain.data.training_set import FILTERS
+
+    counts = [f"{count} {reason}" for reason, count in data.report().items() if reason in FILTERS]
     if counts:
         finding = f"{', '.join(counts)} of {len(data.index)} recordings are not trained on (data.max_seconds)"
         yield Finding(AMBER, "filtered", finding)
@@ -476,8 +444,7 @@ def transcripts(
 
     unspelt, symbols = 0, set[str]()
     for row in rows:
-        cut = index.cut(row)
-        text = index.text(row, cut, tokenizer.normalise)
+        text = index.text(row, tokenizer.normalise)
         if label_count(text, tokenizer) < 0:
             unspelt += 1
             symbols |= tokenizer.unknown(text)

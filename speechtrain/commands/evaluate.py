@@ -33,15 +33,13 @@ def parser() -> Parser:
         ],
         exit_codes="0 done, 2 usage, 3 data, 4 machine, 5 no run or no usable checkpoint",
     )
-    build.add_argument("run", type=Path, metavar="RUN", help="run directory, also as run_dir=RUN")
+    build.add_run()
     build.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
         help="a key of the run's config, or precision=, device= or decoder=CHOICE",
     )
-    build.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
-    build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument(
         "--set",
         action="append",

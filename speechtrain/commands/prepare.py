@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from speechtrain.data.recordings import Header, Unusable, header, read_header
 from speechtrain.data.source import Source
 from speechtrain.data.sources import open_source
 from speechtrain.data.tar_members import file_of
-from speechtrain.errors import ConfigError, DataError, printable
+from speechtrain.errors import ConfigError, DataError, print_notice, printable
 from speechtrain.files import atomic, whole_path
 
 _FLAC_SHARE = 0.7  # most of PCM's size that FLAC takes; speech takes about half
@@ -135,7 +134,7 @@ def _add_convert(commands: Any) -> None:
         "FOLDER_OR_MANIFEST --out DIR --format flac",
     )
     _add_files(convert)
-    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given, "cuts.jsonl"))
+    convert.set_defaults(act=lambda given: convert_to_files(named_source(given), given))
     perturb = add_command(
         commands,
         "perturb",
@@ -211,7 +210,7 @@ def named_source(arguments: argparse.Namespace) -> Source:
         return Digits("train", 2000)
     source = open_source(arguments.sources)
     for warning in source.warnings():
-        print(printable(f"speechtrain: warning: {warning}"), file=sys.stderr)
+        print_notice(f"warning: {warning}")
     return source
 
 
@@ -413,13 +412,11 @@ def perturb_speed(arguments: argparse.Namespace) -> int:
     if len(percents) < len(texts):
         fix = "give different factors from 0.5 to 2 with at most two decimals, such as 0.9,1.1"
         raise ConfigError(f"--speeds {arguments.speeds}: {fix}")
-    return convert_to_files(named_source(arguments), arguments, "cuts.jsonl", sorted(percents))
+    return convert_to_files(named_source(arguments), arguments, sorted(percents))
 
 
-def convert_to_files(
-    source: Source, arguments: argparse.Namespace, name: str, percents: Sequence[int] = (100,)
-) -> int:
-    """Convert a source at each speed (read twice: first for its size) and write the manifest ``name``.
+def convert_to_files(source: Source, arguments: argparse.Namespace, percents: Sequence[int] = (100,)) -> int:
+    """Convert a source at each speed (read twice: first for its size) and write ``cuts.jsonl``.
 
     Returns 3 if a recording is bad, else 0.
     """
@@ -429,7 +426,7 @@ def convert_to_files(
     converters = [replace(original, percent=percent) for percent in percents]
     _check_room(converters, source)
     copies = (parallel(converter, cuts_of(source), arguments.jobs) for converter in converters)
-    bad = write_cuts(arguments.out / name, itertools.chain.from_iterable(copies))
+    bad = write_cuts(arguments.out / "cuts.jsonl", itertools.chain.from_iterable(copies))
     return DataError.exit_code if bad else 0
 
 

@@ -46,15 +46,13 @@ def parser() -> Parser:
         exit_codes="0 done, 2 usage, 3 some recordings cannot be read and the others are transcribed, "
         "4 machine, 5 no run or no usable checkpoint",
     )
-    build.add_argument("run", type=Path, metavar="RUN", help="run directory, also as run_dir=RUN")
+    build.add_run()
     build.add_argument(
         "audio",
         nargs="+",
         metavar="AUDIO",
         help="a file of audio, a folder or a manifest; KEY=VALUE sets a key of the run's config",
     )
-    build.add_argument("--config-dir", metavar="DIR", help="a folder of your own choices for KEY=CHOICE")
-    build.add_argument("--checkpoint", default="best", help="best (default), last or a folder's name")
     build.add_argument(
         "--batch", type=int, default=4, metavar="N", help="pieces decoded together (default 4)"
     )

@@ -113,12 +113,17 @@ class EvaluationBatches(Iterable[Batch]):
     rank: int
     world_size: int
 
+    @property
+    def seconds(self) -> float:
+        """The audio of a rank's part, of which a plan by time may evaluate the beginning only."""
+        return float(self.loader.index.seconds[self.plan.rows].sum(dtype=np.float64)) / self.world_size
+
     def __len__(self) -> int:
         return math.ceil(len(self.plan) / self.world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         plan, loader, workers = self.plan, self.loader, self.workers
-        if loader.index.seconds[plan.rows].sum(dtype=np.float64) < _SMALL_SECONDS * self.world_size:
+        if self.seconds < _SMALL_SECONDS:
             workers = InProcess()
         numbers = range(self.rank, len(plan), self.world_size)
         for batch in workers.map(loader, map(plan.__getitem__, numbers)):

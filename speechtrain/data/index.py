@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -31,7 +30,7 @@ from speechtrain.data.formats.manifests import Entry, Manifest, Record, digest, 
 from speechtrain.data.hold_out import groups_of
 from speechtrain.data.source import Facts, Source
 from speechtrain.data.sources import parts_of
-from speechtrain.errors import MALFORMED, DataError
+from speechtrain.errors import MALFORMED, DataError, print_notice
 from speechtrain.files import atomic, flush, open_append, read_text, whole_path, writing
 from speechtrain.text.normalise import Normaliser, normaliser
 from speechtrain.text.vocabulary import Tokenizer
@@ -107,9 +106,12 @@ class Index:
             raise DataError(f"{self.files[part]} has changed since it was indexed; start the command again")
         return cut
 
-    def text(self, row: int, cut: Record, normalise: Normaliser) -> str:
-        """Return the transcript of ``cut``, row ``row``, by its set's own normaliser if it has one."""
-        return self._normalisers.get(int(self.parts[row]), normalise)(text_of(cut))
+    def text(self, row: int, normalise: Normaliser, cut: Record | None = None) -> str:
+        """Return the transcript of a row, by its set's own normaliser if it has one.
+
+        ``cut`` is the row's cut if it is read already.
+        """
+        return self._normalisers.get(int(self.parts[row]), normalise)(text_of(cut or self.cut(row)))
 
     def labels(self, tokenizer: Tokenizer) -> NDArray[np.int32]:
         """Return the number of labels of each transcript, -1 if it cannot be encoded.
@@ -123,7 +125,7 @@ class Index:
             with _writing(self.folder), atomic(path) as temporary, temporary.open("wb") as file:
                 for begin in range(0, self._size, _CHUNK):
                     rows = range(begin, min(begin + _CHUNK, self._size))
-                    texts = (self.text(row, self.cut(row), tokenizer.normalise) for row in rows)
+                    texts = (self.text(row, tokenizer.normalise) for row in rows)
                     counts = [label_count(text, tokenizer) for text in texts]
                     np.array(counts, "<i4").tofile(file)
         return self._map(name)
@@ -153,14 +155,12 @@ def crowded(
     transcripts, count, example = 0, 0, ""
     for row in rows:
         transcripts += 1
-        cut = index.cut(row)
-        text = index.text(row, cut, tokenizer.normalise)
-        labels = label_count(text, tokenizer)
+        labels = label_count(index.text(row, tokenizer.normalise), tokenizer)
         samples = float(index.seconds[row]) * sample_rate
         available = frames(round(samples))
         if labels > available:
             count += 1
-            example = example or f"{cut['id']!r} has {labels} labels and {available} frames"
+            example = example or f"{index.cut(row)['id']!r} has {labels} labels and {available} frames"
     if count <= tolerance * transcripts:
         return ""
     return (
@@ -356,5 +356,5 @@ def _wait_for(lock: IO[bytes], path: Path) -> None:
             return
         time.sleep(0.1)
     cause = f"waiting for another process that holds {path}"
-    print(f"speechtrain: {cause}; if none builds this index, stop, and delete the file", file=sys.stderr)
+    print_notice(f"{cause}; if none builds this index, stop, and delete the file")
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -125,7 +125,7 @@ class BatchLoader:
         for row, percent, length in zip(planned.rows, planned.percents, lengths, strict=True):
             cut = self.index.cut(int(row))
             try:
-                text = self.index.text(int(row), cut, self.tokenizer.normalise)
+                text = self.index.text(int(row), self.tokenizer.normalise, cut)
                 rows.append(self._row(cut, text, int(percent), shape=planned.shape))
             except Unusable as problem:
                 if self.is_evaluation and self.is_strict:

@@ -54,7 +54,7 @@ def check(stream: TrainingStream) -> None:
         index, rows = loader.index, np.sort(plan.rows)
         key = f"valid.{name}" if sets.specs else "train"
         _check_files(stream, key, index, rows)
-        texts = (index.text(row, index.cut(row), tokenizer.normalise) for row in rows.tolist())
+        texts = (index.text(row, tokenizer.normalise) for row in rows.tolist())
         if tokenizer.reads_text and len(rows) and not any(text.strip() for text in texts):
             raise DataError(
                 f"none of {len(rows)} recordings of data.valid.{name} has a transcript, and the error rate "
@@ -83,7 +83,7 @@ def _check_transcripts(stream: TrainingStream) -> None:
     unknown, empty, symbols = list[str](), list[str](), set[str]()
     for row in rows.tolist():
         cut = loader.index.cut(row)
-        text = loader.index.text(row, cut, loader.tokenizer.normalise)
+        text = loader.index.text(row, loader.tokenizer.normalise, cut)
         if not text.strip() and not loader.allow_empty:
             empty.append(cut["id"])
         if label_count(text, loader.tokenizer) < 0:

@@ -132,7 +132,7 @@ class TrainingSet:
     def recordings(self, normalise: Callable[[str], str]) -> Iterator[tuple[float, str]]:
         """Yield the seconds and the transcript of each recording that is not filtered."""
         for row in self.usable.tolist():
-            yield float(self.index.seconds[row]), self.index.text(row, self.index.cut(row), normalise)
+            yield float(self.index.seconds[row]), self.index.text(row, normalise)
 
     def content(self) -> dict[str, str | int]:
         """Return the number of recordings and a digest of them."""

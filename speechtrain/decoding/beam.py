@@ -136,6 +136,7 @@ class Trail:
         return found
 
 
+@dataclass(eq=False)
 class BeamSearch(Decoder):
     """A search that keeps the ``width`` likeliest label sequences of each row.
 
@@ -147,23 +148,22 @@ class BeamSearch(Decoder):
 
     sums_paths = True
 
-    def __init__(
-        self,
-        width: int = 4,
-        nbest: int = 4,
-        normalise_score: bool = True,
-        lm: FilePath | None = None,
-        lm_weight: float = 0.3,
-        word_bonus: float = 0.0,
-        hotwords: list[str] | None = None,
-        hotword_bonus: float = 5.0,
-    ) -> None:
-        for name, size in {"width": width, "nbest": nbest}.items():
+    width: int = 4
+    nbest: int = 4
+    normalise_score: bool = True
+    lm: FilePath | None = None
+    lm_weight: float = 0.3
+    word_bonus: float = 0.0
+    hotwords: list[str] | None = None
+    hotword_bonus: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, size in {"width": self.width, "nbest": self.nbest}.items():
             if not 1 <= size <= _MOST_WIDTH:
                 raise ValueError(f"{name} is {size}; it must be 1 to {_MOST_WIDTH}")
-        self.width, self.nbest, self.normalise_score = width, nbest, normalise_score
-        model = read_ngram(lm) if lm else None
-        self.fusion = Fusion(model, lm_weight, word_bonus, phrases=hotwords or (), phrase_bonus=hotword_bonus)
+        model = read_ngram(self.lm) if self.lm else None
+        phrases = self.hotwords or ()
+        self.fusion = Fusion(model, self.lm_weight, self.word_bonus, phrases, self.hotword_bonus)
 
     @abstractmethod
     def search(self, scorer: Any, frames: Tensor, lengths: Tensor) -> tuple[list[list[Found]], Tensor]:
@@ -237,6 +237,7 @@ class BeamSearch(Decoder):
         return [score + self.fusion.total(one) for score, one in zip(scores, labels, strict=True)]
 
 
+@dataclass(eq=False)
 class TransducerBeam(BeamSearch):
     """Modified adaptive expansion search (Kim et al., ICASSP 2021) for a whole batch at once.
 
@@ -246,27 +247,16 @@ class TransducerBeam(BeamSearch):
     hypothesis of the beam to another adds its probability there.
     """
 
-    def __init__(
-        self,
-        width: int = 4,
-        nbest: int = 4,
-        normalise_score: bool = True,
-        max_symbols_per_step: int = 5,
-        gamma: float = 7.0,
-        lm: FilePath | None = None,
-        lm_weight: float = 0.3,
-        word_bonus: float = 0.0,
-        hotwords: list[str] | None = None,
-        hotword_bonus: float = 5.0,
-    ) -> None:
-        super().__init__(width, nbest, normalise_score, lm, lm_weight, word_bonus, hotwords, hotword_bonus)
-        if not 1 <= max_symbols_per_step <= _MOST_SYMBOLS:  # Each symbol of a frame costs memory.
-            raise ValueError(
-                f"max_symbols_per_step is {max_symbols_per_step}; it must be 1 to {_MOST_SYMBOLS}"
-            )
-        if gamma <= 0:
-            raise ValueError(f"gamma is {gamma}; it must be above 0")
-        self.max_symbols_per_step, self.gamma = max_symbols_per_step, gamma
+    max_symbols_per_step: int = 5
+    gamma: float = 7.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        symbols = self.max_symbols_per_step
+        if not 1 <= symbols <= _MOST_SYMBOLS:  # Each symbol of a frame costs memory.
+            raise ValueError(f"max_symbols_per_step is {symbols}; it must be 1 to {_MOST_SYMBOLS}")
+        if self.gamma <= 0:
+            raise ValueError(f"gamma is {self.gamma}; it must be above 0")
 
     @torch.no_grad()
     def decode(self, scorer: Scorer, frames: Tensor, lengths: Tensor) -> list[Hypothesis]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from speechtrain.decoding.base import CTCScorer, Decoder, Hypothesis, Scorer, TransducerScorer
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, require_least
 
 _LABELS_PER_SECOND = 50  # a limit for a model that emits labels without end
 _MOST_SYMBOLS = 1000  # labels of one frame, because a row has no other limit until its next frame
@@ -30,10 +30,7 @@ class Greedy(Decoder):
     """
 
     def __init__(self, max_symbols_per_step: int = 30, max_symbols: int | None = None) -> None:
-        sizes = {"max_symbols_per_step": max_symbols_per_step, "max_symbols": max_symbols}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1")
+        require_least(1, max_symbols_per_step=max_symbols_per_step, max_symbols=max_symbols)
         if max_symbols_per_step > _MOST_SYMBOLS:
             raise ValueError(
                 f"max_symbols_per_step is {max_symbols_per_step}, but it must be at most {_MOST_SYMBOLS}"

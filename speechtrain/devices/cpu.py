@@ -17,7 +17,7 @@ from speechtrain.batch import Batch
 from speechtrain.compute_policy import ComputePolicy, set_fp32_matmul, usable_cpus
 from speechtrain.devices import affinity, host, preload
 from speechtrain.devices.base import Device, DeviceFacts
-from speechtrain.errors import MachineError
+from speechtrain.errors import MachineError, require_least
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,9 +116,7 @@ class CPU(Device):
         for key, known in _CHOICES.items():
             if (value := getattr(self, key)) not in known:
                 raise ValueError(f"{key} is {value!r}; it is one of {', '.join(known)}")
-        for key in ("threads", "comm_cores"):
-            if (count := getattr(self, key)) < 0:
-                raise ValueError(f"{key} is {count}; it is at least 0")
+        require_least(0, threads=self.threads, comm_cores=self.comm_cores)
         self.facts = replace(self.facts, collectives={"cpu": self.collectives})
 
     def check(self, processes: int) -> None:

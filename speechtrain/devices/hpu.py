@@ -17,7 +17,7 @@ import torch
 from speechtrain.compute_policy import ComputePolicy
 from speechtrain.devices import host
 from speechtrain.devices.base import Device, DeviceFacts, Operations
-from speechtrain.errors import MachineError, one_line
+from speechtrain.errors import MachineError, one_line, require_least
 
 _PACKAGE = "habana_frameworks"
 _REHEARSAL = "device=lazy rehearses its lazy mode here, speechtrain doctor device=hpu checks the recipe"
@@ -131,9 +131,7 @@ class HPU(Device):
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
             raise ValueError(f"mode is {self.mode!r}; it is one of {', '.join(_MODES)}")
-        for key in ("recipe_cache_mib", "graphs_kept"):
-            if (value := getattr(self, key)) < 1:
-                raise ValueError(f"{key} is {value}; it is at least 1")
+        require_least(1, recipe_cache_mib=self.recipe_cache_mib, graphs_kept=self.graphs_kept)
         if self.recipe_cache is not None and "," in self.recipe_cache:
             raise ValueError(f"recipe_cache is {self.recipe_cache!r}; choose a path without a comma")
         both = sorted(set(self.bf16_ops or ()) & set(self.fp32_ops or ()))

@@ -107,9 +107,6 @@ class SingleProcess(Group):
     def all_reduce_status(self, weight: Tensor, *, stop: bool, late: bool, skip: Tensor) -> Status:
         return weight, stop, late, skip
 
-    def any(self, flag: bool) -> bool:
-        return flag
-
 
 class TorchGroup(Group):
     """Processes that communicate through ``torch.distributed``, found by torchrun's variables.

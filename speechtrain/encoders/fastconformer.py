@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, ComputePolicy, PolicyAware
 from speechtrain.encoders.base import LogMelEncoder, kept_layers
+from speechtrain.errors import require_least, require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.features.logmel import LogMel
 from speechtrain.nn.full_precision import at_least_fp32
@@ -217,14 +218,11 @@ class FastConformer(LogMelEncoder):
         context: Sequence[int] | None = None,
     ) -> None:
         super().__init__(features, augment)
-        shares = {"dropout": dropout, "position_dropout": position_dropout, "layer_drop": layer_drop}
-        shares |= {"attention_dropout": attention_dropout, "activation_dropout": activation_dropout}
-        shares |= {"residual_dropout": residual_dropout}
-        if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
-            raise ValueError(f"{wrong[0]}; it must be at least 0 and below 1")
-        sizes = {"width": width, "layers": layers, "feed_forward": feed_forward, "heads": heads}
-        if wrong := [f"{name} is {n}" for name, n in (sizes | {"channels": channels}).items() if n < 1]:
-            raise ValueError(f"{wrong[0]}; it must be at least 1")
+        require_shares(dropout=dropout, position_dropout=position_dropout, layer_drop=layer_drop)
+        require_shares(attention_dropout=attention_dropout, activation_dropout=activation_dropout)
+        require_shares(residual_dropout=residual_dropout)
+        require_least(1, width=width, layers=layers, feed_forward=feed_forward)
+        require_least(1, heads=heads, channels=channels)
         if width % heads or width % 2:
             raise ValueError(f"width is {width}; it must be even and a multiple of heads, {heads}")
         if kernel < 1 or kernel % 2 == 0:

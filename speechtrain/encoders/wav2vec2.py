@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch
 from speechtrain.counter_rng import EncoderStream, seed_at
 from speechtrain.encoders.base import Encoder, kept_layers
-from speechtrain.errors import ConfigError
+from speechtrain.errors import require_shares
 from speechtrain.features.augment import Augment
 from speechtrain.nn.conv_extractor import ConvBlock, ConvExtractor, LayerNorm
 from speechtrain.nn.masking import SpanMask
@@ -65,10 +65,8 @@ class Wav2Vec2Encoder(Encoder):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        shares = {"dropout": dropout, "attention_dropout": attention_dropout, "layer_drop": layer_drop}
-        shares |= {"activation_dropout": activation_dropout, "input_dropout": input_dropout}
-        if wrong := [f"{name} is {share}" for name, share in shares.items() if not 0.0 <= share < 1.0]:
-            raise ConfigError(f"{wrong[0]}; it must be at least 0 and below 1")
+        require_shares(dropout=dropout, attention_dropout=attention_dropout, layer_drop=layer_drop)
+        require_shares(activation_dropout=activation_dropout, input_dropout=input_dropout)
         if conv_layers is None:
             conv_layers = [[512, 10, 5], *[[512, 3, 2]] * 4, *[[512, 2, 2]] * 2]
         self.reads_padding = conv_norm == "group"

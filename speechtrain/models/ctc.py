@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from speechtrain.batch import Batch, Footprint
 from speechtrain.decoding.base import CTCScorer, Hypothesis
 from speechtrain.encoders.base import Encoder
+from speechtrain.errors import require_shares
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.models.recogniser import Recogniser
 from speechtrain.task import Sums
@@ -30,8 +31,7 @@ class CTC(Recogniser):
         encoder_lr_scale: float = 1.0,
     ) -> None:
         super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
+        require_shares(dropout=dropout)
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(encoder.width, tokenizer.size)
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from speechtrain.errors import require_least, require_shares
+
 _LONGEST = 32  # the loss has memory for each arc up to the longest
 
 
@@ -40,10 +42,8 @@ class Joint(nn.Module):
         super().__init__()
         if bias not in ("both", "single"):
             raise ValueError(f"bias is {bias!r}; it must be both or single")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
-        if hidden < 1:
-            raise ValueError(f"hidden is {hidden}; it must be at least 1")
+        require_shares(dropout=dropout)
+        require_least(1, hidden=hidden)
         self.hidden, self.dropout, self.bias = hidden, dropout, bias
         self.durations = check_durations(durations or ())
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speechtrain.errors import require_least, require_shares
 from speechtrain.nn.lstm import LSTM, State
 
 
@@ -65,11 +66,8 @@ class Prediction(nn.Module, ABC):
 def _check(dropout: float, start: str, **sizes: int) -> None:
     if start not in ("zero", "blank"):
         raise ValueError(f"start is {start!r}; it must be zero or blank")
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
+    require_least(1, **sizes)
+    require_shares(dropout=dropout)
 
 
 class LSTMPrediction(Prediction):

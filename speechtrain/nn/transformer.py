@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speechtrain.compute_policy import ComputePolicy, PolicyAware
-from speechtrain.errors import ConfigError
+from speechtrain.errors import ConfigError, require_least
 from speechtrain.nn.full_precision import at_least_fp32
 
 FORBIDDEN = -(2.0**30)  # softmax turns this score into exactly 0, and stays finite where a row has no key
@@ -171,9 +171,7 @@ class Transformer(nn.Module):
         super().__init__()
         sizes = {"width": width, "layers": layers, "feed_forward": feed_forward, "heads": heads}
         sizes |= {"position_kernel": position_kernel, "position_groups": position_groups}
-        for name, size in (sizes | {"length_multiple": length_multiple}).items():
-            if size < 1:
-                raise ConfigError(f"{name} is {size}; it must be at least 1")
+        require_least(1, **sizes, length_multiple=length_multiple)
         for name in ("heads", "position_groups"):
             if width % sizes[name]:
                 raise ConfigError(f"{name} is {sizes[name]}; it must divide width, {width}")

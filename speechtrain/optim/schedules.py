@@ -46,6 +46,7 @@ def _warmup(step: float, warmup_steps: int) -> float:
     return min(1.0, step / warmup_steps) if warmup_steps else 1.0
 
 
+@dataclass(kw_only=True)
 class _Planned(Schedule):
     """A decay over a number of updates, which is fixed at the first start and kept by every resume.
 
@@ -54,11 +55,11 @@ class _Planned(Schedule):
     are left.
     """
 
-    warmup_steps: int | None
-    steps: int | None
-    planned_steps: int | None
-    corrected_at: int = 0  # the update of the latest correction
-    position: float = 0.0  # its number in a run of the present plan
+    warmup_steps: int | None = 0
+    steps: int | None = None
+    planned_steps: int | None = None
+    corrected_at = 0  # the update of the latest correction
+    position = 0.0  # its number in a run of the present plan
 
     def __post_init__(self) -> None:
         _not_negative(self, "peak", "warmup_steps", "power", "end", "min_lr")
@@ -182,11 +183,8 @@ class Polynomial(_Planned):
     """
 
     peak: float
-    warmup_steps: int | None = 0
-    steps: int | None = None
     power: float = 1.0
     end: float = 0.0
-    planned_steps: int | None = field(default=None, kw_only=True)
 
     def rate(self, step: int) -> float:
         position = self._planned(step) - 1
@@ -206,10 +204,7 @@ class Cosine(_Planned):
     """
 
     peak: float
-    warmup_steps: int | None = 0
-    steps: int | None = None
     end: float = 0.0
-    planned_steps: int | None = field(default=None, kw_only=True)
 
     def rate(self, step: int) -> float:
         number = self._planned(step)
@@ -231,9 +226,7 @@ class TriStage(_Planned):
     phases: list[float] = field(default_factory=lambda: [0.1, 0.4])
     first: float = 0.01
     last: float = 0.05
-    steps: int | None = None
     warmup_steps: int | None = field(default=None, init=False)
-    planned_steps: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.phases) != 2 or min(self.phases) < 0 or sum(self.phases) > 1:
@@ -266,10 +259,8 @@ class IntelQuadratic(_Planned):
 
     begin = 0
     peak: float
-    warmup_steps: int | None = 8000
-    steps: int | None = None
     min_lr: float = 1e-5
-    planned_steps: int | None = field(default=None, kw_only=True)
+    warmup_steps: int | None = field(default=8000, kw_only=True)
 
     def rate(self, step: int) -> float:
         left = 1.0 - self.progress(self._planned(step) - 1, 0)

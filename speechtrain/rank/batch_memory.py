@@ -10,19 +10,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from speechtrain.config.build import (
-    rank_bytes,
-)
+from speechtrain.config.build import rank_bytes
 from speechtrain.config.resolved import dump, load
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
-from speechtrain.errors import (
-    MachineError,
-)
+from speechtrain.errors import MachineError
 from speechtrain.files import write_text
-from speechtrain.run_directory import (
-    CONFIG,
-)
+from speechtrain.run_directory import CONFIG
 from speechtrain.task import Task
 
 _BATCH_SHARE = 0.5  # predictions are within a factor of 2

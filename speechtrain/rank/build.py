@@ -27,17 +27,12 @@ from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, open_group
 from speechtrain.distributed.watchdog import MARGIN_SECONDS
-from speechtrain.errors import (
-    ConfigError,
-    MachineError,
-)
+from speechtrain.errors import ConfigError, MachineError
 from speechtrain.files import whole_path
 from speechtrain.launcher import World
 from speechtrain.optim.schedules import Schedule
 from speechtrain.precision import FP32, Precision
-from speechtrain.run_directory import (
-    run_of,
-)
+from speechtrain.run_directory import run_of
 from speechtrain.task import Task
 from speechtrain.text.vocabulary import Tokenizer
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time, planned_steps

@@ -12,18 +12,11 @@ from typing import NoReturn
 import torch
 
 from speechtrain.distributed.watchdog import HangDiagnosis, HangReport, Stuck, Watch
-from speechtrain.errors import (
-    MachineError,
-)
+from speechtrain.errors import MachineError
 from speechtrain.files import write_text
 from speechtrain.launcher import World
 from speechtrain.rank.attempt import Attempt
-from speechtrain.run_directory import (
-    ERROR,
-    STUCK,
-    rank_folder,
-    write_result,
-)
+from speechtrain.run_directory import ERROR, STUCK, rank_folder, write_result
 from speechtrain.supervision.process_tree import kill, kill_descendants, siblings_of
 
 _RANK0_HEAD_START_SECONDS = 1.0  # The other ranks wait, so that rank 0 prints before torchrun kills all.

@@ -13,19 +13,13 @@ import torch
 from omegaconf import DictConfig
 
 from speechtrain.compute_policy import usable_cpus
-from speechtrain.config.build import (
-    build,
-)
+from speechtrain.config.build import build
 from speechtrain.config.resolved import resolved
 from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.launcher import Job, World, forwarded_environment
 from speechtrain.optim.schedules import Schedule
-from speechtrain.run_directory import (
-    CONFIG,
-    note_environment,
-    rank_folder,
-)
+from speechtrain.run_directory import CONFIG, note_environment, rank_folder
 from speechtrain.task import Task
 from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.console import TextLog

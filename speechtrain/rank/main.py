@@ -21,10 +21,7 @@ from omegaconf import DictConfig
 
 from speechtrain.batch import Footprint
 from speechtrain.compute_policy import apply_policy
-from speechtrain.config.build import (
-    build_data,
-    build_optimizer,
-)
+from speechtrain.config.build import build_data, build_optimizer
 from speechtrain.config.resolved import load
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
@@ -35,7 +32,6 @@ from speechtrain.errors import (
     RunError,
     SpeechtrainError,
     disk_explained,
-    one_line,
     print_notice,
 )
 from speechtrain.files import lost_output, open_append, write_text
@@ -62,13 +58,7 @@ from speechtrain.rank.logs import (
     warn_of_crowded_labels,
 )
 from speechtrain.rank.stop import StopRequest, stop_with_parent
-from speechtrain.run_directory import (
-    ERROR,
-    RESULT,
-    RunLock,
-    rank_folder,
-    write_result,
-)
+from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
 from speechtrain.supervision.process_tree import kill_descendants
 from speechtrain.task import Task
 from speechtrain.tracking.group import is_hanging
@@ -143,8 +133,10 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        footprint = trainer.parts.task.footprint() if trainer.parts else Footprint(0.0)
-        memory_error = out_of_memory_error(device, error, trainer.latest, footprint, classes=classes)
+        batch, footprint = None, Footprint(0.0)
+        if trainer.parts is not None:
+            batch, footprint = trainer.parts.latest, trainer.parts.task.footprint()
+        memory_error = out_of_memory_error(device, error, batch, footprint, classes=classes)
         if memory_error is not None:
             raise memory_error from error
         raise
@@ -191,8 +183,8 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
         path = Path(arguments[0])
         if path.is_file():
             return path
-        line = f"speechtrain: error: {path} does not exist on {platform.node()}. The start of a run writes it"
-    print(one_line(line), file=sys.stderr)
+        line = f"error: {path} does not exist on {platform.node()}. The start of a run writes it"
+    print_notice(line)
     return None
 
 

@@ -57,8 +57,7 @@ def typed_keys(overrides: Sequence[str], written: Mapping[str, str]) -> set[str]
     """The keys and groups that the user has typed, or set in YAML files of his own."""
     keys = {key_of(text) for text in overrides}
     for name, text in written.items():
-        prefix = "" if "@package _global_" in text else name.partition("/")[0] + "."
-        keys |= {prefix + key for key in values_of(text)}
+        keys |= values_of(name, text).keys()
     return keys - {"data"}  # its choice says where the data is, and no values
 
 

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, one_line
+from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, print_notice
 from speechtrain.files import read_json, say, write_json
 from speechtrain.run_directory import CONFIG, RunResult, speed_text
 from speechtrain.run_directory import metric as metric_text
@@ -269,8 +269,7 @@ class _Jobs:
         exit_code = getattr(error, "exit_code", 1) if is_fault else 0
         self._write(_Outcome(varied, type(error).__name__, error=str(error), exit_code=exit_code), settings)
         if is_fault and settings.mode == RunMode.MULTIRUN:
-            line = one_line(f"job {settings.job.num + 1} ({varied}): {error}")
-            print(f"speechtrain: error: {line}", file=sys.stderr)
+            print_notice(f"error: job {settings.job.num + 1} ({varied}): {error}")
             return math.nan  # an optimizing sweeper continues with its next job
         if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
             raise error

@@ -155,11 +155,10 @@ def _rewritten(folder: str | None, before: Mapping[str, str]) -> Iterator[tuple[
     for name, old in before.items():
         new = text_of(folder, name) or old
         try:
-            was, now = (values_of(text) for text in (old, new))
+            was, now = (values_of(name, text) for text in (old, new))
         except ValueError as error:
             raise ConfigError(f"{name}.yaml cannot be read: {first_line(error)}") from None
-        prefix = "" if "@package _global_" in new else name.partition("/")[0] + "."
-        yield from ((prefix + key, now.get(key)) for key in {**was, **now} if was.get(key) != now.get(key))
+        yield from ((key, now.get(key)) for key in {**was, **now} if was.get(key) != now.get(key))
 
 
 def _share_out(config: DictConfig, changes: Mapping[str, Any], run_dir: Path) -> list[str]:

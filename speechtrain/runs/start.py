@@ -39,17 +39,7 @@ from speechtrain.errors import ConfigError, DataError, MachineError, Preempted, 
 from speechtrain.files import atomic, read_text, say, write_json, write_text
 from speechtrain.launcher import AGENT, NETWORK_VARIABLES, RANK_MEMORY, Job, Launcher, Result, holds_secret
 from speechtrain.report.advice import advice
-from speechtrain.run_directory import (
-    ABOUT,
-    CONFIG,
-    DEVICE,
-    ERROR,
-    RANKS,
-    RESULT,
-    About,
-    RunLock,
-    RunResult,
-)
+from speechtrain.run_directory import ABOUT, CONFIG, DEVICE, ERROR, RANKS, RESULT, About, RunLock, RunResult
 from speechtrain.runs.command_line import Command
 from speechtrain.runs.on_host import host_environment, refuse
 from speechtrain.runs.recipe_needs import plannable

@@ -35,8 +35,8 @@ def text_of(folder: str | None, name: str) -> str:
         return ""
 
 
-def values_of(text: str) -> dict[str, Any]:
-    """Return the values of a YAML text by dotted key, with references as the text has them.
+def values_of(name: str, text: str) -> dict[str, Any]:
+    """Return the values of the file ``group/choice`` by their keys in the config, with references as written.
 
     Raises ValueError for a text of another kind or size.
     """
@@ -46,4 +46,5 @@ def values_of(text: str) -> dict[str, Any]:
         raise ValueError(first_line(error)) from None
     if not isinstance(values, dict):
         raise ValueError("it is not a mapping of keys")
-    return flat({str(key): value for key, value in values.items()})
+    prefix = "" if "@package _global_" in text else f"{name.partition('/')[0]}."
+    return flat({str(key): value for key, value in values.items()}, prefix)

@@ -8,7 +8,6 @@ from typing import Any
 
 from speechtrain.errors import DataError, MachineError, one_line
 from speechtrain.files import FilePath, json_of
-from speechtrain.text.normalise import normaliser as normaliser_of
 from speechtrain.text.vocabulary import FileTokenizer, cannot_spell, check_ids
 
 _MOST_GROWTH = 4_000
@@ -36,7 +35,7 @@ class HuggingFace(FileTokenizer):
             raise MachineError(
                 "tokenizer=huggingface needs the library tokenizers; pip install -e '.[interop]'"
             ) from None
-        super().__init__(model, "copy it from the published model")
+        super().__init__(model, normaliser, "copy it from the published model")
         self._path = model
         self._library = self._call(_library_of, Library, self._content)
         size = self._library.get_vocab_size(with_added_tokens=True)
@@ -48,11 +47,6 @@ class HuggingFace(FileTokenizer):
         unknown = getattr(self._library.model, "unk_token", None)
         unknown_id = getattr(self._library.model, "unk_id", None)
         self._unknown_id = self._library.token_to_id(unknown) if unknown else unknown_id
-        self._normaliser = normaliser
-        self._normalise = normaliser_of(normaliser)
-
-    def normalise(self, text: str) -> str:
-        return self._normalise(text)
 
     def encode(self, text: str) -> list[int]:
         if unknown := self.unknown(text):
@@ -107,7 +101,7 @@ class HuggingFace(FileTokenizer):
             raise DataError(f"model: {self._path} is not a usable tokenizer.json ({cause})") from None
 
     def state(self) -> dict[str, Any]:
-        return {"kind": "huggingface", "labels": self._kept, **self._identity(self._normaliser)}
+        return {"kind": "huggingface", "labels": self._kept, **self._identity()}
 
 
 def _library_of(kind: Any, content: bytes) -> Any:

@@ -82,7 +82,18 @@ def check_ids(ids: Sequence[int], blank: int) -> None:
         raise ValueError(f"label ids must be 0 to {blank - 1}, got {min(ids)} to {max(ids)}")
 
 
-class Characters(Tokenizer):
+class NormalisingTokenizer(Tokenizer):
+    """A tokenizer with a normaliser, which ``normaliser`` names."""
+
+    def __init__(self, normaliser: str) -> None:
+        self._normaliser = normaliser
+        self._normalise = normaliser_of(normaliser)
+
+    def normalise(self, text: str) -> str:
+        return self._normalise(text)
+
+
+class Characters(NormalisingTokenizer):
     """A tokenizer with one label for each character of an alphabet, in its order.
 
     The default alphabet has 28: space, a to z and the apostrophe (Intel's RNN-T). With null, which
@@ -101,11 +112,7 @@ class Characters(Tokenizer):
             )
         self.labels = list(alphabet)
         self._ids = {symbol: label for label, symbol in enumerate(alphabet)}
-        self._normaliser = normaliser
-        self._normalise = normaliser_of(normaliser)
-
-    def normalise(self, text: str) -> str:
-        return self._normalise(text)
+        super().__init__(normaliser)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -155,7 +162,7 @@ class NoText(Tokenizer):
         return {"kind": "none"}
 
 
-class FileTokenizer(Tokenizer):
+class FileTokenizer(NormalisingTokenizer):
     """A tokenizer that is read from one file, ``model``, of which a run keeps a copy.
 
     Raises DataError, with ``advice``, for a file that cannot be read.
@@ -163,15 +170,16 @@ class FileTokenizer(Tokenizer):
 
     saved_name: str
 
-    def __init__(self, model: FilePath, advice: str) -> None:
+    def __init__(self, model: FilePath, normaliser: str, advice: str) -> None:
+        super().__init__(normaliser)
         try:
             self._content = read_bytes(model, MOST_LOG_BYTES, follow=True)
         except OSError as error:
             raise DataError(f"model: {model}: {error.strerror}; correct the path, or {advice}") from None
 
-    def _identity(self, normaliser: str) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         digest = hashlib.sha256(self._content).hexdigest()
-        return {"normaliser": normaliser, "size": self.size, "sha256": digest}
+        return {"normaliser": self._normaliser, "size": self.size, "sha256": digest}
 
     def save(self, run_dir: str) -> None:
         """Copy the model into the run. Raises RunError if the run has a different one."""
@@ -199,7 +207,7 @@ class SentencePiece(FileTokenizer):
     is_preparable = True
 
     def __init__(self, model: FilePath, normaliser: str = "lower") -> None:
-        super().__init__(model, "train a model with speechtrain prepare tokenizer")
+        super().__init__(model, normaliser, "train a model with speechtrain prepare tokenizer")
         try:
             if not self._content:
                 raise RuntimeError
@@ -208,11 +216,6 @@ class SentencePiece(FileTokenizer):
         except (RuntimeError, UnicodeDecodeError):
             raise DataError(f"model: {model} is not a SentencePiece model; train one") from None
         self.unknown_id = self._pieces.unk_id()
-        self._normaliser = normaliser
-        self._normalise = normaliser_of(normaliser)
-
-    def normalise(self, text: str) -> str:
-        return self._normalise(text)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._pieces.EncodeAsIds(text)
@@ -234,7 +237,7 @@ class SentencePiece(FileTokenizer):
         return [(piece, float(self._pieces.GetScore(label))) for label, piece in enumerate(self.labels)]
 
     def state(self) -> dict[str, Any]:
-        return {"kind": "sentencepiece", **self._identity(self._normaliser)}
+        return {"kind": "sentencepiece", **self._identity()}
 
 
 _LINE = re.compile(r"\S.{0,998}(?!\S)|\S{999}", re.DOTALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Mapping
@@ -36,9 +35,5 @@ class Jsonl(Tracker):
 
 
 def _plain(value: Any) -> Any:
-    """A value that json does not know; scalar tensors and numpy numbers are read on the host."""
-    if isinstance(value, Mapping | set | frozenset):
-        return dict(value) if isinstance(value, Mapping) else list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    """A value that json does not know: a tensor or a number of numpy, which the host reads, or a text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)

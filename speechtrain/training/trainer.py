@@ -33,11 +33,11 @@ from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, is_planned_by_time
 from speechtrain.training.graph_warmup import Graphs, WarmedUpGraphs
 from speechtrain.training.optimizer_step import BranchFreeUpdate, HostCheckedUpdate, Update
-from speechtrain.training.planning import Planning, TimedPlanning
 from speechtrain.training.profiling import StepProfiler
 from speechtrain.training.recovery import Recovery
 from speechtrain.training.run_state import Interval, Parts, Progress
 from speechtrain.training.saving import Saving
+from speechtrain.training.time_budget import Planning, TimedPlanning
 from speechtrain.training.validation import Validation
 
 
@@ -76,11 +76,6 @@ class Trainer:
         self.planning = planning(
             config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
         )
-
-    @property
-    def latest(self) -> Batch | None:
-        """The batch that was started last, in training or evaluation, as it is on the host."""
-        return self.parts.latest if self.parts is not None else None
 
     def _wall_seconds(self) -> float:
         """Return the seconds of training, earlier starts included."""

@@ -75,7 +75,7 @@ class FillingData(SpeechData):
     def _fill(self, moment: str) -> None:
         if os.environ.get("FILL_AT") != moment:
             return
-        disk = Path(self.run_dir).parent
+        disk = self.skips.path.parent.parent
         free = os.statvfs(disk)
         with (disk / "filler").open("ab") as file:
             size = free.f_bavail * free.f_frsize - int(os.environ["FILL_LEFT"])

@@ -16,7 +16,8 @@ def write_digits(folder: Path, train: int, valid: int) -> None:
     """Write ``train.jsonl`` and ``valid.jsonl`` with that many utterances, and their recordings."""
     options = Namespace(out=folder, format="wav", rate=SAMPLE_RATE, jobs=2)
     for split, utterances in (("train", train), ("valid", valid)):
-        assert convert_to_files(Digits(split, utterances), options, f"{split}.jsonl") == 0
+        assert convert_to_files(Digits(split, utterances), options) == 0
+        (folder / "cuts.jsonl").rename(folder / f"{split}.jsonl")
 
 
 def write_sample(path: Path) -> str:

@@ -416,14 +416,6 @@ def test_another_format_is_never_set_aside(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_a_kill_while_a_step_is_exchanged_loses_nothing(tmp_path: Path) -> None:
-    saved(tmp_path, (10,))
-    root = tmp_path / "checkpoints"
-    (root / "step-00000010").rename(root / ".replaced-step-00000010")
-    assert Checkpointer(tmp_path).restore({"value": Value(torch.zeros(100))}) == 10
-    assert [p.name for p in root.iterdir()] == ["step-00000010"]
-
-
 NO_MANIFESTS = ["[]", '{"files": 3}', '{"files": {}, "format": 1, "step": 10}', '"\\ud800']
 
 

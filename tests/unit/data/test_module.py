@@ -190,6 +190,14 @@ def test_no_utterance_is_lost_or_met_twice_in_an_epoch(corpus: Path) -> None:
 # --- evaluation ---------------------------------------------------------------------------------
 
 
+def test_a_part_of_an_evaluation_set_has_its_seconds(corpus: Path) -> None:
+    """A plan by time divides the audio that it has evaluated by them."""
+    data = make_data(corpus)
+    total = sum(batch.seconds for batch in data.valid()["unheard"])
+    for rank in range(2):
+        assert data.valid(rank, 2)["unheard"].seconds == pytest.approx(total / 2, rel=0.01)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("limits", [BatchLimits(count=4), BatchLimits(count=None, seconds=8.0)])
 def test_evaluation_has_every_utterance_once_over_ranks_of_equal_counts(

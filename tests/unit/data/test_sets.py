@@ -118,7 +118,7 @@ def test_each_set_has_its_normaliser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     index = open_index(open_source(spec))
     again = pickle.loads(pickle.dumps(index))  # as a worker gets it
     for one in (index, again):
-        said = {one.text(row, one.cut(row), tokenizer.normalise) for row in range(len(one))}
+        said = {one.text(row, tokenizer.normalise) for row in range(len(one))}
         assert said == {"one two", "ONE “two”"}
     assert sorted(set(index.labels(tokenizer).tolist())) == [-1, 7]
     plain = open_index(open_source([first, second]))

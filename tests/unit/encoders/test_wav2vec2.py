@@ -10,7 +10,6 @@ from torch import Tensor
 from speechtrain.batch import Batch
 from speechtrain.compute_policy import PLAIN, STATIC, ComputePolicy, apply_policy
 from speechtrain.encoders.wav2vec2 import Wav2Vec2Encoder
-from speechtrain.errors import ConfigError
 from speechtrain.features.augment import Augment
 from speechtrain.nn.masking import SpanMask
 
@@ -397,7 +396,7 @@ def test_true_base_shape() -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "attention_dropout", "input_dropout", "layer_drop"])
 def test_wrong_probabilities_are_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} is"):
+    with pytest.raises(ValueError, match=f"^{name} is"):
         make(**{name: 1.0})
 
 

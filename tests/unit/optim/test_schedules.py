@@ -74,7 +74,7 @@ def test_mlperf_follows_its_formula(warmup: int, hold: int, gamma: float, per_ep
 
 
 def test_wav2vec2_base() -> None:
-    schedule = Polynomial(5e-4, 32_000, 400_000)
+    schedule = Polynomial(5e-4, warmup_steps=32_000, steps=400_000)
     # n updates done is the rate of update n + 1
     assert schedule.rate(16_001) == pytest.approx(2.5e-4, rel=1e-12)
     assert schedule.rate(216_001) == pytest.approx(2.5e-4, rel=1e-12)
@@ -86,11 +86,11 @@ def test_wav2vec2_base() -> None:
 
 
 def test_polynomial_power_and_end() -> None:
-    schedule = Polynomial(1.0, 0, 10, power=2.0, end=0.2)
+    schedule = Polynomial(1.0, steps=10, power=2.0, end=0.2)
     assert schedule.rate(1) == 1.0
     assert schedule.rate(6) == pytest.approx(0.2 + 0.8 * 0.25)
     assert schedule.rate(11) == 0.2
-    flat = Polynomial(1.0, 0, 10, power=0.0, end=0.2)  # 0⁰ must not keep the peak for ever
+    flat = Polynomial(1.0, steps=10, power=0.0, end=0.2)  # 0⁰ must not keep the peak for ever
     assert (flat.rate(10), flat.rate(11)) == (1.0, 0.2)
 
 
@@ -169,7 +169,7 @@ planned = st.sampled_from([Polynomial, Cosine])
 
 @given(planned, st.integers(0, 40), st.integers(1, 60), st.floats(0, 0.1))
 def test_decays_rise_once_and_fall_once(cls: Any, warmup: int, steps: int, end: float) -> None:
-    rates = [cls(0.1, warmup, steps, end=end).rate(step) for step in range(1, steps + 80)]
+    rates = [cls(0.1, warmup_steps=warmup, steps=steps, end=end).rate(step) for step in range(1, steps + 80)]
     top = rates.index(max(rates))
     assert all(0 <= rate <= 0.1 + 1e-15 for rate in rates)
     assert all(a <= b + 1e-15 for a, b in pairwise(rates[: top + 1]))
@@ -179,19 +179,19 @@ def test_decays_rise_once_and_fall_once(cls: Any, warmup: int, steps: int, end: 
 
 @pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
 def test_the_worker_offers_the_plan(cls: Any) -> None:
-    offered, own = cls(0.1, 5, planned_steps=50), cls(0.1, 5, steps=50)
+    offered, own = cls(0.1, warmup_steps=5, planned_steps=50), cls(0.1, warmup_steps=5, steps=50)
     assert [offered.rate(s) for s in range(1, 70)] == [own.rate(s) for s in range(1, 70)]
-    assert cls(0.1, 5, steps=50, planned_steps=9).rate(40) == own.rate(40)  # the user's wins
+    assert cls(0.1, warmup_steps=5, steps=50, planned_steps=9).rate(40) == own.rate(40)  # the user's wins
     with pytest.raises(ValueError, match="steps is null; set it"):
-        cls(0.1, 5)
+        cls(0.1, warmup_steps=5)
     with pytest.raises(ValueError, match="steps is 0"):
-        cls(0.1, 5, steps=0)
+        cls(0.1, warmup_steps=5, steps=0)
 
 
 @pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
 def test_a_resume_keeps_the_first_plan(cls: Any) -> None:
     """The limits of a run may change; its learning rates may not jump."""
-    first, resumed = cls(0.1, 5, planned_steps=50), cls(0.1, 5, planned_steps=500)
+    first, resumed = cls(0.1, warmup_steps=5, planned_steps=50), cls(0.1, warmup_steps=5, planned_steps=500)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert [resumed.rate(s) for s in range(1, 70)] == [first.rate(s) for s in range(1, 70)]
 
@@ -199,11 +199,14 @@ def test_a_resume_keeps_the_first_plan(cls: Any) -> None:
 @pytest.mark.parametrize("cls", [Polynomial, Cosine, IntelQuadratic])
 def test_a_warm_up_of_null_is_8_percent_of_the_first_plan(cls: Any) -> None:
     for steps, warmup in ((375, 30), (400_000, 32_000), (1_000_000, 32_000), (5, 0)):
-        derived, typed = cls(0.1, None, planned_steps=steps), cls(0.1, warmup, planned_steps=steps)
+        derived, typed = (
+            cls(0.1, warmup_steps=None, planned_steps=steps),
+            cls(0.1, warmup_steps=warmup, planned_steps=steps),
+        )
         assert derived.warmup == warmup
         assert [derived.rate(s) for s in range(1, 400)] == [typed.rate(s) for s in range(1, 400)]
-    resumed = cls(0.1, None, planned_steps=9000)
-    resumed.load_state_dict(cls(0.1, None, planned_steps=375).state_dict())
+    resumed = cls(0.1, warmup_steps=None, planned_steps=9000)
+    resumed.load_state_dict(cls(0.1, warmup_steps=None, planned_steps=375).state_dict())
     assert resumed.warmup == 30
 
 

@@ -59,7 +59,7 @@ def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: 
     assert chosen == pytest.approx(half, abs=1e-3)
     assert start_line(note) == f"start    memory of a batch {chosen} GiB"
     assert load(tmp_path / "run" / "config.yaml") == config
-    assert build_data(config, tokenizer, task).batch.bytes == chosen * 2**30
+    assert build_data(config, tokenizer, task).stream.size.limits.bytes == chosen * 2**30
     assert config.data.valid_batch.memory_gib == chosen
 
     before = (tmp_path / "run" / "config.yaml").read_bytes()

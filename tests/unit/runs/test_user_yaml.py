@@ -18,11 +18,14 @@ TAG = "a: !!python/object/apply:os.system ['x']\n"
 @pytest.mark.parametrize("text", ["[1]", "a: [\n", TAG, LAUGHS, DEEP])
 def test_values_of_refuses_a_text_of_another_kind_or_size(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        values_of(text)
+        values_of("optimizer/mine", text)
 
 
 def test_values_of_keeps_references_as_they_are_written() -> None:
-    assert values_of("peak: ${optimizer.lr}\nb: {c: 1}\n") == {"peak": "${optimizer.lr}", "b.c": 1}
+    text = "peak: ${optimizer.lr}\nb: {c: 1}\n"
+    of_group = {"schedule.peak": "${optimizer.lr}", "schedule.b.c": 1}
+    assert values_of("schedule/mine", text) == of_group
+    assert values_of("recipe/mine", f"# @package _global_\n{text}") == {"peak": "${optimizer.lr}", "b.c": 1}
 
 
 def test_text_of_is_empty_for_a_name_that_no_file_has(tmp_path: object) -> None:

@@ -40,8 +40,9 @@ def test_draws_on_the_host_have_an_address_of_their_own(tmp_path: Path) -> None:
 def test_the_latest_batch_is_that_of_an_evaluation_while_one_is_made(tmp_path: Path) -> None:
     """What a lack of memory is explained by."""
     rig = Rig(tmp_path, max_steps=2)
-    assert rig.trainer.latest is not None
-    assert rig.trainer.latest.ids == rig.data.at(1001).ids
+    assert rig.trainer.parts is not None
+    assert rig.trainer.parts.latest is not None
+    assert rig.trainer.parts.latest.ids == rig.data.at(1001).ids
 
 
 def test_each_epoch_logs_an_event(tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
-"""How many updates a run makes: as steps and epochs say, or as many as there is time for."""
+"""The number of updates of a run: as steps and epochs say, or as many as there is time for."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from speechtrain.batch import Batch
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
+from speechtrain.errors import RunError
+from speechtrain.files import read_json, write_json
 from speechtrain.tracking.base import Tracker
 from speechtrain.trainer_config import TrainerConfig, planned_steps
-from speechtrain.training import time_plan
 from speechtrain.training.run_state import Parts, Progress
-from speechtrain.training.time_plan import Revision, TimePlan
 
 Evaluate = Callable[[Parts, dict[str, Iterable[Batch]]], object]
 
@@ -24,6 +29,131 @@ _WINDOW, _MIN_WINDOW = 0.1, 5  # the latest updates whose median counts: a share
 _UNPLANNED = 10**9  # updates of a schedule before the first update is timed, so that its warm-up has begun
 _NEWS = 0.05  # change of the plan that is reported
 _FEW_UPDATES = 50
+_FILE = "plan.json"
+_SPACING = 0.02  # share of the run between two revisions
+_VALIDATION_SHARE = 0.1  # the largest share of the time for validation, unless one validation takes more
+_MAX_VALIDATIONS = 20
+
+
+@dataclass(frozen=True)
+class Revision:
+    """The plan as it was corrected after an update, or after the validation that follows it."""
+
+    step: int  # updates so far
+    wall_s: float  # seconds of the run so far
+    updates: int  # planned updates of the whole run
+    validated: int  # the step of the latest validation
+    validate_at: int  # the step of the next validation
+    share: float  # the share of the run that was done, by the plans so far
+
+    def share_at(self, step: int) -> float:
+        """Return the share of the run that is done after ``step`` updates, from 0 to 1."""
+        updates_left = max(1, self.updates - self.step)
+        return self.share + (1 - self.share) * min(1.0, (step - self.step) / updates_left)
+
+
+@dataclass
+class TimePlan:
+    """The present plan of a run and all its revisions. ``plan.json`` holds it.
+
+    A continued run applies the stored revisions at the same steps, so an interruption changes no update.
+    """
+
+    hours: float  # the planned duration of all starts
+    updates: int = 0  # planned updates of the whole run
+    validate_every: int = 0  # updates from one validation to the next
+    seconds_per_update: float = 0.0  # the median of the latest updates
+    seconds_per_validation: float = 0.0  # 0: not measured yet
+    revisions: list[Revision] = field(default_factory=list)  # in order, each a list of its values
+
+    @property
+    def seconds(self) -> float:
+        return self.hours * 3600
+
+    def until(self, step: int, validated: int) -> list[Revision]:
+        """Return the revisions made up to update ``step`` and the validation of step ``validated``."""
+        return [r for r in self.revisions if (r.step, r.validated) <= (step, validated)]
+
+    def is_due(self, step: int, validated: int) -> bool:
+        """Return whether the plan must be revised here.
+
+        Steps 1, 2, 4, 8, … come first, then every 2 % of the updates, and half of the rest near the end. A
+        revision also follows each validation.
+        """
+        if not self.revisions:
+            return step > 0
+        latest = self.revisions[-1]
+        if (step, validated) <= (latest.step, latest.validated) or step >= latest.updates:
+            return False
+        half = (latest.updates - latest.step) // 2
+        spacing = min(latest.step, math.ceil(_SPACING * latest.updates), half)
+        return validated > latest.validated or step >= latest.step + max(1, spacing)
+
+    def revise(self, step: int, validated: int, wall_s: float, validate_every: int | None) -> None:
+        """Plan the rest of the run from ``wall_s`` on, by the present seconds per update and validation.
+
+        The rest has a whole number of validations, of which one is the end. With ``validate_every`` None they
+        are evenly spaced. There are at most 20 in a run, and at least nine times their duration lies between
+        two. Otherwise they have that spacing, but the last interval is longer.
+        """
+        per_update, per_validation = self.seconds_per_update, self.seconds_per_validation
+        if validate_every is None:
+            period = max(self.seconds / _MAX_VALIDATIONS, per_validation / _VALIDATION_SHARE)
+        else:
+            period = validate_every * per_update + per_validation
+        seconds_left = self.seconds - wall_s
+        validations = max(1, int(((step - validated) * per_update + seconds_left) / period))
+        seconds_left -= validations * per_validation
+        self.updates = step + max(0, int(seconds_left / per_update))
+        spacing = validate_every or math.ceil((self.updates - validated) / validations)
+        self.validate_every = max(1, spacing)
+        validate_at = max(step, validated + self.validate_every) if validations > 1 else self.updates
+        share = step / self.updates
+        if self.revisions:
+            share = self.revisions[-1].share_at(step)
+        revision = Revision(step, wall_s, self.updates, validated, validate_at, share)
+        self.revisions.append(revision)
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of ``plan.json``."""
+        return {**vars(self), "revisions": [astuple(revision) for revision in self.revisions]}
+
+
+def shared_plan(plan: TimePlan | None, group: Group) -> TimePlan | None:
+    """Return rank 0's plan on every rank."""
+    content = b""
+    if plan is not None and not group.world.rank:
+        content = json.dumps(plan.content()).encode()
+    size = int(group.sum(torch.tensor([float(len(content))]))[0])
+    numbers = torch.zeros(size)
+    numbers[: len(content)] = torch.tensor(list(content))
+    content = bytes(group.sum(numbers).int().tolist())
+    return _plan_of(json.loads(content)) if content else None
+
+
+def _plan_of(content: dict[str, Any]) -> TimePlan:
+    """Return the plan of the content of ``plan.json``. Raises TypeError or ValueError."""
+    rows = content["revisions"]
+    plan = TimePlan(**{**content, "revisions": [Revision(*row) for row in rows]})
+    numbers = [value for name, value in content.items() if name != "revisions"]
+    if not all(isinstance(number, int | float) for number in sum(rows, numbers)) or plan.updates < 1:
+        raise ValueError("a value is not a number of a plan")
+    return plan
+
+
+def read_plan(folder: Path) -> TimePlan | None:
+    """Return the plan that a run has kept, or None if it has none. Raises RunError for a damaged one."""
+    path = folder / _FILE
+    if not path.exists():
+        return None
+    try:
+        return _plan_of(read_json(path))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error}); restore it, or use another run_dir") from None
+
+
+def write_plan(plan: TimePlan, folder: Path) -> None:
+    write_json(folder / _FILE, plan.content())
 
 
 class Planning:
@@ -106,8 +236,8 @@ class TimedPlanning(Planning):
         progress, hours = parts.progress, self.plan.hours
         self._start_s = self._mark_s = self.wall_seconds()
         self._mark_step = progress.step
-        stored_plan = None if self.group.world.rank else time_plan.read(self.run_dir)
-        self.plan = time_plan.shared(stored_plan, self.group) or self.plan
+        stored_plan = read_plan(self.run_dir)  # Only the folder of rank 0 has one.
+        self.plan = shared_plan(stored_plan, self.group) or self.plan
         self._update_seconds = [self.plan.seconds_per_update] * len(self.plan.revisions)
         if not progress.step:
             parts.schedule.plan(_UNPLANNED)
@@ -148,9 +278,9 @@ class TimedPlanning(Planning):
             self._mark_s += self.wall_seconds() - before
         progress.wall_s = self.wall_seconds()
         plan.revise(progress.step, progress.validated, progress.wall_s, self.config.validate_every)
-        self.plan = time_plan.shared(plan, self.group) or plan
+        self.plan = shared_plan(plan, self.group) or plan
         if not self.group.world.rank:
-            time_plan.write(self.plan, self.run_dir)
+            write_plan(self.plan, self.run_dir)
 
     def _measure_updates(self, step: int) -> None:
         """Add the updates since the last revision and take the median of the latest ones.
@@ -175,7 +305,7 @@ class TimedPlanning(Planning):
         if progress.validated:
             return False
         if not self.plan.seconds_per_validation:
-            is_late_enough = self.wall_seconds() >= time_plan.SPACING * self.plan.seconds
+            is_late_enough = self.wall_seconds() >= _SPACING * self.plan.seconds
             return self.group.any(is_late_enough and not self.group.world.rank)
         half = (self.updates or 0) / 2
         return self._revision is not None and self._revision.step < half <= progress.step
@@ -209,7 +339,7 @@ class TimedPlanning(Planning):
         self._revision = revision = revisions[-1]
         self.updates = revision.updates
         parts.schedule.plan(revision.updates, progress.step)
-        if revision.wall_s >= time_plan.SPACING * self.plan.seconds:
+        if revision.wall_s >= _SPACING * self.plan.seconds:
             self._report(revision)
 
     def _report(self, revision: Revision) -> None:
@@ -234,7 +364,7 @@ class TimedPlanning(Planning):
             reason = f"the start took {self._start_s:.3g} s, {speed}; set a longer trainer.max_hours"
             self.tracker.log("warning", {"message": f"{room}: {reason}"})
         share = max(1, revision.updates // plan.validate_every) * per_validation / plan.seconds
-        if share > time_plan.VALIDATION_SHARE:
+        if share > _VALIDATION_SHARE:
             advice = "give data.valid fewer recordings, or set a longer trainer.validate_every"
             message = f"validation takes {share:.0%} of the time ({speed}); {advice}"
             self.tracker.log("warning", {"message": message})

@@ -28,7 +28,7 @@ from speechtrain.precision import FP32
 from speechtrain.task import Evaluation, Loss
 from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training import trainer as trainer_module
-from speechtrain.training.time_plan import Revision, TimePlan, read, shared, write
+from speechtrain.training.time_budget import Revision, TimePlan, read_plan, shared_plan, write_plan
 from speechtrain.training.trainer import Trainer
 from tests.support.composed import composed
 from tests.support.small_trainer import Counted, Line, Recorder
@@ -100,8 +100,13 @@ class Run:
             lambda: trainer.progress.step + 1 == stop_at,
         )  # fmt: skip
         optimizer = torch.optim.AdamW(self.task.parameters(), lr=1.0)
-        cosine = Cosine(1e-3, None, planned_steps=1)
-        self.status = trainer.fit(self.task, Data(), optimizer, schedule or cosine, NoEMA())
+        self.status = trainer.fit(
+            self.task,
+            Data(),
+            optimizer,
+            schedule or Cosine(1e-3, warmup_steps=None, planned_steps=1),
+            NoEMA(),
+        )
         self.progress = trainer.progress
 
     @property
@@ -352,11 +357,11 @@ def test_updates_and_whole_validations_fill_the_time(
 
 def test_a_plan_is_kept_and_shared(tmp_path: Path) -> None:
     plan = TimePlan(0.5, 1100, 100, 1.7, 5.0, [Revision(250, 400.0, 1100, 200, validate_at=300, share=0.2)])
-    assert read(tmp_path) is None
-    write(plan, tmp_path)
-    assert read(tmp_path) == plan
-    assert shared(plan, SingleProcess()) == plan
-    assert shared(None, SingleProcess()) is None
+    assert read_plan(tmp_path) is None
+    write_plan(plan, tmp_path)
+    assert read_plan(tmp_path) == plan
+    assert shared_plan(plan, SingleProcess()) == plan
+    assert shared_plan(None, SingleProcess()) is None
 
 
 VALUES = {"updates": 9, "validate_every": 3, "seconds_per_update": 1.0, "seconds_per_validation": 1.0}
@@ -373,7 +378,7 @@ DAMAGED = [
 def test_a_damaged_plan_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(RunError, match=r"plan\.json is damaged"):
-        read(tmp_path)
+        read_plan(tmp_path)
 
 
 ON_LAZY = """
