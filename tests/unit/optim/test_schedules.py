@@ -169,7 +169,8 @@ planned = st.sampled_from([Polynomial, Cosine])
 
 @given(planned, st.integers(0, 40), st.integers(1, 60), st.floats(0, 0.1))
 def test_decays_rise_once_and_fall_once(cls: Any, warmup: int, steps: int, end: float) -> None:
-    rates = [cls(0.1, warmup_steps=warmup, steps=steps, end=end).rate(step) for step in range(1, steps + 80)]
+    schedule = cls(0.1, warmup_steps=warmup, steps=steps, end=end)
+    rates = [schedule.rate(step) for step in range(1, steps + 80)]
     top = rates.index(max(rates))
     assert all(0 <= rate <= 0.1 + 1e-15 for rate in rates)
     assert all(a <= b + 1e-15 for a, b in pairwise(rates[: top + 1]))

@@ -51,24 +51,24 @@ def run_with_auto(run_dir: Path, *more: str) -> DictConfig:
 def test_rank_0_divides_the_free_memory_once_for_all_ranks_and_starts(tmp_path: Path) -> None:
     config = run_with_auto(tmp_path / "run", "data.valid_batch.memory_gib=auto")
     task, tokenizer = build_task(config)
-    other = load(tmp_path / "run" / "config.yaml")  # rank 1's
+    path = tmp_path / "run" / "config.yaml"
+    other = load(path)  # rank 1's
     note = choose_batch_memory(config, Roomy(), Rank(0), task=task)
     values = sum(p.numel() for p in task.parameters())
     half = (10 * 2**30 - 5 * 4 * values) / 2 / 2**30  # weights, gradients, two moments, average
     chosen = config.data.batch.memory_gib
     assert chosen == pytest.approx(half, abs=1e-3)
     assert start_line(note) == f"start    memory of a batch {chosen} GiB"
-    assert load(tmp_path / "run" / "config.yaml") == config
+    assert load(path) == config
     assert build_data(config, tokenizer, task).stream.size.limits.bytes == chosen * 2**30
     assert config.data.valid_batch.memory_gib == chosen
-
-    before = (tmp_path / "run" / "config.yaml").read_bytes()
+    before = path.read_bytes()
     little = Roomy()
     little.free = 2**20
     choose_batch_memory(other, little, Rank(1, chosen), task=task)
     assert other == config
     assert choose_batch_memory(other, little, Rank(0), task=task) == {}  # a later start chooses nothing
-    assert (tmp_path / "run" / "config.yaml").read_bytes() == before
+    assert path.read_bytes() == before
 
 
 def test_a_rank_shares_its_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
