@@ -122,7 +122,7 @@ class SpeechData(DataModule):
             BatchSize(batch or BatchLimits(), footprint, shapes),
             speed or (1.0, 1.0),
         )
-        self.sample_rate, self.run_dir = sample_rate, run_dir or ""  # Classes of users write below run_dir.
+        self.sample_rate = sample_rate
 
     @property
     def index(self) -> Index:

@@ -18,11 +18,16 @@ class RecordingData(SpeechData):
     The ids of evaluation batches go to ``scored.jsonl``, however many ranks there are.
     """
 
+    def _folder(self) -> Path:
+        """Return the run's folder, where the list of skipped recordings is."""
+        assert self.skips.path is not None
+        return self.skips.path.parent
+
     def train(self, rank: int = 0, world_size: int = 1, accumulate: int = 1) -> Iterator[Batch]:
         return self._recorded(super().train(rank, world_size, accumulate))
 
     def _recorded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        with (Path(self.run_dir) / "handed.jsonl").open("a", buffering=1) as file:
+        with (self._folder() / "handed.jsonl").open("a", buffering=1) as file:
             for batch in batches:
                 audio = zlib.crc32(batch.audio.numpy().tobytes())
                 file.write(json.dumps([batch.epoch, batch.index, batch.ids, audio]) + "\n")
@@ -32,7 +37,7 @@ class RecordingData(SpeechData):
         return {name: self._scored(batches) for name, batches in super().valid(rank, world_size).items()}
 
     def _scored(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        with (Path(self.run_dir) / "scored.jsonl").open("a", buffering=1) as file:
+        with (self._folder() / "scored.jsonl").open("a", buffering=1) as file:
             for batch in batches:
                 file.write(json.dumps([name for name in batch.ids if name]) + "\n")
                 yield batch
