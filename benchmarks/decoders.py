@@ -37,8 +37,7 @@ from speechtrain.config.build import build_data
 from speechtrain.counter_rng import key_of, seed_at
 from speechtrain.decoding.base import Decoder
 from speechtrain.inference.loaded_run import LoadedRun, load
-from speechtrain.metrics import character_errors, word_errors
-from speechtrain.report.mistakes import interval
+from speechtrain.metrics import character_errors, rate_interval, word_errors
 from speechtrain.task import examples_of
 from speechtrain.text.ngram import write_ngram
 
@@ -122,7 +121,7 @@ def tuned(bench: Bench, decoder: Any, grid: Sequence[tuple[float, float]]) -> tu
 
 def row(name: str, decoder: str, counts: np.ndarray, times: np.ndarray) -> str:
     words, characters = (counts[:, at].sum() / counts[:, at + 1].sum() for at in (0, 2))
-    low, high = interval(counts[:, :2])
+    low, high = rate_interval(counts[:, :2])
     rates = f"{100 * words:.1f} % ({100 * low:.1f} to {100 * high:.1f}) | {100 * characters:.1f} %"
     return f"| {name} | {decoder} | {rates} | {times[0]:.1f} | {times[1]:.1f} |"
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import torch
 
-from speechtrain.data.audio import Samples, _resample
+from speechtrain.data.audio import Samples, resample
 
 RATES = (22_050, 32_000, 44_100, 48_000)
 ALIAS = 8_300.0  # Hz
@@ -40,11 +40,11 @@ def compare(rate: int, seconds: float, rounds: int) -> None:
     for _ in range(rounds):
         for is_steep in times:
             start = time.perf_counter()
-            _resample(tone, rate, 16_000, is_steep)
+            resample(tone, rate, 16_000, is_steep)
             times[is_steep].append(time.perf_counter() - start)
     for is_steep, name in ((False, "short"), (True, "steep")):
         milliseconds = 1000 * statistics.median(times[is_steep]) / seconds
-        level = level_of(_resample(tone, rate, 16_000, is_steep))
+        level = level_of(resample(tone, rate, 16_000, is_steep))
         print(f"{rate:6}   {name}    {milliseconds:17.3f}   {level:4.0f} dB")
 
 
