@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import warnings
 
+import speechtrain.data.lhotse_audio  # noqa: F401 - the workers inherit it
+import speechtrain.data.loader  # noqa: F401 - the workers inherit it
+
 # multiprocessing runs the program's module again in each worker, under another name. The server has
 # already imported it, so this costs nothing, but runpy warns about it.
 warnings.filterwarnings(

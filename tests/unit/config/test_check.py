@@ -404,7 +404,7 @@ def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
             "encoder.mask.length is 0; it must be 1 frame or more",
         ),
         (["data.batch.window=0"], "data.batch.window=0: it must be at least 1 (plain shuffling)"),
-        (["data.shapes=-1"], "data.workers=-1, shapes=-1: need -1 <= workers <= 256, shapes >= 0"),
+        (["data.shapes=-1"], "data.shapes=-1: it must be at least 0 (no fixed shapes)"),
         (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'; list each character once"),
         (
             ["tokenizer=sentencepiece", "tokenizer.model=/no"],
