@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-import speechtrain.data.lhotse_audio  # noqa: F401 - the workers inherit it
-import speechtrain.data.loader  # noqa: F401 - the workers inherit it
+import speechtrain.data.lhotse_audio
+import speechtrain.data.loader  # noqa: F401 - The workers inherit both imports.
 
 # multiprocessing runs the program's module again in each worker, under another name. The server has
 # already imported it, so this costs nothing, but runpy warns about it.
