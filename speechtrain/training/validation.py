@@ -49,7 +49,7 @@ class Validation:
             for name, outcome in list(outcomes.items())[:1]:
                 progress.metrics = {**outcome.metrics}  # they select checkpoints, and a sweep reads them
                 _note_decoding(parts, name, outcome.seconds)
-            found = "target" if self.reached(parts) else ""
+            found = "target" if self.is_target_reached(parts) else ""
             if (status or found) and task.final_decoder is not None and task.final_decoder.searches:
                 usual, task.decoder = task.decoder, task.final_decoder
                 try:
@@ -73,7 +73,7 @@ class Validation:
         sets = parts.data.valid(group.world.rank, group.world.size)
         return self.evaluate(parts, {name: _noting(batches, parts) for name, batches in sets.items()}, stop)
 
-    def reached(self, parts: Parts) -> bool:
+    def is_target_reached(self, parts: Parts) -> bool:
         """Return whether the latest validation reached ``trainer.target``."""
         return reaches_target(parts.task, parts.progress.metrics, self.target)
 
