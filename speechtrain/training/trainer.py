@@ -51,14 +51,6 @@ class GlobalBatch(NamedTuple):
     late: bool  # whether the time is over
 
 
-class FinishedUpdate(NamedTuple):
-    """The results of an update for the log and the loop."""
-
-    rate: float  # the learning rate
-    norm: Tensor  # (), the norm of the gradients before clipping
-    status: str  # how the run ends after this update, or empty
-
-
 class DueWork(NamedTuple):
     """The work that follows an update."""
 
@@ -201,8 +193,11 @@ class Trainer:
 
     def _run_update(
         self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
-    ) -> FinishedUpdate:
-        """Run the next update, which is number ``step``, and correct the plan by its time."""
+    ) -> tuple[float, Tensor, str]:
+        """Run the next update, which is number ``step``, and correct the plan by its time.
+
+        Returns the learning rate, the norm () of the gradients before clipping, and the status.
+        """
         progress = self.progress
         parts.task.planned_updates = self.planning.length(progress.step)
         parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
@@ -210,12 +205,11 @@ class Trainer:
         self.group.rank_status.at(step, "update")
         rate = parts.schedule.rate(step)
         with self.saving.updating(parts):
-            norm = self._step(parts, batch.weight, batch.is_finite, rate=rate)
+            norm = self._step(parts, batch, rate)
             progress.step = step
             progress.wall_s = self._wall_seconds()
         self.planning.correct(parts)
-        status = self.planning.status(step, batch.stop, batch.late)
-        return FinishedUpdate(rate, norm, status)
+        return rate, norm, self.planning.status(step, batch.stop, batch.late)
 
     def _due_work(self, parts: Parts, status: str) -> DueWork:
         """Return the work that is due after the latest update. It depends on whether the run ends here."""
@@ -286,22 +280,26 @@ class Trainer:
         )
         return GlobalBatch(weight, ~skip, stop, late)
 
-    def _step(
-        self, parts: Parts, weight: Tensor, healthy: Tensor, rate: float, is_real: bool = True
-    ) -> Tensor:
-        """Update by a global batch of ``weight`` () if ``healthy`` () bool. Return the gradients' norm ().
+    def _step(self, parts: Parts, batch: GlobalBatch, rate: float, is_real: bool = True) -> Tensor:
+        """Update by a global batch if its losses are finite. Return the norm () of its gradients.
 
         With ``is_real`` False, as in the warm-up, the update is computed but not applied.
         """
-        # A tensor of one element is used, because the lazy backend merges equal scalars. A scalar would give
-        # a real step another graph than the warm-up.
-        is_real_tensor = self.device.tensor(torch.tensor([float(is_real)]))
-        healthy = healthy.to(weight.dtype) * is_real_tensor[0]
+        weight = batch.weight
+        healthy = batch.is_finite.to(weight.dtype) * self._scalar(is_real)
         # A Python number instead of full_like would turn this lazy scalar into fp64.
         scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
         norm = self.update(parts.trained, rate, scale, healthy=healthy)
         self.device.mark_step()
         return norm
+
+    def _scalar(self, flag: bool) -> Tensor:
+        """Return 1 or 0 () on the device, as a part of a tensor of one element.
+
+        The lazy backend merges equal scalars. Without that tensor, the warm-up and a real step would have
+        different graphs.
+        """
+        return self.device.tensor(torch.tensor([float(flag)]))[0]
 
     def _warm_up(self, parts: Parts) -> None:
         """Compile the graphs before the first update, on a device that compiles graphs."""
@@ -310,7 +308,7 @@ class Trainer:
         def step(padding: Batch) -> None:
             parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, 0))
             batch = self._accumulate(parts, itertools.repeat(padding), 0, interval=Interval())
-            self._step(parts, batch.weight, batch.is_finite, rate=rate, is_real=False)
+            self._step(parts, batch, rate, is_real=False)
 
         self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
         self.update.outcomes(True)
