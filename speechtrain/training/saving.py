@@ -52,7 +52,7 @@ class Saving:
     def save(self, parts: Parts, is_last: bool = False) -> None:
         """Save a checkpoint, once for each step.
 
-        A failed save can be a mere warning, unless it ``is_last``, which is the save at the end of the run.
+        A failed save may be a warning only. With ``is_last``, at the end of the run, it is an error.
         """
         step = parts.progress.step
         self.group.rank_status.at(step, "checkpoint")
@@ -83,12 +83,12 @@ class Saving:
             raise
 
     def _rescue(self, parts: Parts) -> None:
-        """Save the last whole update, if it is not saved yet and rank 0 can save without other ranks.
+        """Save the last whole update, unless it is saved already or the checkpoint needs all ranks.
 
         After an error the other ranks may have ended.
         """
-        is_able = self.group.world.rank == 0 and not self.checkpointer.needs_all
-        if self._data_state is None or parts.progress.step <= self._attempted_step or not is_able:
+        can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all
+        if self._data_state is None or parts.progress.step <= self._attempted_step or not can_save:
             return
         # A continued run reads the micro-batches of the unfinished update again.
         parts.data.load_state_dict(self._data_state)
@@ -99,7 +99,7 @@ class Saving:
 
     @contextlib.contextmanager
     def updating(self, parts: Parts) -> Iterator[None]:
-        """A context of an update. During the update, an error cannot be followed by a save."""
+        """A context of an update. An error in it is not followed by a save, as the update is not whole."""
         self._data_state = None
         yield
         self._data_state = parts.data.state_dict()
