@@ -362,10 +362,14 @@ class TimedPlanning(Planning):
         plan = self.plan
         if abs(revision.updates - self._reported_updates) < _NEWS * revision.updates:
             return
-        values = {"step": revision.step, "steps": revision.updates, "hours": plan.hours}
-        values |= {"validate_every": plan.validate_every}
-        values |= {"s_per_update": round(plan.seconds_per_update, 6)}
-        values |= {"s_per_validation": round(plan.seconds_per_validation, 4)}
+        values = {
+            "step": revision.step,
+            "steps": revision.updates,
+            "hours": plan.hours,
+            "validate_every": plan.validate_every,
+            "s_per_update": round(plan.seconds_per_update, 6),
+            "s_per_validation": round(plan.seconds_per_validation, 4),
+        }
         self.tracker.log("plan", values)
         if not self._reported_updates:
             self._warn(revision)
