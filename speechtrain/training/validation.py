@@ -46,7 +46,7 @@ class Validation:
         new_status = ""
         try:
             outcomes = self._evaluate_sets(parts)
-            _record_first(outcomes, parts)
+            _record_metrics(outcomes, parts)
             if self.is_target_reached(parts):
                 new_status = "target"
             if status or new_status:
@@ -61,6 +61,7 @@ class Validation:
         return new_status
 
     def _evaluate_sets(self, parts: Parts) -> dict[str, Outcome]:
+        """Evaluate all sets of the data with the task's present decoder."""
         group = self.group
 
         def stop() -> bool:
@@ -114,7 +115,7 @@ class Validation:
                 self.tracker.log("warning", {"step": step, "message": f"{name}: {outcome.contradiction}"})
 
 
-def _record_first(outcomes: dict[str, Outcome], parts: Parts) -> None:
+def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:
     """Store the metrics of the first set, and the milliseconds of decoding for a second of its audio.
 
     These metrics select checkpoints, and a sweep reads them.
