@@ -114,6 +114,7 @@ class BranchFreeUpdate(Update):
         squared_norms = torch.stack([squared_norm(gradient) for gradient in gradients])
         norm = squared_norms.sum().sqrt() * scale
         scale = self._clipped(scale, norm)
+        # The flag is 1 if the update is finite and kept, and 0 if it is undone.
         flag = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
         scale = scale.masked_fill(~torch.isfinite(scale), 0.0)
         for gradient in gradients:
