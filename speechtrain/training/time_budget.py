@@ -288,9 +288,9 @@ class TimedPlanning(Planning):
         plan, progress = self.plan, parts.progress
         self._measure_updates(progress.step)
         if self._is_measurement_due(progress):
-            before = self.wall_seconds()
+            start_s = self.wall_seconds()
             plan.seconds_per_validation = self._measure_validation(parts)
-            self._mark_s += self.wall_seconds() - before
+            self._mark_s += self.wall_seconds() - start_s
         progress.wall_s = self.wall_seconds()
         plan.revise(progress.step, progress.validated, progress.wall_s, self.config.validate_every)
         self.plan = shared_plan(plan, self.group) or plan
@@ -329,11 +329,11 @@ class TimedPlanning(Planning):
         """Return the estimated seconds of a validation, from the first batches of each set."""
         total, world = 0.0, self.group.world
         for name, batches in parts.data.valid(world.rank, world.size).items():
-            before = self.wall_seconds()
+            start_s = self.wall_seconds()
             audio_seconds: list[float] = []
             self.evaluate(parts, {name: self._first_batches(batches, audio_seconds)})
             audio_share = sum(audio_seconds) / getattr(batches, "seconds", math.inf)
-            total += (self.wall_seconds() - before) / (audio_share or 1.0)
+            total += (self.wall_seconds() - start_s) / (audio_share or 1.0)
         return total
 
     def _first_batches(self, batches: Iterable[Batch], audio_seconds: list[float]) -> Iterator[Batch]:
