@@ -103,8 +103,8 @@ class Steps:
         """One; its seconds."""
         begun = time.perf_counter()
         batches = itertools.repeat(self.batch)
-        weight, healthy, _, _ = self.trainer._accumulate(self.parts, batches, 1, self.interval)
-        self.trainer._step(self.parts, weight, healthy, 1e-6)
+        global_batch = self.trainer._accumulate(self.parts, batches, 1, self.interval)
+        self.trainer._step(self.parts, global_batch, 1e-6)
         self.trainer.update.outcomes(True)
         return time.perf_counter() - begun
 

@@ -1,4 +1,4 @@
-"""The choice of a run's compute policy: the one that the run has recorded, else the fastest by timing."""
+"""The choice of a run's compute policy: the recorded policy of the run, or else the fastest by timing."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from speechtrain.run_directory import DEVICE, DeviceRecord, read_device
 from speechtrain.task import Task
 
 _LOG = logging.getLogger(__name__)
-_LATE = 2**30  # a step after which nothing is frozen or annealed
+_LATE_STEP = 2**30  # no model freezes parts or anneals a temperature at this step
 
 
 def recorded_policy(
     record: DeviceRecord | None, device: Device, precision: Precision
 ) -> ComputePolicy | None:
-    """The policy that ``device.json`` records, or None if it does not fit device, precision and settings.
+    """Return the policy in ``device.json``, or None if it does not fit device, precision and settings.
 
-    On another chip it is kept where the device would choose by timing, although another policy may be
-    faster there; only its fp32 products follow the chip, on which the faster path may be less exact.
+    On another chip the policy is kept if the device would choose by timing, although another policy may be
+    faster there. The exception is ``fp32_matmul``: if this chip does not have that setting, it is replaced,
+    because the faster one may be less exact there.
     """
     if record is None or (record.device, record.precision) != (device.name, precision.name):
         return None
@@ -42,7 +43,8 @@ def recorded_policy(
     if policy not in candidates:
         if len(candidates) == 1 or record.chip == device.chip():
             return None
-        if policy.fp32_matmul not in {candidate.fp32_matmul for candidate in candidates}:
+        settings = {candidate.fp32_matmul for candidate in candidates}
+        if policy.fp32_matmul not in settings:
             policy = replace(policy, fp32_matmul=candidates[0].fp32_matmul)
     return device.attach(policy)
 
@@ -50,29 +52,49 @@ def recorded_policy(
 def choose_policy(
     record: DeviceRecord | None, device: Device, precision: Precision, *, task: Task, data: DataModule
 ) -> DeviceRecord:
-    """The content of ``device.json`` for this start: the policy, and the medians if policies were timed.
+    """Return the content of ``device.json`` for this start: the policy, and the medians of timed policies.
 
-    Times ``task`` on a batch of ``data`` if the device has several policies and the run has recorded none.
+    ``task`` is timed on a batch of ``data`` if the device has several policies and the run has recorded none.
     """
-    chip, name = device.chip(), precision.name
-    if record and (kept := recorded_policy(record, device, precision)):
-        if record.chip != chip:
-            _LOG.warning(
-                f"the compute policy was chosen on {record.chip} and is kept on {chip}; "
-                "set device.autotune=false for torch's own"
-            )
-        return replace(record, policy=kept.record())
+    chip = device.chip()
+    policy = recorded_policy(record, device, precision)
+    if record and policy:
+        _warn_of_other_chip(record.chip, chip)
+        return replace(record, policy=policy.record())
     candidates = device.candidates(precision.dtype)
     if len(candidates) == 1:
-        return DeviceRecord(device.name, chip, name, candidates[0].record())
-    if (batch := data.sample()) is None:
-        return DeviceRecord(device.name, chip, name, device.policy(precision.dtype).record())
-    chosen, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
-    taken = {c.describe(): round(1000 * m, 1) for c, m in zip(candidates, medians, strict=True)}
-    if chosen.autocast_dtype is None and precision.dtype != torch.float32:
-        times = ", ".join(f"{name} {milliseconds} ms" for name, milliseconds in taken.items())
+        return DeviceRecord(device.name, chip, precision.name, candidates[0].record())
+    batch = data.sample()
+    if batch is None:
+        policy = device.policy(precision.dtype)
+        return DeviceRecord(device.name, chip, precision.name, policy.record())
+    policy, medians = fastest(candidates, _timer(task, device, precision, batch=batch))
+    milliseconds = _milliseconds(candidates, medians)
+    _warn_of_fp32(policy, precision, milliseconds)
+    return DeviceRecord(device.name, chip, precision.name, policy.record(), milliseconds=milliseconds)
+
+
+def _milliseconds(candidates: list[ComputePolicy], medians: list[float]) -> dict[str, float]:
+    """Return the median time of a step for each policy, from seconds."""
+    milliseconds = {}
+    for candidate, seconds in zip(candidates, medians, strict=True):
+        milliseconds[candidate.describe()] = round(1000 * seconds, 1)
+    return milliseconds
+
+
+def _warn_of_other_chip(recorded_chip: str, chip: str) -> None:
+    if recorded_chip != chip:
+        _LOG.warning(
+            f"the compute policy was chosen on {recorded_chip} and is kept on {chip}. "
+            "Set device.autotune=false to use torch's own kernels"
+        )
+
+
+def _warn_of_fp32(policy: ComputePolicy, precision: Precision, milliseconds: dict[str, float]) -> None:
+    """Warn if the fastest policy computes in fp32, although ``precision`` is lower."""
+    if policy.autocast_dtype is None and precision.dtype != torch.float32:
+        times = ", ".join(f"{name} {time_ms} ms" for name, time_ms in milliseconds.items())
         _LOG.warning(f"precision={precision.name}: training is in fp32, which is as fast here ({times})")
-    return DeviceRecord(device.name, chip, name, chosen.record(), milliseconds=taken)
 
 
 def resolve_policy(
@@ -82,8 +104,9 @@ def resolve_policy(
     with group.main_process_first():
         record = read_device(run_dir)
         if not group.world.rank:
-            before, record = record, choose_policy(record, device, precision, task=task, data=data)
-            if record != before:
+            stored_record = record
+            record = choose_policy(stored_record, device, precision, task=task, data=data)
+            if record != stored_record:
                 write_json(run_dir / DEVICE, asdict(record))
     assert record is not None
     policy = ComputePolicy.from_record(record.policy)
@@ -97,11 +120,11 @@ def resolve_policy(
 def _timer(
     task: Task, device: Device, precision: Precision, *, batch: Batch
 ) -> Callable[[ComputePolicy], float]:
-    """A function that times forward and backward under a policy, in seconds.
+    """Return a function that times forward and backward under a policy, in seconds.
 
-    It restores buffers and gradients; the policy stays applied.
+    It restores buffers and gradients. The policy stays applied.
     """
-    task.train().advance(_LATE, 0)
+    task.train().advance(_LATE_STEP, 0)
     moved = device.move(task.prepare(batch, 0))
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
 
@@ -109,17 +132,17 @@ def _timer(
         apply_policy(task, policy)
         torch.manual_seed(0)
         device.synchronize()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with policy.autocast(device.name):
             loss = task(moved)
         precision.backward(loss.total)
         device.mark_step()
         device.synchronize()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         task.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for buffer, copy in buffers:
+                buffer.copy_(copy)
         return seconds
 
     return seconds_of

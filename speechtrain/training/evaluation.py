@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,11 @@ from speechtrain.counter_rng import seed_at
 from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group
 from speechtrain.metrics import MetricSums
-from speechtrain.task import Example, Sums, Task, worst_examples
+from speechtrain.task import Evaluation, Example, Sums, Task, worst_examples
 
 
 class Interrupted(Exception):
-    """An evaluation that was stopped on request; it has no metrics."""
+    """An evaluation was stopped on request. It does not have metrics."""
 
 
 Totals = Mapping[str, tuple[float, float]]
@@ -27,7 +27,7 @@ Totals = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One evaluation set's metrics (corpus sums divided once), their sums and counts, some utterances."""
+    """The evaluation of one set. A metric is a sum over the whole set that is divided once."""
 
     metrics: dict[str, float]  # the metrics by name, error rates as fractions
     totals: Totals  # the sum and the count of each metric
@@ -47,70 +47,110 @@ def evaluate(
 ) -> dict[str, Outcome]:
     """Evaluate ``task`` on each named set.
 
-    ``examples`` are kept of this rank's utterances, those with the most word errors first; None keeps all.
+    The outcome has the ``examples`` utterances of this rank with the most word errors, or all utterances if
+    ``examples`` is None.
 
-    Sums are reduced over the group before they are divided, so the figures depend neither on the
-    batch size nor on the number of ranks. The task's training mode is restored. ``stop_requested``, called
-    before every batch, must return the same on all ranks. Raises Interrupted where it returns True.
+    Sums are reduced over the group before they are divided. So the metrics depend neither on the batch size
+    nor on the number of ranks. The task's training mode is restored. ``stop_requested`` is called before
+    every batch and must return the same on all ranks. Raises Interrupted if it returns True.
     """
-    training = task.training
+    is_training = task.training
     task.eval()
     outcomes = {}
     try:
         for name, batches in sets.items():
-            begun = time.perf_counter()
-            sums, expected = MetricSums(), MetricSums()
-            kept: list[Example] = []
-            for batch in batches:
-                if stop_requested():
-                    raise Interrupted(name)
-                batch = task.prepare(batch, seed_at(*batch.keys.tolist()))
-                with torch.no_grad(), policy.autocast(device.name):
-                    result = task.evaluate(device.move(batch))
-                device.mark_step()
-                sums.add(result.metrics)
-                kept += result.examples
-                if task.writes_text:
-                    expected.add(_expected(batch, result.examples))
-                if examples is not None:
-                    kept = worst_examples(kept, examples)
-            sums.reduce(group.sum)
-            expected.reduce(group.sum)
-            metrics, totals = sums.means(), sums.totals()
-            told = _contradiction(task, totals, expected.totals())
-            seconds = time.perf_counter() - begun
-            outcomes[name] = Outcome(metrics, totals, tuple(kept), seconds, told)
+            evaluations = _evaluations(task, batches, device, policy, stop_requested)
+            outcomes[name] = _collect(evaluations, task, group, examples)
     finally:
-        task.train(training)
+        task.train(is_training)
     return outcomes
 
 
-# exp(-loss per label) is the geometric mean of the probability of the references' labels: at 0.35 nats 0.7,
-# so a label is likelier than all else, an early end included. A text that lacks a fifth of the characters is
-# then not what the model believes; where labels are in doubt, it may be
+def _evaluations(
+    task: Task,
+    batches: Iterable[Batch],
+    device: Device,
+    policy: ComputePolicy,
+    stop_requested: Callable[[], bool],
+) -> Iterator[tuple[Batch, Evaluation]]:
+    """Yield each batch, prepared and on the host, with its evaluation. Raises Interrupted on request."""
+    for batch in batches:
+        if stop_requested():
+            raise Interrupted
+        batch = task.prepare(batch, seed_at(*batch.keys.tolist()))
+        with torch.no_grad(), policy.autocast(device.name):
+            evaluation = task.evaluate(device.move(batch))
+        device.mark_step()
+        yield batch, evaluation
+
+
+def _collect(
+    evaluations: Iterable[tuple[Batch, Evaluation]], task: Task, group: Group, examples: int | None
+) -> Outcome:
+    """Return the outcome of a set, whose metrics are reduced over the ranks of ``group``."""
+    start = time.perf_counter()
+    sums, lengths = MetricSums(), MetricSums()
+    utterances: list[Example] = []
+    for batch, evaluation in evaluations:
+        sums.add(evaluation.metrics)
+        utterances += evaluation.examples
+        if task.writes_text:
+            lengths.add(_lengths(batch, evaluation.examples))
+        if examples is not None:
+            utterances = worst_examples(utterances, examples)
+    sums.reduce(group.sum)
+    lengths.reduce(group.sum)
+    totals = sums.totals()
+    contradiction = _contradiction(task, totals, lengths.totals())
+    seconds = time.perf_counter() - start
+    return Outcome(sums.means(), totals, tuple(utterances), seconds, contradiction)
+
+
+# exp(-loss per label) is the geometric mean of the probabilities of the references' labels. At 0.35 nats it
+# is 0.7, so a label is more probable than all alternatives together, an early end included. A hypothesis that
+# lacks a fifth of the characters then contradicts the model. If the labels are less probable, it may not.
 _MOST_NATS, _LEAST_LENGTH = 0.35, 0.8
 
 
-def _expected(batch: Batch, examples: Iterable[Example]) -> Sums:
-    """Characters of hypotheses and references, and labels and rows, of what the loss counts; () float64."""
-    counted = {name for name, weight in zip(batch.ids, batch.weight.tolist(), strict=True) if weight}
-    texts = [(e.hypothesis, e.reference) for e in examples if e.id in counted]
-    lengths = [[len("".join(text.split())) for text in pair] for pair in texts]
-    written, said = torch.tensor(lengths, dtype=torch.float64).reshape(-1, 2).sum(0)
+def _lengths(batch: Batch, examples: Iterable[Example]) -> Sums:
+    """Return lengths of the rows that the loss counts, as () float64.
+
+    ``length`` has the characters of the hypotheses and of the references, without white space. ``labels`` has
+    the number of labels and of rows.
+    """
+    ids = {name for name, weight in zip(batch.ids, batch.weight.tolist(), strict=True) if weight}
+    hypotheses, references = 0, 0
+    for example in examples:
+        if example.id in ids:
+            hypotheses += _characters(example.hypothesis)
+            references += _characters(example.reference)
+    hypothesis_length, reference_length = torch.tensor([hypotheses, references], dtype=torch.float64)
     weight = batch.weight.double()
-    return {"length": (written, said), "labels": ((batch.label_lengths * weight).sum(), weight.sum())}
+    labels = (batch.label_lengths * weight).sum()
+    return {"length": (hypothesis_length, reference_length), "labels": (labels, weight.sum())}
 
 
-def _contradiction(task: Task, totals: Totals, expected: Totals) -> str:
-    """Says that the texts are shorter than the loss allows, where a search of sums over paths may help."""
-    if not (expected and "loss" in totals and task.beam and task.decoder.searches) or task.decoder.sums_paths:
+def _characters(text: str) -> int:
+    """Return the number of characters of a text, without white space."""
+    return len("".join(text.split()))
+
+
+def _contradiction(task: Task, totals: Totals, lengths: Totals) -> str:
+    """Return a warning if the hypotheses are shorter than the loss suggests, else an empty string.
+
+    A search that sums over the paths of a text may help. So the task must have one and not use it already.
+    """
+    has_both = bool(lengths) and "loss" in totals
+    if not has_both or not task.beam or not task.decoder.searches or task.decoder.sums_paths:
         return ""
-    loss, labels, (written, said) = totals["loss"][0], expected["labels"][0], expected["length"]
-    is_sure = labels > 0 and loss <= _MOST_NATS * labels
-    if not is_sure or not said or written > _LEAST_LENGTH * said:
+    loss, labels = totals["loss"][0], lengths["labels"][0]
+    hypothesis_length, reference_length = lengths["length"]
+    is_confident = labels > 0 and loss <= _MOST_NATS * labels
+    if not is_confident or not reference_length or hypothesis_length > _LEAST_LENGTH * reference_length:
         return ""
     return (
         f"loss and error rate contradict each other: the model gives a label of the references a "
-        f"probability of {math.exp(-loss / labels):.2f}, but the hypotheses have {written / said:.0%} of the "
-        f"characters. The search stops too early; try decoder={task.beam}"
+        f"probability of {math.exp(-loss / labels):.2f}, but the hypotheses have "
+        f"{hypothesis_length / reference_length:.0%} of the characters. The search stops too early; "
+        f"try decoder={task.beam}"
     )

@@ -39,94 +39,110 @@ def padding_batch(rows: int, samples: int, labels: int) -> Batch:
 
 @contextmanager
 def without_side_effects(trained: Trained) -> Iterator[None]:
-    """A context that undoes what updates that are not taken change: buffers and counters on the host.
+    """A context that restores the buffers and the host's counters after updates that are not applied.
 
-    Such an update leaves weights, moments and average unchanged by itself. Forward writes buffers
-    (BatchNorm's statistics); they are restored here.
+    Such an update does not change weights, moments and average. But forward writes buffers (the statistics
+    of BatchNorm), and the optimizer counts its steps.
     """
     module, optimizer, average = trained
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    before = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
+    counters = {parameter: _counters(parameter, state) for parameter, state in optimizer.state.items()}
     updates = average.updates
     yield
     with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for buffer, copy in buffers:
+            buffer.copy_(copy)
     for parameter, state in optimizer.state.items():
-        for name, now in _counters(parameter, state).items():
-            kept = before.get(parameter, {}).get(name, 0)
-            state[name] = torch.full_like(now, float(kept)) if isinstance(now, Tensor) else kept
+        for name, counter in _counters(parameter, state).items():
+            # A state that the updates created starts at 0.
+            count = counters.get(parameter, {}).get(name, 0)
+            if isinstance(counter, Tensor):
+                state[name] = torch.full_like(counter, float(count))
+            else:
+                state[name] = count
     average.updates = updates
 
 
 def _counters(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The part of an optimizer's state of a parameter that is on the host."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in state.items()
-        if not isinstance(value, Tensor) or value.device != parameter.device
-    }
+    """Return copies of the optimizer's counters of a parameter, which are on the host."""
+    counters = {}
+    for name, counter in state.items():
+        if not isinstance(counter, Tensor):
+            counters[name] = counter
+        elif counter.device != parameter.device:
+            counters[name] = counter.clone()
+    return counters
 
 
 @dataclass(eq=False)
 class Graphs:
-    """Counts a device's graph compilations; on an eager device the warm-up does nothing."""
+    """Counts the graph compilations of a device. On an eager device the warm-up does nothing."""
 
     device: Device
     tracker: Tracker
-    most: int | None
-    _known: int = field(init=False, default=0)  # compiled by the end of the warm-up, or reported since
+    max_graphs: int | None
+    _reported_graphs: int = field(init=False, default=0)  # including the graphs of the warm-up
 
     def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
-        """Compile the device's graphs for all fixed shapes; the run is unchanged afterwards."""
+        """Compile the device's graphs for all fixed shapes. The run does not change."""
 
     def settle(self) -> None:
-        """Count what was compiled since, before the first update, as the warm-up's."""
-        self._known = self.device.graphs()
+        """Count all graphs so far, before the first update, as graphs of the warm-up."""
+        self._reported_graphs = self.device.graphs()
 
     def check(self, step: int) -> None:
-        """Report compilations since the warm-up; raise RunError above ``trainer.max_graphs``."""
+        """Report compilations after the warm-up. Raises RunError above ``trainer.max_graphs``."""
         graphs = self.device.graphs()
-        if self.most is not None and graphs > self.most:
+        if self.max_graphs is not None and graphs > self.max_graphs:
             raise RunError(
-                f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={self.most}"
+                f"{graphs} graphs compiled by step {step}, more than trainer.max_graphs={self.max_graphs}"
             )
-        if graphs > self._known:
-            message = f"{graphs - self._known} more graphs compiled after the warm-up"
+        if graphs > self._reported_graphs:
+            message = f"{graphs - self._reported_graphs} more graphs compiled after the warm-up"
             self.tracker.log("warning", {"step": step, "message": message})
-            self._known = graphs
+            self._reported_graphs = graphs
 
 
 class WarmedUpGraphs(Graphs):
     """Graphs of a device with fixed shapes, which are compiled before the first update."""
 
     def warm_up(self, parts: Parts, step: Step, evaluate: Evaluate) -> None:
-        """Run steps, an evaluation and a checkpoint's reads twice: the first pass creates optimizer state."""
-        # the weight of a real batch would be a host read; only fp16 needs it, which such devices lack
+        """Run steps, an evaluation and the reads of a checkpoint twice.
+
+        The first round creates the optimizer's state. Updates that have the state have other graphs.
+        """
+        # The divisor of a real batch would need a host read. Only fp16 needs that divisor, and devices with
+        # fixed shapes do not have fp16.
         parts.progress.backward_divisor = parts.progress.backward_divisor or 1.0
-        started = time.perf_counter()
-        segments = {"steps": 0, "evaluation": 0, "checkpoint": 0}
+        start = time.perf_counter()
+        graphs = {"steps": 0, "evaluation": 0, "checkpoint": 0}
         for _ in range(2):
-            with self._counted(segments, "steps"), without_side_effects(parts.trained):
+            with self._counted(graphs, "steps"), without_side_effects(parts.trained):
                 for shape in parts.data.shapes() * 2:
                     step(padding_batch(*shape))
-            with self._counted(segments, "evaluation"):
-                evaluate({"warm-up": [padding_batch(*s) for s in parts.data.evaluation_shapes()]})
-            with self._counted(segments, "checkpoint"):
-                # nothing is kept: a tensor that is alive at mark_step is an output of its graph
-                states = parts.states.values()
-                on_host(
-                    [parts.average.averaged_state_dict(parts.task), *(part.state_dict() for part in states)]
-                )
+            with self._counted(graphs, "evaluation"):
+                batches = [padding_batch(*shape) for shape in parts.data.evaluation_shapes()]
+                evaluate({"warm-up": batches})
+            with self._counted(graphs, "checkpoint"):
+                _read_states(parts)
         self.settle()
-        counts = {"shapes": len(parts.data.shapes()), "graphs": self._known}
-        counts |= {f"graphs_{name}": count for name, count in segments.items()}
-        self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - started})
+        counts = {"shapes": len(parts.data.shapes()), "graphs": self._reported_graphs}
+        counts |= {f"graphs_{name}": count for name, count in graphs.items()}
+        self.tracker.log("warm_up", {**counts, "seconds": time.perf_counter() - start})
 
     @contextmanager
-    def _counted(self, segments: dict[str, int], name: str) -> Iterator[None]:
-        """A context that adds its compilations, including its last graph's, to ``segments[name]``."""
-        before = self.device.graphs()
+    def _counted(self, graphs: dict[str, int], name: str) -> Iterator[None]:
+        """A context that adds its compilations, including its last graph, to ``graphs[name]``."""
+        start = self.device.graphs()
         yield
         self.device.mark_step()
-        segments[name] += self.device.graphs() - before
+        graphs[name] += self.device.graphs() - start
+
+
+def _read_states(parts: Parts) -> None:
+    """Copy the states of a checkpoint to the host.
+
+    No tensor outlives this function: a tensor that is alive at mark_step would be an output of the graph.
+    """
+    weights = parts.average.averaged_state_dict(parts.task)
+    on_host([weights, *(part.state_dict() for part in parts.states.values())])

@@ -24,7 +24,7 @@ class StepOutcome(Enum):
 
 
 class Trained(NamedTuple):
-    """What an update changes."""
+    """The objects that an update changes."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -33,22 +33,31 @@ class Trained(NamedTuple):
 
 @dataclass(eq=False)
 class Update(ABC):
-    """How a run updates its weights; a skipped update changes neither weights nor their average."""
+    """How a run updates its weights. A skipped update changes neither weights nor their average."""
 
     precision: Precision
     clip: float
 
     @abstractmethod
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
-        """Update ``trained.module``; returns the norm () of its gradients times ``scale``, before clipping.
+        """Update ``trained.module``. Return the norm () of its gradients times ``scale``, before clipping.
 
-        ``scale`` () turns the accumulated gradients into those of the mean loss; ``healthy`` () bool is
-        True if every loss is finite. Gradients are cleared afterwards.
+        ``scale`` () turns the accumulated gradients into the gradients of the mean loss. ``healthy`` () bool
+        is True if every loss is finite. Gradients are cleared afterwards.
         """
 
     @abstractmethod
     def outcomes(self, due: bool) -> list[StepOutcome]:
-        """Outcomes of the updates since the last call; those still on the device are read when ``due``."""
+        """Return the outcomes of the updates since the last call.
+
+        Outcomes that are still on the device are read only if ``due`` is True.
+        """
+
+    def _clipped(self, scale: Tensor, norm: Tensor) -> Tensor:
+        """Return the scale () that also clips gradients of ``norm`` (), which includes ``scale`` ()."""
+        if self.clip <= 0:
+            return scale
+        return scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
 
     def _set_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
         for group in optimizer.param_groups:
@@ -66,76 +75,90 @@ class HostCheckedUpdate(Update):
         self.precision.unscale(optimizer)
         gradients = gradients_of(optimizer)
         norm = total_norm(gradients) * scale
-        if self.clip > 0:
-            scale = scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
-        if bool(healthy.bool() & torch.isfinite(norm)):  # its only host read: every rank decides the same
+        scale = self._clipped(scale, norm)
+        # This is the only host read of an update. All ranks read the same.
+        is_finite = bool(healthy.bool() & torch.isfinite(norm))
+        if is_finite:
             torch_private.foreach_mul_([local(gradient) for gradient in gradients], scale)
             self._set_rate(optimizer, rate)
             self.precision.step(optimizer)
             average.update(module)
             outcome = StepOutcome.TAKEN
+        elif self.precision.overflow(optimizer):
+            outcome = StepOutcome.SCALED
         else:
-            outcome = StepOutcome.SCALED if self.precision.overflow(optimizer) else StepOutcome.REFUSED
+            outcome = StepOutcome.REFUSED
         self._outcomes.append(outcome)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
     def outcomes(self, due: bool) -> list[StepOutcome]:
-        found, self._outcomes = self._outcomes, []
-        return found
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
 
 @dataclass(eq=False)
 class BranchFreeUpdate(Update):
-    """Every update is computed, then taken or undone within the graph: nothing is read back.
+    """Every update is computed, then kept or undone within the graph. The host reads nothing.
 
-    Costs a copy of the weights and of the optimizer's state in every step. The counter of updates that
+    Each step costs a copy of the weights and of the optimizer's state. The counter of updates that
     some optimizers keep on the host also counts skipped updates.
     """
 
-    _taken: list[Tensor] = field(init=False, default_factory=list)
+    _flags: list[Tensor] = field(init=False, default_factory=list)  # () 1 or 0: whether an update is kept
 
     @torch.no_grad()
     def __call__(self, trained: Trained, rate: float, scale: Tensor, healthy: Tensor) -> Tensor:
         module, optimizer, average = trained
         gradients = gradients_of(optimizer)
-        norm = torch.stack([squared_norm(gradient) for gradient in gradients]).sum().sqrt() * scale
-        if self.clip > 0:
-            scale = scale * torch.full_like(norm, self.clip) / norm.clamp(min=self.clip)
-        taken = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
+        squared_norms = torch.stack([squared_norm(gradient) for gradient in gradients])
+        norm = squared_norms.sum().sqrt() * scale
+        scale = self._clipped(scale, norm)
+        # The flag is 1 if the update is finite and kept, and 0 if it is undone.
+        flag = healthy.to(norm.dtype) * torch.isfinite(norm).to(norm.dtype)
         scale = scale.masked_fill(~torch.isfinite(scale), 0.0)
-        for gradient in gradients:  # filled first: 0 · inf and 0 · NaN are NaN
+        for gradient in gradients:
+            # Zeros are filled in first, because 0 · inf and 0 · NaN are NaN.
             gradient.masked_fill_(~torch.isfinite(gradient), 0.0).mul_(scale)
-        before = {id(tensor): tensor.clone() for tensor in self._changing(optimizer)}
         self._set_rate(optimizer, rate)
-        self.precision.step(optimizer)
-        for tensor in self._changing(optimizer):
-            kept = before.get(id(tensor))  # None for a state that this update created: it starts at 0
-            tensor.mul_(taken)
-            if kept is not None:
-                tensor.add_(kept * (1 - taken))
-        average.update(module, taken)
-        self._taken.append(taken)
+        self._step_if(flag, optimizer)
+        average.update(module, flag)
+        self._flags.append(flag)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def _step_if(self, flag: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Compute a step of the optimizer. Keep it if ``flag`` () is 1, and undo it if ``flag`` is 0."""
+        copies = {id(tensor): tensor.clone() for tensor in self._tensors_on_device(optimizer)}
+        self.precision.step(optimizer)
+        for tensor in self._tensors_on_device(optimizer):
+            copy = copies.get(id(tensor))
+            tensor.mul_(flag)
+            # A state that this step created has no copy. It starts at 0.
+            if copy is not None:
+                tensor.add_(copy * (1 - flag))
+
     @staticmethod
-    def _changing(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The weights, and the optimizer's state tensors on the same device."""
-        changing: list[Tensor] = []
+    def _tensors_on_device(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the weights with gradients, and the optimizer's state tensors on the same device."""
+        tensors: list[Tensor] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                states = optimizer.state.get(parameter, {}).values()
-                tensors = [state for state in states if isinstance(state, Tensor)]
-                # the other tensors are counters on the host
-                changing += [parameter, *(t for t in tensors if t.device == parameter.device)]
-        return changing
+                tensors.append(parameter)
+                # State tensors on another device are counters on the host.
+                for state in optimizer.state.get(parameter, {}).values():
+                    if isinstance(state, Tensor) and state.device == parameter.device:
+                        tensors.append(state)
+        return tensors
 
     def outcomes(self, due: bool) -> list[StepOutcome]:
         if not due:
             return []
-        found = [StepOutcome.TAKEN if float(taken.cpu()) else StepOutcome.REFUSED for taken in self._taken]
-        self._taken = []
-        return found
+        outcomes = []
+        for flag in self._flags:
+            outcome = StepOutcome.TAKEN if flag.cpu() else StepOutcome.REFUSED
+            outcomes.append(outcome)
+        self._flags = []
+        return outcomes

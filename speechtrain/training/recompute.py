@@ -1,5 +1,7 @@
-"""Activation checkpointing: the repeated layers of a model keep their inputs only, and backward computes the
-rest again (Chen et al., 2016)."""
+"""Activation checkpointing (Chen et al., 2016).
+
+The repeated layers of a model keep only their inputs. Backward computes the other activations again.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,21 @@ from speechtrain.task import units_of
 
 
 def checkpoint_layers(module: nn.Module) -> None:
-    """Have the units of ``module`` (``shard_units``) computed again in backward.
+    """Make backward compute the units of ``module`` (``shard_units``) again.
 
-    Losses, gradients and buffers are bit-equal to those without it: the second computation has the first
-    one's random numbers, autocast and buffers. State keys do not change.
+    Losses, gradients and buffers are bit-equal to a run without it, because the second computation has the
+    random numbers, autocast and buffers of the first computation. State keys do not change.
     Raises ConfigError for a module without units.
     """
     units = units_of(module)
     if not units:
         raise ConfigError(
             f"trainer.checkpoint_layers=true: no part of {type(module).__name__} names repeated layers in "
-            "shard_units; set trainer.checkpoint_layers=false"
+            "shard_units. Set trainer.checkpoint_layers=false"
         )
     for unit in dict.fromkeys(units):
-        # a class and no attribute: a copy of the module then computes with its own weights
+        # The class is replaced, because an attribute ``forward`` would bind the weights of this module, also
+        # in a copy of the module.
         cls = type(unit)
         unit.__class__ = type(cls.__name__, (_Checkpointed, cls), {"__module__": cls.__module__})
 
@@ -38,23 +41,24 @@ class _Checkpointed(nn.Module):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **options)
-        first = {name: buffer.clone() for name, buffer in self.named_buffers(remove_duplicate=False)}
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers(remove_duplicate=False)}
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), _with_buffers(self, first)
+            """Return the contexts of the first and of the second computation."""
+            return nullcontext(), _with_buffers(self, buffers)
 
         return checkpoint(super().forward, *inputs, use_reentrant=False, context_fn=contexts, **options)
 
 
 @contextmanager
 def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
-    """Let a second computation have other ``buffers``, and change those only."""
-    former = dict(module.named_buffers(remove_duplicate=False))
+    """A context in which ``module`` has other ``buffers``, so that a computation changes only these."""
+    module_buffers = dict(module.named_buffers(remove_duplicate=False))
     try:
         _set_buffers(module, buffers)
         yield
     finally:
-        _set_buffers(module, former)
+        _set_buffers(module, module_buffers)
 
 
 def _set_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Training that goes wrong: updates that are not finite, and a collapse that the task has seen."""
+"""Training that goes wrong: updates that are not finite, and a collapse that the task detects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speechtrain.training.run_state import Parts
 
 @dataclass(frozen=True)
 class Recovery:
-    """Counts skipped updates and acts on alarms; all ranks alike."""
+    """Counts skipped updates and acts on alarms, in the same way on all ranks."""
 
     config: TrainerConfig
     tracker: Tracker
@@ -31,37 +31,49 @@ class Recovery:
         for outcome in outcomes:
             if outcome is StepOutcome.TAKEN:
                 parts.progress.bad_updates = 0
-            elif outcome is StepOutcome.SCALED:  # not a fault of the recipe
+            elif outcome is StepOutcome.SCALED:
+                # The recipe is not at fault, so this does not count as a bad update.
                 parts.progress.scale_skips += 1
             else:
-                self._refuse(parts)
+                self._count_bad_update(parts)
 
-    def _refuse(self, parts: Parts) -> None:
-        """Count a non-finite update; raise Diverged, with a replay bundle, when there were too many."""
+    def _count_bad_update(self, parts: Parts) -> None:
+        """Count a non-finite update. Write a replay bundle and raise Diverged after too many in a row."""
         progress = parts.progress
         progress.bad_updates += 1
         progress.skipped_updates += 1
-        ids = [name for batch in parts.micro_batches for name in batch.ids if name]
+        ids: list[str] = []
+        for batch in parts.micro_batches:
+            ids += [name for name in batch.ids if name]
         message = f"update {progress.step} skipped: non-finite loss or gradient (first cut {ids[:1]})"
         self.tracker.log("warning", {"step": progress.step, "message": message})
         if progress.bad_updates < self.config.max_bad_updates:
             return
-        batches = [{k: v for k, v in vars(b).items() if k != "skipped"} for b in parts.micro_batches]
-        replay = self.run_dir / "replay.pt"
-        # RuntimeError: torch's for a full disk
-        with contextlib.suppress(OSError, RuntimeError), atomic(replay) as temporary:
-            held = {"step": progress.step, "seed": self.seed, "batches": batches}
-            torch.save(held, temporary, pickle_protocol=2)
+        path = self._write_replay(parts)
         clip = " or trainer.clip" if self.config.clip else ""
         raise Diverged(
-            f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}; "
-            f"lower optimizer.lr{clip}, or look at the batches in {replay}"
+            f"{progress.bad_updates} non-finite updates in a row up to step {progress.step}: "
+            f"lower optimizer.lr{clip}, or look at the batches in {path}"
         )
 
+    def _write_replay(self, parts: Parts) -> Path:
+        """Write the micro-batches of the latest update. Return the path, also if the disk is full."""
+        batches = []
+        for batch in parts.micro_batches:
+            fields = dict(vars(batch))
+            del fields["skipped"]
+            batches.append(fields)
+        bundle = {"step": parts.progress.step, "seed": self.seed, "batches": batches}
+        path = self.run_dir / "replay.pt"
+        # torch raises RuntimeError for a full disk.
+        with contextlib.suppress(OSError, RuntimeError), atomic(path) as temporary:
+            torch.save(bundle, temporary, pickle_protocol=2)
+        return path
+
     def act_on(self, alarm: Alarm | None, step: int) -> None:
-        """Warn of what the task's ``watch`` has seen; raise Diverged where ``on_collapse`` is ``stop``."""
+        """Log an alarm of the task's ``watch``. Raises Diverged if ``on_collapse`` is ``stop``."""
         if alarm is None:
             return
         self.tracker.log("warning", {"step": step, "message": alarm.message})
         if self.config.on_collapse == "stop":
-            raise Diverged(f"{alarm.message} (seen since step {alarm.onset}; trainer.on_collapse=stop)")
+            raise Diverged(f"{alarm.message} (seen since step {alarm.onset}, trainer.on_collapse=stop)")

@@ -1,4 +1,4 @@
-"""What a run trains with, where it is, and what happened since the last log line."""
+"""The state of a run: its parts, its progress, and the counts since the last log line."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from speechtrain.training.optimizer_step import Trained
 
 @dataclass
 class Progress:
-    """Where a run is; part of every checkpoint."""
+    """The progress of a run. Every checkpoint has it."""
 
-    step: int = 0
-    wall_s: float = 0.0
-    backward_divisor: float = 0.0  # the constant that backward's loss is divided by, a power of two
-    bad_updates: int = 0  # non-finite ones in a row
-    skipped_updates: int = 0  # non-finite ones in all
-    scale_skips: int = 0  # updates skipped to lower fp16's loss scale
-    validated: int = 0  # step of the latest complete validation
-    metrics: dict[str, float] = field(default_factory=dict)  # of the latest validation
+    step: int = 0  # the number of updates
+    wall_s: float = 0.0  # the seconds of training, earlier starts included
+    backward_divisor: float = 0.0  # the loss is divided by this power of two before backward
+    bad_updates: int = 0  # the number of non-finite updates in a row
+    skipped_updates: int = 0  # the number of all non-finite updates
+    scale_skips: int = 0  # the number of updates that were skipped to lower fp16's loss scale
+    validated: int = 0  # the step of the latest complete validation
+    metrics: dict[str, float] = field(default_factory=dict)  # the metrics of the latest validation
     epochs: float = 0.0
-    utterances: int = 0  # of all ranks
-    audio_s: float = 0.0  # of all ranks
-    train_s: float = 0.0  # of updates, without the validations and checkpoints between them
+    utterances: int = 0  # the number of training utterances of all ranks
+    audio_s: float = 0.0  # the seconds of training audio of all ranks
+    train_s: float = 0.0  # the seconds of all updates, without validations and checkpoints
     epoch_start_utterances: int = 0  # ``utterances`` when the epoch began
     epoch_start_s: float = 0.0  # ``train_s`` when the epoch began
-    decode_ms_per_audio_s: float = 0.0  # of the latest validation's first set
+    decode_ms_per_audio_s: float = 0.0  # milliseconds, for the first set of the latest validation
 
     def speed(self) -> dict[str, float]:
-        """The figures of ``run_directory.SPEED``, none before the first update."""
+        """Return the metrics of ``run_directory.SPEED``. They are empty before the first update."""
         if not self.train_s:
             return {}
         return {
@@ -56,16 +56,22 @@ class Progress:
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        values = dict(state)
-        metrics = values.pop("metrics", self.metrics)
-        fit(values, vars(self), "progress")
-        self.metrics = {str(name): value for name, value in metrics.items() if type(value) in (int, float)}
-        vars(self).update({name: value for name, value in values.items() if name in vars(self)})
+        """Load a stored progress. Raises ValueError if a field has another type.
+
+        Unknown fields, and metrics that are not numbers, are ignored.
+        """
+        fields = dict(state)
+        metrics = fields.pop("metrics", self.metrics)
+        fit(fields, vars(self), "progress")
+        self.metrics = {str(name): mean for name, mean in metrics.items() if type(mean) in (int, float)}
+        for name, stored in fields.items():
+            if name in vars(self):
+                setattr(self, name, stored)
 
 
 @dataclass(kw_only=True)
 class Parts:
-    """What one call of ``Trainer.fit`` trains with."""
+    """The objects of one call of ``Trainer.fit``."""
 
     task: Task
     data: DataModule
@@ -74,9 +80,9 @@ class Parts:
     average: Average
     precision: Precision
     progress: Progress
-    wrapped: nn.Module = field(init=False)  # the task as the group synchronises it, once weights are restored
-    latest: Batch | None = None  # the batch that was started last, in training or evaluation, on the host
-    micro_batches: list[Batch] = field(default_factory=list)  # of the current step
+    wrapped: nn.Module = field(init=False)  # the task in the group's wrapper, after weights are restored
+    latest: Batch | None = None  # the latest batch of training or evaluation, on the host
+    micro_batches: list[Batch] = field(default_factory=list)  # the micro-batches of the current step
 
     @property
     def trained(self) -> Trained:
@@ -84,20 +90,20 @@ class Parts:
 
     @property
     def states(self) -> dict[str, Stateful]:
-        """What a checkpoint holds, by name."""
+        """Return the parts with a state in a checkpoint, by their names there."""
         names = ("task", "optimizer", "average", "schedule", "data", "precision", "progress")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclass
 class Interval:
-    """What happened since the last log line; sums stay on the device until a line is due."""
+    """The counts since the last log line. Sums stay on the device until the next line is due."""
 
     sums: MetricSums = field(default_factory=MetricSums)
-    utterances: int = 0
-    audio_s: float = 0.0
-    waited_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
+    utterances: int = 0  # the number of this rank's utterances
+    audio_s: float = 0.0  # the seconds of this rank's audio
+    waited_s: float = 0.0  # the seconds that this rank waited for data
+    started: float = field(default_factory=time.perf_counter)  # the clock at the start of the interval
 
     def add(self, batch: Batch, loss: Loss) -> None:
         self.sums.add({"loss": (loss.total.detach(), loss.weight), **loss.metrics})
@@ -105,8 +111,11 @@ class Interval:
         self.audio_s += batch.seconds
 
     def speed(self, world_size: int) -> dict[str, float]:
-        """The seconds, the work of all ranks in one of them, and the share that this rank waited for data."""
+        """Return the duration in seconds, the throughput of all ranks, and this rank's share of waiting."""
         seconds = max(1e-9, time.perf_counter() - self.started)
-        found = {"utterances_per_s": self.utterances, "audio_s_per_s": self.audio_s}
-        rates = {name: value * world_size / seconds for name, value in found.items()}
-        return {"seconds": seconds, **rates, "data_wait": self.waited_s / seconds}
+        return {
+            "seconds": seconds,
+            "utterances_per_s": self.utterances * world_size / seconds,
+            "audio_s_per_s": self.audio_s * world_size / seconds,
+            "data_wait": self.waited_s / seconds,
+        }

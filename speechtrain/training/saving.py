@@ -1,4 +1,4 @@
-"""Checkpoints in training: when one is written, what a failed one means, and what an error saves."""
+"""Checkpoints in training: writing them, handling failed writes, and saving after an error."""
 
 from __future__ import annotations
 
@@ -17,90 +17,107 @@ from speechtrain.training.run_state import Parts
 
 @dataclass
 class Saving:
-    """Saves the parts of a run; all ranks call it alike.
+    """Saves the parts of a run. All ranks must call its methods alike.
 
-    A checkpoint is written before the validation of its step, so what goes wrong there loses no update.
+    A checkpoint is written before the validation of its step, so an error in the validation loses no update.
     """
 
     group: Group
     checkpointer: Checkpointer
     tracker: Tracker
     on_save_error: str
-    _tried: int = field(init=False, default=0)  # the step of the last save
-    _written: int | None = field(init=False, default=None)  # the step of the last save that succeeded
-    # the data's state; None while the rest is not whole
-    _data: dict[str, Any] | None = field(init=False, default=None)
+    _attempted_step: int = field(init=False, default=0)  # the step of the last save, failed or not
+    _saved_step: int | None = field(init=False, default=None)  # the step of the last save that succeeded
+    # The state of the data after the last whole update. It is None during an update.
+    _data_state: dict[str, Any] | None = field(init=False, default=None)
 
     def restore(self, parts: Parts, resume: str) -> None:
-        """Continue from the newest usable checkpoint, as ``resume`` says. Raises RunError."""
-        found = None
+        """Continue from the newest usable checkpoint, unless ``resume`` is ``never``.
+
+        Raises RunError if ``resume`` is ``must`` and no usable checkpoint exists.
+        """
+        step = None
         if resume != "never":
-            with self.group.main_process_first():  # it sets damaged ones aside
-                found = self.checkpointer.restore(parts.states)
-        if found is not None:
-            self._tried, self._written = found, found
-            if noted := self.checkpointer.noted(found):
-                parts.progress.load_state_dict({**noted, "validated": found})
-            self.tracker.log("resume", {"step": found})
+            with self.group.main_process_first():  # The main process sets damaged checkpoints aside.
+                step = self.checkpointer.restore(parts.states)
+        if step is not None:
+            self._attempted_step, self._saved_step = step, step
+            validation = self.checkpointer.noted(step)
+            if validation:
+                parts.progress.load_state_dict({**validation, "validated": step})
+            self.tracker.log("resume", {"step": step})
         elif resume == "must":
             raise RunError(f"resume=must, but {self.checkpointer.root} holds no usable checkpoint")
 
     def save(self, parts: Parts, is_last: bool = False) -> None:
-        """Save, once for each step; only while training goes on may a failure be a mere warning."""
+        """Save a checkpoint, once for each step.
+
+        A failed save may be a warning only. With ``is_last``, at the end of the run, it is an error.
+        """
         step = parts.progress.step
         self.group.rank_status.at(step, "checkpoint")
-        self._tried = step
-        if (self.group.world.rank == 0 or self.checkpointer.needs_all) and self._written != step:
-            with self._or_warn(is_last):
+        self._attempted_step = step
+        if (self.group.world.rank == 0 or self.checkpointer.needs_all) and self._saved_step != step:
+            with self._checked(is_last):
                 self._write(parts)
         self.group.barrier()
 
     def note(self, parts: Parts, is_last: bool = False) -> None:
         """Add the validation of this step to its checkpoint."""
         progress = parts.progress
-        if self.group.world.rank == 0 and self._written == progress.step == progress.validated:
+        if self.group.world.rank == 0 and self._saved_step == progress.step == progress.validated:
             metric = metric_value(parts.task, progress.metrics)
-            with self._or_warn(is_last):
+            with self._checked(is_last):
                 self.checkpointer.note(progress.step, metric, progress.metrics, progress.wall_s)
 
     @contextlib.contextmanager
     def rescued(self, parts: Parts) -> Iterator[None]:
-        """A context in which any error but Diverged first saves the last whole update, where it can."""
+        """A context that saves the last whole update after any error except Diverged, if possible."""
         try:
             yield
-        except Diverged:  # these weights are not worth the place of older ones
+        except Diverged:
+            # Weights that have diverged must not replace an older checkpoint.
             raise
         except Exception:
-            # the others may have gone, so only a rank that saves alone can
-            is_able = self.group.world.rank == 0 and not self.checkpointer.needs_all
-            if self._data is not None and parts.progress.step > self._tried and is_able:
-                parts.data.load_state_dict(self._data)  # micro-batches of the unfinished update come again
-                try:
-                    self._write(parts)
-                except Exception as error:
-                    self.tracker.log("warning", {"message": f"not saved after an error: {error}"})
+            self._rescue(parts)
             raise
+
+    def _rescue(self, parts: Parts) -> None:
+        """Save the last whole update, unless it is saved already or the checkpoint needs all ranks.
+
+        After an error the other ranks may have ended.
+        """
+        can_save = self.group.world.rank == 0 and not self.checkpointer.needs_all
+        if self._data_state is None or parts.progress.step <= self._attempted_step or not can_save:
+            return
+        # A continued run reads the micro-batches of the unfinished update again.
+        parts.data.load_state_dict(self._data_state)
+        try:
+            self._write(parts)
+        except Exception as error:
+            self.tracker.log("warning", {"message": f"not saved after an error: {error}"})
 
     @contextlib.contextmanager
     def updating(self, parts: Parts) -> Iterator[None]:
-        """A context of an update: while it is not whole, nothing can be saved."""
-        self._data = None
+        """A context of an update. An error in it is not followed by a save, as the update is not whole."""
+        self._data_state = None
         yield
-        self._data = parts.data.state_dict()
+        self._data_state = parts.data.state_dict()
 
     def _write(self, parts: Parts) -> None:
         step, weights = parts.progress.step, parts.average.averaged_state_dict(parts.task)
         path = self.checkpointer.save(step, parts.states, weights)
-        self._written = step
+        self._saved_step = step
         self.tracker.log("checkpoint", {"step": step, "path": str(path)})
 
     @contextlib.contextmanager
-    def _or_warn(self, is_last: bool) -> Iterator[None]:
+    def _checked(self, is_last: bool) -> Iterator[None]:
+        """A context in which a failed write stops the run, or is a warning if training may go on."""
         try:
             yield
         except OSError as error:
             if is_last or self.on_save_error == "stop":
-                then = "the last good checkpoint is intact, and the same command continues from it"
-                raise MachineError(f"{error}; {then}") from error
+                advice = "The last good checkpoint is intact, and the same command continues from it"
+                raise MachineError(f"{error}. {advice}") from error
             message = f"{error}; training goes on, trainer.on_save_error=continue"
             self.tracker.log("warning", {"message": message})

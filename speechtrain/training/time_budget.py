@@ -23,14 +23,17 @@ from speechtrain.training.run_state import Parts, Progress
 
 Evaluate = Callable[[Parts, dict[str, Iterable[Batch]]], object]
 
-_LATEST = 1.05  # share of max_hours at which a run ends that is slower than its plan
-_MEASURED_SHARE, _MAX_MEASURED_S = 0.01, 10.0  # of the time, to time a part of a validation
-_WINDOW, _MIN_WINDOW = 0.1, 5  # the latest updates whose median counts: a share of all, and the fewest
-_UNPLANNED = 10**9  # updates of a schedule before the first update is timed, so that its warm-up has begun
-_NEWS = 0.05  # change of the plan that is reported
-_FEW_UPDATES = 50
+_LATEST = 1.05  # share of max_hours after which a run ends that is slower than its plan
+# The time for a part of a validation: at most this share of the time of the run, and at most these seconds.
+_MEASURED_SHARE, _MAX_MEASURED_S = 0.01, 10.0
+# The median counts this share of all updates, the latest ones, but at least this number of updates.
+_WINDOW, _MIN_WINDOW = 0.1, 5
+# The updates of a schedule until the first update is timed. The schedule then begins with its warm-up.
+_UNPLANNED = 10**9
+_NEWS = 0.05  # the smallest relative change of the plan that is reported
+_FEW_UPDATES = 50  # a plan of fewer updates causes a warning
 _FILE = "plan.json"
-_SPACING = 0.02  # share of the run between two revisions
+_SPACING = 0.02  # the share of the run between two revisions
 _VALIDATION_SHARE = 0.1  # the largest share of the time for validation, unless one validation takes more
 _MAX_VALIDATIONS = 20
 
@@ -49,7 +52,8 @@ class Revision:
     def share_at(self, step: int) -> float:
         """Return the share of the run that is done after ``step`` updates, from 0 to 1."""
         updates_left = max(1, self.updates - self.step)
-        return self.share + (1 - self.share) * min(1.0, (step - self.step) / updates_left)
+        share_of_rest = min(1.0, (step - self.step) / updates_left)
+        return self.share + (1 - self.share) * share_of_rest
 
 
 @dataclass
@@ -64,7 +68,7 @@ class TimePlan:
     validate_every: int = 0  # updates from one validation to the next
     seconds_per_update: float = 0.0  # the median of the latest updates
     seconds_per_validation: float = 0.0  # 0: not measured yet
-    revisions: list[Revision] = field(default_factory=list)  # in order, each a list of its values
+    revisions: list[Revision] = field(default_factory=list)  # in order, each a list in ``plan.json``
 
     @property
     def seconds(self) -> float:
@@ -72,13 +76,14 @@ class TimePlan:
 
     def until(self, step: int, validated: int) -> list[Revision]:
         """Return the revisions made up to update ``step`` and the validation of step ``validated``."""
-        return [r for r in self.revisions if (r.step, r.validated) <= (step, validated)]
+        point = (step, validated)
+        return [revision for revision in self.revisions if (revision.step, revision.validated) <= point]
 
     def is_due(self, step: int, validated: int) -> bool:
         """Return whether the plan must be revised here.
 
-        Steps 1, 2, 4, 8, … come first, then every 2 % of the updates, and half of the rest near the end. A
-        revision also follows each validation.
+        The first revisions are at steps 1, 2, 4, 8, … Later ones are 2 % of the updates apart, or half of the
+        updates that are left, if that is less. A revision also follows each validation.
         """
         if not self.revisions:
             return step > 0
@@ -96,14 +101,12 @@ class TimePlan:
         are evenly spaced. There are at most 20 in a run, and at least nine times their duration lies between
         two. Otherwise they have that spacing, but the last interval is longer.
         """
-        per_update, per_validation = self.seconds_per_update, self.seconds_per_validation
-        if validate_every is None:
-            period = max(self.seconds / _MAX_VALIDATIONS, per_validation / _VALIDATION_SHARE)
-        else:
-            period = validate_every * per_update + per_validation
+        per_update = self.seconds_per_update
         seconds_left = self.seconds - wall_s
-        validations = max(1, int(((step - validated) * per_update + seconds_left) / period))
-        seconds_left -= validations * per_validation
+        seconds_since_validation = (step - validated) * per_update
+        period = self._validation_period(validate_every)
+        validations = max(1, int((seconds_since_validation + seconds_left) / period))
+        seconds_left -= validations * self.seconds_per_validation
         self.updates = step + max(0, int(seconds_left / per_update))
         spacing = validate_every or math.ceil((self.updates - validated) / validations)
         self.validate_every = max(1, spacing)
@@ -113,6 +116,13 @@ class TimePlan:
             share = self.revisions[-1].share_at(step)
         revision = Revision(step, wall_s, self.updates, validated, validate_at, share)
         self.revisions.append(revision)
+
+    def _validation_period(self, validate_every: int | None) -> float:
+        """Return the seconds between the ends of two validations. With None it is the shortest period."""
+        per_validation = self.seconds_per_validation
+        if validate_every is None:
+            return max(self.seconds / _MAX_VALIDATIONS, per_validation / _VALIDATION_SHARE)
+        return validate_every * self.seconds_per_update + per_validation
 
     def content(self) -> dict[str, Any]:
         """Return the content of ``plan.json``."""
@@ -124,7 +134,9 @@ def shared_plan(plan: TimePlan | None, group: Group) -> TimePlan | None:
     content = b""
     if plan is not None and not group.world.rank:
         content = json.dumps(plan.content()).encode()
-    size = int(group.sum(torch.tensor([float(len(content))]))[0])
+    # The other ranks add zeros, so each sum is the number of rank 0.
+    length = torch.tensor([float(len(content))])
+    size = int(group.sum(length)[0])
     numbers = torch.zeros(size)
     numbers[: len(content)] = torch.tensor(list(content))
     content = bytes(group.sum(numbers).int().tolist())
@@ -135,21 +147,24 @@ def _plan_of(content: dict[str, Any]) -> TimePlan:
     """Return the plan of the content of ``plan.json``. Raises TypeError or ValueError."""
     rows = content["revisions"]
     plan = TimePlan(**{**content, "revisions": [Revision(*row) for row in rows]})
-    numbers = [value for name, value in content.items() if name != "revisions"]
-    if not all(isinstance(number, int | float) for number in sum(rows, numbers)) or plan.updates < 1:
+    numbers = [number for name, number in content.items() if name != "revisions"]
+    for row in rows:
+        numbers += row
+    are_numbers = all(isinstance(number, int | float) for number in numbers)
+    if not are_numbers or plan.updates < 1:
         raise ValueError("a value is not a number of a plan")
     return plan
 
 
 def read_plan(folder: Path) -> TimePlan | None:
-    """Return the plan that a run has kept, or None if it has none. Raises RunError for a damaged one."""
+    """Return the stored plan of a run, or None without one. Raises RunError for a damaged plan."""
     path = folder / _FILE
     if not path.exists():
         return None
     try:
         return _plan_of(read_json(path))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path} is damaged ({error}); restore it, or use another run_dir") from None
+        raise RunError(f"{path} is damaged ({error}). Restore it, or use another run_dir") from None
 
 
 def write_plan(plan: TimePlan, folder: Path) -> None:
@@ -229,8 +244,8 @@ class TimedPlanning(Planning):
     The plan comes from the median time of real updates. Rank 0's clock decides for all ranks.
     """
 
-    _revision: Revision | None = None  # that is followed
-    _reported_updates = 0
+    _revision: Revision | None = None  # the revision that the run follows
+    _reported_updates = 0  # the planned updates of the latest report
 
     def start(self, parts: Parts, per_epoch: float) -> None:
         progress, hours = parts.progress, self.plan.hours
@@ -273,9 +288,9 @@ class TimedPlanning(Planning):
         plan, progress = self.plan, parts.progress
         self._measure_updates(progress.step)
         if self._is_measurement_due(progress):
-            before = self.wall_seconds()
+            start_s = self.wall_seconds()
             plan.seconds_per_validation = self._measure_validation(parts)
-            self._mark_s += self.wall_seconds() - before
+            self._mark_s += self.wall_seconds() - start_s
         progress.wall_s = self.wall_seconds()
         plan.revise(progress.step, progress.validated, progress.wall_s, self.config.validate_every)
         self.plan = shared_plan(plan, self.group) or plan
@@ -292,15 +307,15 @@ class TimedPlanning(Planning):
         wall_s, updates = self.wall_seconds(), step - self._mark_step
         if updates:
             self._update_seconds += [(wall_s - self._mark_s) / updates] * updates
-            # at most half of all, so that a longer plan does not bring a slow start back
+            # At most half of the updates count, so that a longer plan does not include a slow start again.
             count = max(_MIN_WINDOW, min(step // 2, round(_WINDOW * self.plan.updates)))
             self.plan.seconds_per_update = statistics.median(self._update_seconds[-count:])
         self._mark_s, self._mark_step = wall_s, step
 
     def _is_measurement_due(self, progress: Progress) -> bool:
-        """Return whether a part of a validation must be timed, because no whole one has been.
+        """Return whether a part of a validation must be timed, because the run has not validated yet.
 
-        That is the case at 2 % of the time, and once more at half, when the model writes more.
+        It is timed at 2 % of the time. It is timed again at half of the updates, when hypotheses are longer.
         """
         if progress.validated:
             return False
@@ -311,14 +326,14 @@ class TimedPlanning(Planning):
         return self._revision is not None and self._revision.step < half <= progress.step
 
     def _measure_validation(self, parts: Parts) -> float:
-        """Return the seconds of a validation, from as many batches of each set as the time allows."""
+        """Return the estimated seconds of a validation, from the first batches of each set."""
         total, world = 0.0, self.group.world
         for name, batches in parts.data.valid(world.rank, world.size).items():
-            before = self.wall_seconds()
+            start_s = self.wall_seconds()
             audio_seconds: list[float] = []
             self.evaluate(parts, {name: self._first_batches(batches, audio_seconds)})
             audio_share = sum(audio_seconds) / getattr(batches, "seconds", math.inf)
-            total += (self.wall_seconds() - before) / (audio_share or 1.0)
+            total += (self.wall_seconds() - start_s) / (audio_share or 1.0)
         return total
 
     def _first_batches(self, batches: Iterable[Batch], audio_seconds: list[float]) -> Iterator[Batch]:
@@ -347,10 +362,14 @@ class TimedPlanning(Planning):
         plan = self.plan
         if abs(revision.updates - self._reported_updates) < _NEWS * revision.updates:
             return
-        values = {"step": revision.step, "steps": revision.updates, "hours": plan.hours}
-        values |= {"validate_every": plan.validate_every}
-        values |= {"s_per_update": round(plan.seconds_per_update, 6)}
-        values |= {"s_per_validation": round(plan.seconds_per_validation, 4)}
+        values = {
+            "step": revision.step,
+            "steps": revision.updates,
+            "hours": plan.hours,
+            "validate_every": plan.validate_every,
+            "s_per_update": round(plan.seconds_per_update, 6),
+            "s_per_validation": round(plan.seconds_per_validation, 4),
+        }
         self.tracker.log("plan", values)
         if not self._reported_updates:
             self._warn(revision)

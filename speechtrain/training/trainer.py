@@ -1,7 +1,7 @@
-"""The shared trainer: one loop that every model, device and launcher goes through.
+"""The shared trainer: one loop that every model, device and launcher uses.
 
-It reads in the order of time: next batch, prepare, move, forward, backward, mark step, reduce status,
-schedule, unscale, clip, step, average, log when due, save when due, validate when due.
+The order is: next batch, prepare, move, forward, backward, mark step, reduce status, schedule, unscale,
+clip, step, average, then log, save and validate if they are due.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,23 @@ from speechtrain.training.time_budget import Planning, TimedPlanning
 from speechtrain.training.validation import Validation
 
 
+class GlobalBatch(NamedTuple):
+    """The state of a global batch after backward, on which all ranks agree."""
+
+    weight: Tensor  # (), the sum of the loss weights
+    is_finite: Tensor  # () bool, whether every loss is finite
+    stop: bool  # whether a stop was requested
+    late: bool  # whether the time is over
+
+
+class DueWork(NamedTuple):
+    """The work that follows an update."""
+
+    log: bool
+    save: bool
+    validate: bool
+
+
 @dataclass(eq=False)
 class Trainer:
     """Trains a task until a limit, a target or a stop request is reached."""
@@ -60,26 +78,29 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config, device, tracker = self.config, self.device, self.tracker
-        is_static, stop = device.static_shapes, self.stop_requested
-        update: type[Update] = BranchFreeUpdate if is_static else HostCheckedUpdate
-        self.update = update(self.precision, config.clip)
-        self.graphs = (WarmedUpGraphs if is_static else Graphs)(device, tracker, config.max_graphs)
+        update_class: type[Update] = HostCheckedUpdate
+        graphs_class = Graphs
+        if device.static_shapes:
+            update_class, graphs_class = BranchFreeUpdate, WarmedUpGraphs
+        self.update = update_class(self.precision, config.clip)
+        self.graphs = graphs_class(device, tracker, config.max_graphs)
         self.recovery = Recovery(config, tracker, self.seed, run_dir=self.run_dir)
+        stop = self.stop_requested
         self.validation = Validation(
             device, self.policy, self.group, tracker=tracker, target=config.target, stop_requested=stop
         )
         self.saving = Saving(self.group, self.checkpointer, tracker, config.on_save_error)
-        planning = TimedPlanning if is_planned_by_time(config) else Planning
-        self._started = 0.0  # when the run would have started, had it never been interrupted
+        planning_class = TimedPlanning if is_planned_by_time(config) else Planning
+        self._start_clock = 0.0  # the clock at which an uninterrupted run would have started
         self._lap_start = 0.0  # the clock when the latest update was counted, or a pause after it ended
         self._updates_per_epoch = 0.0
-        self.planning = planning(
+        self.planning = planning_class(
             config, device, self.group, tracker, self.run_dir, self._wall_seconds, self.validation.evaluate
         )
 
     def _wall_seconds(self) -> float:
         """Return the seconds of training, earlier starts included."""
-        return time.perf_counter() - self._started
+        return time.perf_counter() - self._start_clock
 
     def fit(
         self,
@@ -92,14 +113,17 @@ class Trainer:
     ) -> str:
         """Train and return how it ended: ``finished``, ``target``, ``time`` or ``preempted``.
 
-        ``resume`` is ``auto`` (continue where there is a usable checkpoint), ``never`` or ``must``. A stop
-        request is obeyed at the next step boundary. During a validation it is obeyed before the next batch,
-        and the continued run repeats that validation. An error saves the last whole update where it can.
+        ``resume`` is ``auto`` (continue if a usable checkpoint exists), ``never`` or ``must``. A stop request
+        takes effect at the next step boundary. During a validation it takes effect before the next batch,
+        and the continued run repeats that validation. After an error, the last whole update is saved if
+        possible.
 
-        Raises Diverged after ``max_bad_updates`` non-finite updates in a row, if no update was ever finite,
-        or after a collapse where ``on_collapse`` is ``stop``; RunError for ``must`` without a usable
-        checkpoint; ConfigError for an ill-formed ``config.profile``; Preempted if a stop request came while
-        one of several ranks waited for a data worker.
+        Raises:
+        - Diverged: ``max_bad_updates`` updates in a row were not finite, no update was ever finite, or
+          training collapsed and ``on_collapse`` is ``stop``.
+        - RunError: ``resume`` is ``must``, and no usable checkpoint exists.
+        - ConfigError: ``config.profile`` is ill-formed.
+        - Preempted: a stop request came while one of several ranks waited for a data worker.
         """
         self.parts = Parts(
             task=task,
@@ -115,7 +139,7 @@ class Trainer:
         self.group.rank_status.at(0, "resume")
         self.saving.restore(self.parts, resume)
         self.parts.wrapped = self.group.wrap(task)
-        self._started = time.perf_counter() - self.progress.wall_s
+        self._start_clock = time.perf_counter() - self.progress.wall_s
         try:
             with self.saving.rescued(self.parts):
                 return self._train(self.parts)
@@ -125,155 +149,217 @@ class Trainer:
             return "preempted"
 
     def _train(self, parts: Parts) -> str:
-        """The loop, from where ``progress`` is; how it ended."""
-        config, progress, world = self.config, self.progress, self.group.world
-        profiler = StepProfiler(config.profile, self.run_dir)
-        parts.task.train()
-
-        self.group.rank_status.at(0, "warm-up")
-        self._warm_up(parts)
-        self.planning.start(parts, self._updates_per_epoch)
-        save_every = config.save_every or math.inf
-        batches = parts.data.train(world.rank, world.size, config.accumulate)
-        status = self._catch_up(parts)
+        """Train from the step of ``progress`` on. Return how the run ended."""
+        progress = self.progress
+        profiler = StepProfiler(self.config.profile, self.run_dir)
+        batches, status = self._start(parts)
         interval = Interval()
         self._lap_start = time.perf_counter()
         while not status:
             step = progress.step + 1
             profiler.begin(step)
-            parts.task.planned_updates = self.planning.length(progress.step)
-            parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
-            weight, healthy, stop, late = self._accumulate(parts, batches, step, interval=interval)
-            self.group.rank_status.at(step, "update")
-            rate = parts.schedule.rate(step)
-            with self.saving.updating(parts):
-                norm = self._step(parts, weight, healthy, rate=rate)
-                progress.step = step
-                progress.wall_s = self._wall_seconds()
-            self.planning.correct(parts)
-            status = self.planning.status(step, stop, late)
+            rate, norm, status = self._run_update(parts, batches, step, interval=interval)
             profiler.end(step, final=bool(status))
 
-            validate_due = self.validation.is_due(parts, status, self.planning.is_validation_step(step))
-            save_due = bool(status) or step % save_every == 0
-            log_due = step % config.log_every == 0 or validate_due or save_due
-            self.recovery.count(self.update.outcomes(log_due), parts)
-            if log_due:
+            due = self._due_work(parts, status)
+            self.recovery.count(self.update.outcomes(due.log), parts)
+            if due.log:
                 self._log(interval, rate, norm=norm)
-                self.graphs.check(step)
-                self.recovery.act_on(parts.task.watch(step, interval.sums.means()), step)
+                self._check(parts, interval)
                 interval = Interval()
             self._count_update(parts)
-            if save_due or validate_due:
-                self.saving.save(parts, is_last=bool(status))
-                if validate_due:
-                    status = self._validate(parts, status)
-                # neither belongs to the training throughput
+            if due.save or due.validate:
+                status = self._save(parts, status, due=due)
+                # The time of checkpoints and validations does not count as training.
                 interval.started = self._lap_start = time.perf_counter()
-        if status != "preempted" and 0 < progress.step == progress.skipped_updates:
-            raise Diverged(f"none of {progress.step} updates had a finite loss; nothing was learnt")
+        self._refuse_untrained(status)
         return status
+
+    def _refuse_untrained(self, status: str) -> None:
+        """Raise Diverged for a run that has ended without one finite update."""
+        progress = self.progress
+        if status != "preempted" and 0 < progress.step == progress.skipped_updates:
+            raise Diverged(f"none of {progress.step} updates had a finite loss, so nothing was learnt")
+
+    def _start(self, parts: Parts) -> tuple[Iterator[Batch], str]:
+        """Prepare the first update. Return the micro-batches, and the status before that update."""
+        world = self.group.world
+        parts.task.train()
+        self.group.rank_status.at(0, "warm-up")
+        self._warm_up(parts)
+        self.planning.start(parts, self._updates_per_epoch)
+        batches = parts.data.train(world.rank, world.size, self.config.accumulate)
+        return batches, self._catch_up(parts)
+
+    def _run_update(
+        self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
+    ) -> tuple[float, Tensor, str]:
+        """Run the next update, which is number ``step``, and correct the plan by its time.
+
+        Returns the learning rate, the norm () of the gradients before clipping, and the status.
+        """
+        progress = self.progress
+        parts.task.planned_updates = self.planning.length(progress.step)
+        parts.task.advance(progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, step))
+        batch = self._accumulate(parts, batches, step, interval=interval)
+        self.group.rank_status.at(step, "update")
+        rate = parts.schedule.rate(step)
+        with self.saving.updating(parts):
+            norm = self._step(parts, batch, rate)
+            progress.step = step
+            progress.wall_s = self._wall_seconds()
+        self.planning.correct(parts)
+        return rate, norm, self.planning.status(step, batch.stop, batch.late)
+
+    def _due_work(self, parts: Parts, status: str) -> DueWork:
+        """Return the work that is due after the latest update. It depends on whether the run ends here."""
+        config, step = self.config, self.progress.step
+        validate = self.validation.is_due(parts, status, self.planning.is_validation_step(step))
+        save = bool(status) or step % (config.save_every or math.inf) == 0
+        log = step % config.log_every == 0 or validate or save
+        return DueWork(log, save, validate)
 
     def _accumulate(
         self, parts: Parts, batches: Iterator[Batch], step: int, interval: Interval
-    ) -> tuple[Tensor, Tensor, bool, bool]:
-        """Forward and backward of this rank's share of a global batch.
-
-        Returns the global weight (), whether every loss was finite () bool, and what all ranks agree
-        on: whether a stop was requested, whether the time is over.
-        """
-        world, accumulate, rank_status = self.group.world, self.config.accumulate, self.group.rank_status
-        wrapped, progress = parts.wrapped, self.progress
+    ) -> GlobalBatch:
+        """Compute the gradients of this rank's share of a global batch."""
+        world, accumulate = self.group.world, self.config.accumulate
         weights, finite = [], []
         parts.micro_batches = []
         for micro in range(accumulate):
-            rank_status.at(step, "data")
-            waiting = time.perf_counter()
-            batch = next(batches)
-            interval.waited_s += time.perf_counter() - waiting
-            rank_status.at(step, "forward")
-            # one address for each micro-batch of the run, whichever rank computes it
+            # A micro-batch has the same address, whichever rank computes it.
             address = (step, micro * world.size + world.rank)
-            batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
-            parts.micro_batches.append(batch)
-            parts.latest = batch
+            batch = self._next_batch(parts, batches, address, interval=interval)
             moved = self.device.move(batch)
             torch.manual_seed(seed_at(self.seed, RunStream.DEVICE_DRAWS, *address))
-            with nullcontext() if micro + 1 == accumulate else self.group.no_sync(wrapped):
-                with self.policy.autocast(self.device.name):
-                    loss: Loss = wrapped(moved)
-                if not progress.backward_divisor:  # one host read in the life of a run: checkpoints hold it
-                    size = max(1.0, float(self.group.sum(loss.weight.detach().clone())) * accumulate)
-                    progress.backward_divisor = 2.0 ** round(math.log2(size))  # dividing by it is exact
-                rank_status.at(step, "backward")
-                self.precision.backward(scaled(loss.total, 1.0 / progress.backward_divisor))
+            loss = self._add_gradients(parts, moved, step, is_last=micro + 1 == accumulate)
             weights.append(loss.weight)
             finite.append(torch.isfinite(loss.total.detach()).to(torch.float32))
             interval.add(batch, loss)
             self.device.mark_step()
-        rank_status.at(step, "all-reduce")
-        skip = torch.stack(finite).sum() < accumulate
+        self.group.rank_status.at(step, "all-reduce")
+        return self._agree(weights, finite)
+
+    def _next_batch(
+        self, parts: Parts, batches: Iterator[Batch], address: tuple[int, int], interval: Interval
+    ) -> Batch:
+        """Return the next micro-batch, with the random draws of the host at ``address``."""
+        step = address[0]
+        self.group.rank_status.at(step, "data")
+        wait_start = time.perf_counter()
+        batch = next(batches)
+        interval.waited_s += time.perf_counter() - wait_start
+        self.group.rank_status.at(step, "forward")
+        batch = parts.task.prepare(batch, seed_at(self.seed, RunStream.HOST_DRAWS, *address))
+        parts.micro_batches.append(batch)
+        parts.latest = batch
+        return batch
+
+    def _add_gradients(self, parts: Parts, batch: Batch, step: int, is_last: bool) -> Loss:
+        """Run forward and backward of a micro-batch on the device. Ranks reduce gradients in the last one."""
+        progress = self.progress
+        synchronisation = nullcontext() if is_last else self.group.no_sync(parts.wrapped)
+        with synchronisation:
+            with self.policy.autocast(self.device.name):
+                loss: Loss = parts.wrapped(batch)
+            if not progress.backward_divisor:
+                # The host reads the weight once in a run, because checkpoints hold the divisor.
+                weight = float(self.group.sum(loss.weight.detach().clone()))
+                size = max(1.0, weight * self.config.accumulate)
+                progress.backward_divisor = 2.0 ** round(math.log2(size))  # Division by it is exact.
+            self.group.rank_status.at(step, "backward")
+            self.precision.backward(scaled(loss.total, 1.0 / progress.backward_divisor))
+        return loss
+
+    def _agree(self, weights: list[Tensor], finite: list[Tensor]) -> GlobalBatch:
+        """Reduce the weight () of each micro-batch, and whether its loss is finite (), over the ranks."""
+        skip = torch.stack(finite).sum() < self.config.accumulate
         late = self.planning.is_late()
         weight, stop, late, skip = self.group.all_reduce_status(
             torch.stack(weights).sum(), stop=self.stop_requested(), late=late, skip=skip
         )
-        return weight, ~skip, stop, late
+        return GlobalBatch(weight, ~skip, stop, late)
 
-    def _step(
-        self, parts: Parts, weight: Tensor, healthy: Tensor, rate: float, is_real: bool = True
-    ) -> Tensor:
-        """Update by a global batch of ``weight`` () if ``healthy`` () bool; return the gradients' norm ().
+    def _step(self, parts: Parts, batch: GlobalBatch, rate: float, is_real: bool = True) -> Tensor:
+        """Update by a global batch if its losses are finite. Return the norm () of its gradients.
 
-        With ``is_real`` False, as in the warm-up, the update is computed and not taken.
+        With ``is_real`` False, as in the warm-up, the update is computed but not applied.
         """
-        # a 1-element tensor: the lazy backend merges equal scalars, and a real step would be another graph
-        healthy = healthy.to(weight.dtype) * self.device.tensor(torch.tensor([float(is_real)]))[0]
-        # full_like: a Python number would turn this lazy scalar into fp64
+        weight = batch.weight
+        healthy = batch.is_finite.to(weight.dtype) * self._scalar(is_real)
+        # A Python number instead of full_like would turn this lazy scalar into fp64.
         scale = torch.full_like(weight, self.progress.backward_divisor) / weight.clamp(min=1.0)
         norm = self.update(parts.trained, rate, scale, healthy=healthy)
         self.device.mark_step()
         return norm
 
+    def _scalar(self, flag: bool) -> Tensor:
+        """Return 1 or 0 () on the device, as a part of a tensor of one element.
+
+        The lazy backend merges equal scalars. Without that tensor, the warm-up and a real step would have
+        different graphs.
+        """
+        return self.device.tensor(torch.tensor([float(flag)]))[0]
+
     def _warm_up(self, parts: Parts) -> None:
-        """Have a device that compiles graphs do so before the first update."""
+        """Compile the graphs before the first update, on a device that compiles graphs."""
         rate = parts.schedule.rate(self.progress.step + 1)
 
-        def step(batch: Batch) -> None:
+        def step(padding: Batch) -> None:
             parts.task.advance(self.progress.step, seed_at(self.seed, RunStream.UPDATE_DRAWS, 0))
-            weight, healthy, _, _ = self._accumulate(parts, itertools.repeat(batch), 0, interval=Interval())
-            self._step(parts, weight, healthy, rate=rate, is_real=False)
+            batch = self._accumulate(parts, itertools.repeat(padding), 0, interval=Interval())
+            self._step(parts, batch, rate, is_real=False)
 
         self.graphs.warm_up(parts, step, lambda sets: self.validation.evaluate(parts, sets))
         self.update.outcomes(True)
         self.graphs.settle()
 
     def _catch_up(self, parts: Parts) -> str:
-        """Make up for what the previous start missed; return the status before the first update."""
+        """Do the work that the previous start left undone. Return the status before the first update."""
         progress = self.progress
+        step = progress.step
         stop, late = self.stop_requested(), self.planning.is_late()
-        status = self.planning.status(progress.step, self.group.any(stop), self.group.any(late))
-        if progress.validated and progress.validated == progress.step and self.validation.reached(parts):
-            status = "target"  # the previous start reached it, and was killed before it wrote its result
-        if self.validation.is_due(parts, status, self.planning.is_validation_step(progress.step)):
+        status = self.planning.status(step, self.group.any(stop), self.group.any(late))
+        is_validated = progress.validated and progress.validated == step
+        if is_validated and self.validation.is_target_reached(parts):
+            # The previous start reached the target, and was killed before it wrote its result.
+            status = "target"
+        if self.validation.is_due(parts, status, self.planning.is_validation_step(step)):
             progress.wall_s = self._wall_seconds()
             status = self._validate(parts, status)
-        elif status == "preempted" and not progress.step:  # stopped before the first update: save that, too
+        elif status == "preempted" and not step:
+            # A run that is stopped before its first update has a checkpoint, too.
             self.saving.save(parts, is_last=True)
         return status
 
+    def _save(self, parts: Parts, status: str, due: DueWork) -> str:
+        """Save a checkpoint, and validate if that is due. Return the status."""
+        self.saving.save(parts, is_last=bool(status))
+        if due.validate:
+            return self._validate(parts, status)
+        return status
+
     def _validate(self, parts: Parts, status: str) -> str:
-        """Validate; return the status, which a target, a stop request or a correction of the plan changes."""
+        """Validate. Return the status, which a target, a stop request or a correction of the plan changes."""
         start_s = self.progress.wall_s
-        outcome = self.validation.run(parts, status)
+        new_status = self.validation.run(parts, status)
         self.progress.wall_s = self._wall_seconds()
-        if outcome:  # this is the end, and the save before may have failed
+        if new_status:
+            # The run ends here, and the save before the validation may have failed.
             self.saving.save(parts, is_last=True)
-        self.saving.note(parts, is_last=bool(status or outcome))
-        if status or outcome:
-            return outcome or status
+        self.saving.note(parts, is_last=bool(status or new_status))
+        if status or new_status:
+            return new_status or status
         self.planning.add_validation(self._wall_seconds() - start_s)
         self.planning.correct(parts)
         return self.planning.status(self.progress.step, stop=False, late=False)
+
+    def _check(self, parts: Parts, interval: Interval) -> None:
+        """Check the compilations and the metrics of a log line. Raises RunError or Diverged."""
+        step = self.progress.step
+        self.graphs.check(step)
+        alarm = parts.task.watch(step, interval.sums.means())
+        self.recovery.act_on(alarm, step)
 
     def _count_update(self, parts: Parts) -> None:
         """Add the latest update to the progress. Log an event if it is the last one of an epoch."""
@@ -295,11 +381,12 @@ class Trainer:
 
     def _log(self, interval: Interval, rate: float, norm: Tensor) -> None:
         self.group.rank_status.at(self.progress.step, "log")
-        self.device.synchronize()  # the clock below measures finished work
+        self.device.synchronize()  # The speed below counts finished work.
         speed = interval.speed(self.group.world.size)
         interval.sums.reduce(self.group.sum)
         step = self.progress.step
-        where = {"step": step, "steps": self.planning.updates, "epoch": step / self._updates_per_epoch}
-        values = {**where, **interval.sums.means(), "lr": rate, "grad_norm": float(norm.cpu()), **speed}
+        values = {"step": step, "steps": self.planning.updates, "epoch": step / self._updates_per_epoch}
+        values |= {**interval.sums.means(), "lr": rate, "grad_norm": float(norm.cpu()), **speed}
         values |= {"memory_mib": self.device.memory() / 2**20, **self.device.counts()}
-        self.tracker.log("train", values | {"eta_s": self.planning.eta_s(self.progress)})
+        values["eta_s"] = self.planning.eta_s(self.progress)
+        self.tracker.log("train", values)

@@ -1,9 +1,8 @@
-"""Validation in training: when it is due, on the averaged weights, and what it decides."""
+"""Validation in training: when it is due, and how its metrics change the status of the run."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from speechtrain.training.run_state import Parts
 
 @dataclass(frozen=True)
 class Validation:
-    """Evaluates the averaged weights on every named set and keeps the metrics in the progress."""
+    """Evaluates the averaged weights on every named set, and stores the metrics in the progress."""
 
     device: Device
     policy: ComputePolicy
@@ -27,60 +26,77 @@ class Validation:
     tracker: Tracker
     target: float | None
     stop_requested: Callable[[], bool]
-    _told: set[str] = field(default_factory=set)  # the sets of which a contradiction was told
+    _warned_sets: set[str] = field(default_factory=set)  # the sets with a warning of a contradiction
 
     def is_due(self, parts: Parts, status: str, is_validation_step: bool) -> bool:
-        """True where the weights must be evaluated before anything else.
+        """Return whether the weights must be evaluated before training goes on or ends.
 
-        A stop does not wait for it: a preempted run is saved, and evaluated when it continues.
+        A stop does not wait for a validation: a preempted run is saved, and validated when it continues.
         """
         is_due = bool(status) or is_validation_step
         return is_due and status != "preempted" and parts.progress.step > parts.progress.validated
 
     def run(self, parts: Parts, status: str = "") -> str:
-        """Evaluate; ``target`` where the target is reached, ``preempted`` where a stop request came first.
+        """Evaluate and report all sets. Return the new status of the run, or an empty one.
 
-        With a ``status`` that ends the run, or the target, the final decoder evaluates the sets once more.
+        It is ``target`` if the target is reached, and ``preempted`` if a stop request came first. If the run
+        ends by ``status`` or by the target, the final decoder evaluates the sets once more.
         """
-        task, progress = parts.task, parts.progress
+        progress = parts.progress
+        new_status = ""
         try:
-            outcomes = self._of_all_sets(parts)
-            named = list(outcomes.items())
-            for name, outcome in list(outcomes.items())[:1]:
-                progress.metrics = {**outcome.metrics}  # they select checkpoints, and a sweep reads them
-                _note_decoding(parts, name, outcome.seconds)
-            found = "target" if self.reached(parts) else ""
-            if (status or found) and task.final_decoder is not None and task.final_decoder.searches:
-                usual, task.decoder = task.decoder, task.final_decoder
-                try:
-                    named += [(f"final/{name}", o) for name, o in self._of_all_sets(parts).items()]
-                finally:
-                    task.decoder = usual
+            outcomes = self._evaluate_sets(parts)
+            _record_metrics(outcomes, parts)
+            if self.is_target_reached(parts):
+                new_status = "target"
+            if status or new_status:
+                outcomes |= self._evaluate_with_final_decoder(parts)
         except Interrupted:
             return "preempted"
-        self._report(dict(named), progress.step)
-        progress.metrics |= {f"{name}/{key}": value for name, o in named for key, value in o.metrics.items()}
+        self._report(outcomes, progress.step)
+        for name, outcome in outcomes.items():
+            for metric, mean in outcome.metrics.items():
+                progress.metrics[f"{name}/{metric}"] = mean
         progress.validated = progress.step
-        return found
+        return new_status
 
-    def _of_all_sets(self, parts: Parts) -> dict[str, Outcome]:
+    def _evaluate_sets(self, parts: Parts) -> dict[str, Outcome]:
+        """Evaluate all sets of the data with the task's present decoder."""
         group = self.group
 
-        def stop() -> bool:  # before every batch
+        def stop() -> bool:
+            """Return whether any rank was asked to stop. The evaluation calls it before every batch."""
             group.rank_status.at(parts.progress.step, "validation")
             return group.any(self.stop_requested())
 
-        sets = parts.data.valid(group.world.rank, group.world.size)
-        return self.evaluate(parts, {name: _noting(batches, parts) for name, batches in sets.items()}, stop)
+        sets: dict[str, Iterable[Batch]] = {}
+        for name, batches in parts.data.valid(group.world.rank, group.world.size).items():
+            sets[name] = _record_latest(batches, parts)
+        return self.evaluate(parts, sets, stop)
 
-    def reached(self, parts: Parts) -> bool:
+    def _evaluate_with_final_decoder(self, parts: Parts) -> dict[str, Outcome]:
+        """Return the outcomes of the final decoder, or {} if that decoder does not search."""
+        task = parts.task
+        if task.final_decoder is None or not task.final_decoder.searches:
+            return {}
+        usual_decoder, task.decoder = task.decoder, task.final_decoder
+        try:
+            outcomes = self._evaluate_sets(parts)
+        finally:
+            task.decoder = usual_decoder
+        return {f"final/{name}": outcome for name, outcome in outcomes.items()}
+
+    def is_target_reached(self, parts: Parts) -> bool:
         """Return whether the latest validation reached ``trainer.target``."""
         return reaches_target(parts.task, parts.progress.metrics, self.target)
 
     def evaluate(
         self, parts: Parts, sets: dict[str, Iterable[Batch]], stop: Callable[[], bool] = lambda: False
     ) -> dict[str, Outcome]:
-        """Evaluate with the averaged weights, in graphs of their own: an update's stays as it was."""
+        """Evaluate with the averaged weights.
+
+        The step is marked before and after, so that a lazy device does not extend the graph of an update.
+        """
         with contextlib.ExitStack() as stack:
             stack.callback(self.device.mark_step)
             stack.enter_context(parts.average.swapped(parts.task))
@@ -94,19 +110,29 @@ class Validation:
             self.tracker.log("valid", values)
             rows = [example.row() for example in outcome.examples]
             self.tracker.log("examples", {"step": step, "set": name, "rows": rows})
-            if outcome.contradiction and name not in self._told:
-                self._told.add(name)
+            if outcome.contradiction and name not in self._warned_sets:
+                self._warned_sets.add(name)
                 self.tracker.log("warning", {"step": step, "message": f"{name}: {outcome.contradiction}"})
 
 
-def _note_decoding(parts: Parts, name: str, seconds: float) -> None:
-    """Keep how long the evaluation of a set took for each second of its audio, of a task that decodes."""
-    audio_s = getattr(parts.data.valid(0, 1)[name], "seconds", 0.0) or math.inf
-    parts.progress.decode_ms_per_audio_s = 1000 * seconds / audio_s * parts.task.writes_text
+def _record_metrics(outcomes: dict[str, Outcome], parts: Parts) -> None:
+    """Store the metrics of the first set, and the milliseconds of decoding for a second of its audio.
+
+    These metrics select checkpoints, and a sweep reads them.
+    """
+    if not outcomes:
+        return
+    progress = parts.progress
+    name, outcome = next(iter(outcomes.items()))
+    progress.metrics = {**outcome.metrics}
+    audio_s = getattr(parts.data.valid(0, 1)[name], "seconds", 0.0)
+    progress.decode_ms_per_audio_s = 0.0
+    if parts.task.writes_text and audio_s:
+        progress.decode_ms_per_audio_s = 1000 * outcome.seconds / audio_s
 
 
-def _noting(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:
-    """``batches``, each kept as the latest."""
+def _record_latest(batches: Iterable[Batch], parts: Parts) -> Iterator[Batch]:
+    """Yield each of ``batches``, after it is stored as the latest batch."""
     for batch in batches:
         parts.latest = batch
         yield batch

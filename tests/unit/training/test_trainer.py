@@ -187,7 +187,7 @@ def test_an_infinite_loss_with_finite_gradients_is_a_bad_update(
 
 
 def test_many_in_a_row_stop_the_run_with_a_replay_bundle(tmp_path: Path) -> None:
-    advice = "4 non-finite updates in a row up to step 6; lower optimizer.lr or trainer.clip, or look"
+    advice = "4 non-finite updates in a row up to step 6: lower optimizer.lr or trainer.clip, or look"
     with pytest.raises(Diverged, match=advice):
         Rig(tmp_path, max_steps=50, poison={2, 3, 4, 5}, max_bad_updates=4)
     bundle = torch.load(tmp_path / "replay.pt", weights_only=True)
