@@ -53,8 +53,8 @@ class CollapseWatch:
         self._sign_lines = 0
         self._has_alarm = False
 
-    def __call__(self, step: int, means: Mapping[str, float], advice: str) -> Alarm | None:
-        """Return the alarm of the log line of ``step``, once per collapse. ``advice`` ends its message."""
+    def __call__(self, step: int, means: Mapping[str, float], cause: str) -> Alarm | None:
+        """Return the alarm of the log line of ``step``, once per collapse. ``cause`` ends its message."""
         sign, patience = self._sign(means), _PATIENCE
         if not sign and self.chance_updates and means["loss_contrastive"] > self.chance - _NEAR_CHANCE:
             sign = f"the contrastive loss is at chance, {self.chance:.3f} bits"
@@ -68,7 +68,7 @@ class CollapseWatch:
         if self._has_alarm or self._sign_lines < _MIN_LINES or step - self._onset < patience:
             return None
         self._has_alarm = True
-        return Alarm(self._onset, f"the codebooks collapsed at step {step}: {sign}. {advice}")
+        return Alarm(self._onset, f"the codebooks collapsed at step {step}: {sign}. {cause}")
 
     def _sign(self, means: Mapping[str, float]) -> str:
         """Describe the first sign of a collapse in the metrics of a log line, or return an empty text."""
@@ -157,12 +157,12 @@ class Wav2Vec2(Task, PolicyAware):
         self.encoder.advance(step, seed)
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:
-        advice = "Lower optimizer.lr, or raise model.diversity_weight"
+        cause = "Lower optimizer.lr, or raise model.diversity_weight"
         if self.temperature[0] <= self.temperature[1]:
-            advice = f"model.temperature starts at its floor of {self.temperature[1]:g}. Set its start to 2"
+            cause = f"model.temperature starts at its floor of {self.temperature[1]:g}. Set its start to 2"
         elif self.diversity_weight == 0:
-            advice = "model.diversity_weight is 0, so nothing keeps the codes in use. Set it to 0.1 to 0.5"
-        return self._collapse(step, means, advice)
+            cause = "model.diversity_weight is 0, so nothing keeps the codes in use. Set it to 0.1 to 0.5"
+        return self._collapse(step, means, cause)
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         seeds = {stream: seed_at(seed, stream) for stream in BatchStream}
