@@ -89,9 +89,7 @@ def open_run(
     except RuntimeError as error:
         raise RunError(f"{misfit}: {one_line(str(error), 200)}") from None
     task.to(device.tensor(torch.zeros(())).device)
-    return OpenedRun(
-        config=config, checkpoint=folder, device=device, policy=policy, task=task.eval(), tokenizer=tokenizer
-    )
+    return OpenedRun(config, folder, device, policy, task=task.eval(), tokenizer=tokenizer)
 
 
 def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str | None) -> str:

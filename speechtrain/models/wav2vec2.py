@@ -182,12 +182,12 @@ class Wav2Vec2(Task, PolicyAware):
         table_width = encoder.mask.most(width) if self.fixed_width else None
         index, weight = frame_table(mask, table_width)
         row_weight = batch.weight * torch.tensor(counted)
-        counts, columns = mask.sum(1).tolist(), index.shape[1]
+        seed = seeds[BatchStream.NEGATIVES]
         return {
             "mask": torch.from_numpy(mask),
             "index": index,
             "masked": weight * row_weight[:, None],
-            "negatives": draw_negatives(counts, columns, self.negatives, seed=seeds[BatchStream.NEGATIVES]),
+            "negatives": draw_negatives(mask.sum(1).tolist(), index.shape[1], self.negatives, seed=seed),
         }
 
     def _training_draws(self, table_shape: torch.Size, seeds: Mapping[BatchStream, int]) -> dict[str, Tensor]:
@@ -219,20 +219,15 @@ class Wav2Vec2(Task, PolicyAware):
         diversity = scaled(quantized.diversity(), self.diversity_weight) * count
         feature_penalty = scaled(penalty, self.penalty_weight) * count
         total = contrastive.loss + diversity + feature_penalty
-        terms = {
-            "loss_bits": total,
-            "loss_contrastive": contrastive.loss,
-            "loss_diversity": diversity,
-            "loss_penalty": feature_penalty,
-        }
-        metrics: Sums = {name: (bits(term), count) for name, term in terms.items()}
-        metrics |= {
-            "accuracy": (contrastive.correct, count),
-            "shared_negatives": (contrastive.shared, scaled(count, self.negatives)),
-            "distinct_codes": (contrastive.distinct, count),
+        metrics: Sums = {
+            "loss_bits": (bits(total), count),
+            "loss_contrastive": (bits(contrastive.loss), count),
+            "loss_diversity": (bits(diversity), count),
+            "loss_penalty": (bits(feature_penalty), count),
+            **self._negatives_metrics(contrastive),
             "masked_share": (count, (lengths * batch.weight).sum()),
+            **_codebook_metrics(quantized, temperature, count),
         }
-        metrics |= _codebook_metrics(quantized, temperature, count)
         return Loss(total, count, _detached(metrics))
 
     def _contrast(
@@ -255,6 +250,15 @@ class Wav2Vec2(Task, PolicyAware):
             temperature=self.contrast_temperature,
         )
         return contrastive, quantized
+
+    def _negatives_metrics(self, contrastive: Contrastive) -> Sums:
+        """Return how well the codes differ from their negatives and are found among them."""
+        count = contrastive.frames
+        return {
+            "accuracy": (contrastive.correct, count),
+            "shared_negatives": (contrastive.shared, scaled(count, self.negatives)),
+            "distinct_codes": (contrastive.distinct, count),
+        }
 
     def evaluate(self, batch: Batch) -> Evaluation:
         loss = self(batch)
