@@ -127,7 +127,7 @@ class Task(nn.Module, ABC):
     """The decoder of every evaluation (``speechtrain.decoding.base.Decoder``). The builder sets it."""
 
     final_decoder: Any = None
-    """The decoder of one more evaluation at the end of training, which only a decoder that searches gets."""
+    """The decoder of an extra evaluation at the end of training, which runs only if the decoder searches."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
