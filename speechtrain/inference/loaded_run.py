@@ -134,7 +134,7 @@ class LoadedRun:
         """
         task = self.opened.task
         run_decoder = task.decoder
-        task.decoder = self._build_decoder(decoder, options)
+        task.decoder = self._decoder(decoder, options)
         try:
             results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
         finally:
@@ -193,7 +193,7 @@ class LoadedRun:
         finally:
             data.close()
 
-    def _build_decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
+    def _decoder(self, choice: str, options: Mapping[str, Any]) -> Any:
         if not choice and not options:
             return self.opened.task.decoder
         config = copy.deepcopy(self.opened.config)
