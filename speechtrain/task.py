@@ -106,7 +106,7 @@ class Task(nn.Module, ABC):
     """The name of the evaluation metric that selects the best checkpoint (``checkpoint/best_metric.py``)."""
 
     skips_parameters: bool = False
-    """Whether the loss of some update does not use all trained parameters. DDP must then search for these."""
+    """Whether some update leaves a trained parameter unused. DDP must then search for unused parameters."""
 
     planned_updates: float = 0
     """The updates of the whole run at its pace so far, or 0 if the run has no planned end."""
