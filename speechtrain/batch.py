@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Skip:
-    """A recording that the data layer cannot use; ``reason`` is a key of ``data.loader.REASONS``."""
+    """A recording that the data layer cannot use. ``reason`` is a key of ``data.loader.REASONS``."""
 
     id: str
     reason: str
@@ -25,8 +25,8 @@ class Skip:
 class Batch:
     """One micro-batch of utterances.
 
-    A padding row keeps the shape if a cut is unusable or an evaluation set has ended: its ``weight``
-    is 0, its audio is silence of the row's planned length and its label row is empty.
+    A padding row keeps the shape if a cut is unusable or an evaluation set has ended. The ``weight`` of a
+    padding row is 0, its audio is silence of the row's planned length, and its label row is empty.
     """
 
     audio: Tensor  # (B, S) float32 in [-1, 1], zero beyond each row's length
@@ -50,20 +50,24 @@ class Batch:
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with ``move`` applied to every tensor."""
-        moved: dict[str, Any] = {k: move(v) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **moved, extra={k: move(v) for k, v in self.extra.items()})
+        tensors: dict[str, Any] = {
+            name: move(field_value)
+            for name, field_value in vars(self).items()
+            if isinstance(field_value, Tensor)
+        }
+        return replace(self, **tensors, extra={name: move(tensor) for name, tensor in self.extra.items()})
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Predicted memory of one training step in bytes, without weights and optimizer state.
 
-    The prediction is ``batch × (seconds × per_second + seconds × labels × per_second_label)`` with the
+    The prediction is ``rows × (seconds × per_second + seconds × labels × per_second_label)`` with the
     longest ``seconds`` and ``labels`` of the batch. Packing by memory and the out-of-memory message use it.
     """
 
-    per_second: float
-    per_second_label: float = 0.0
+    per_second: float  # bytes of a row per second of audio
+    per_second_label: float = 0.0  # bytes of a row per second of audio and label
 
     def bytes(self, rows: int, seconds: float, labels: int) -> float:
         """Predict the bytes of a batch of ``rows`` padded to ``seconds`` and ``labels``."""

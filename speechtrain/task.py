@@ -15,15 +15,15 @@ from speechtrain.errors import ConfigError
 from speechtrain.metrics import word_errors
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""Metrics as ``name: (sum, count)`` scalar tensors; the reporter divides, after all reductions."""
+"""Metrics as ``name: (sum, count)`` scalar tensors. The reporter divides them after all reductions."""
 
 
 @dataclass(frozen=True)
 class Loss:
     """A summed loss and its weight. Only the trainer divides it, by the global weight."""
 
-    total: Tensor  # () fp32, sum over what ``weight`` counts
-    weight: Tensor  # () fp32, for example the utterances or masked frames that ``total`` covers
+    total: Tensor  # () fp32, summed over the utterances or the masked frames of a batch
+    weight: Tensor  # () fp32, the number of these utterances or frames
     metrics: Sums = field(default_factory=dict)
 
 
@@ -51,7 +51,10 @@ def worst_examples(examples: Iterable[Example], count: int) -> list[Example]:
 
 
 def examples_of(batch: Batch, hypotheses: Sequence[Any]) -> tuple[Example, ...]:
-    """The utterances of a batch with their ``speechtrain.decoding.base.Hypothesis``, no padding rows."""
+    """Return the decoded utterances of a batch, without padding rows.
+
+    ``hypotheses`` has a ``speechtrain.decoding.base.Hypothesis`` for each row.
+    """
     rows = zip(batch.ids, batch.texts, hypotheses, strict=True)
     return tuple(Example(name, reference, hypothesis.text) for name, reference, hypothesis in rows if name)
 
@@ -73,21 +76,27 @@ class Alarm:
 
 
 def units_of(module: nn.Module, is_even: bool = False) -> list[nn.Module]:
-    """The units of ``module``, which are gathered, or computed again, one after the other; inner units first.
+    """Return the units of ``module``, inner units before outer ones.
 
-    A module names its units in ``shard_units``; each member of a named ``ModuleList`` is a unit. A unit
-    must be used through its ``forward`` alone and equally often on every rank, in evaluation, too. A
-    decoder that runs as long as its hypotheses last is no unit: it is gathered with the rest, once a batch.
-    ``is_even`` leaves out the units of a module that sets ``uneven_calls``: ranks call them unequally often.
+    FSDP gathers the parameters of one unit at a time. Activation checkpointing computes one unit at a time
+    again. A module names its units in ``shard_units``. Each member of a named ``ModuleList`` is a unit.
+
+    A unit must be used through its ``forward`` alone and equally often on every rank, also in evaluation. A
+    decoder runs until its hypotheses end, so it cannot be a unit: it is gathered once per batch, with all
+    other parameters outside of units. ``is_even`` leaves out the units of a module with ``uneven_calls``,
+    which ranks call unequally often.
     """
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for owner in module.modules():
         if is_even and getattr(owner, "uneven_calls", False):
             continue
         for name in getattr(owner, "shard_units", ()):
             part = owner.get_submodule(name)
-            found += list(part) if isinstance(part, nn.ModuleList) else [part]
-    return found[::-1]
+            if isinstance(part, nn.ModuleList):
+                units += part
+            else:
+                units.append(part)
+    return units[::-1]
 
 
 class Task(nn.Module, ABC):
@@ -97,28 +106,28 @@ class Task(nn.Module, ABC):
     """The name of the evaluation metric that selects the best checkpoint (``checkpoint/best_metric.py``)."""
 
     skips_parameters: bool = False
-    """Whether some update's loss does not use a trained parameter. DDP must then search for it."""
+    """Whether some update leaves a trained parameter unused. DDP must then search for unused parameters."""
 
     planned_updates: float = 0
     """The updates of the whole run at its pace so far, or 0 if the run has no planned end."""
 
     sample_rate: int = 16_000
-    """Hz of the audio that it expects."""
+    """The sample rate in Hz of the audio that the task expects."""
 
     normalise_audio: bool = False
     """Whether each recording is normalised to zero mean and unit variance before cropping and padding."""
 
     writes_text: bool = False
-    """Whether evaluation decodes, so that the task needs a decoder."""
+    """Whether evaluation decodes. Only then does the task need a decoder."""
 
     beam: str = ""
-    """The choice of the group ``decoder`` that sums over a text's paths, if there is one for this task."""
+    """The choice of the config group ``decoder`` that sums over all paths of a text, or "" without one."""
 
     decoder: Any = None
-    """The search of every evaluation (``speechtrain.decoding.base.Decoder``). The builder sets it."""
+    """The decoder of every evaluation (``speechtrain.decoding.base.Decoder``). The builder sets it."""
 
     final_decoder: Any = None
-    """The search of one more evaluation at the end of training, if it searches at all."""
+    """The decoder of an extra evaluation at the end of training, which runs only if the decoder searches."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
@@ -136,9 +145,10 @@ class Task(nn.Module, ABC):
         raise ConfigError(f"{type(self).__name__} does not transcribe speech")
 
     def advance(self, step: int, seed: int) -> None:
-        """Prepare for the next update after ``step`` updates (temperatures, freezing). Called once for each.
+        """Prepare for the next update (temperatures, freezing). The trainer calls this before every update.
 
-        ``seed`` addresses draws that all micro-batches of the update share, on all ranks.
+        ``step`` is the number of completed updates. ``seed`` addresses draws that all micro-batches of the
+        update share, on all ranks.
         """
 
     def watch(self, step: int, means: Mapping[str, float]) -> Alarm | None:

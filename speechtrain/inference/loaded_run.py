@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from speechtrain.batch import Batch
     from speechtrain.encoders.base import Encoder
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
-_OTHER_SIDES = (
-    "speechtrain: warning: held_out is not what the run held out, so it may have trained on some of it: "
-    "data.train has changed, or the run is of another release; --set NAME=FILE names a set"
+_HELD_OUT_WARNING = (
+    "speechtrain: warning: held_out differs from the set that the run held out, so the run may have trained "
+    "on some of it. data.train has changed, or another release wrote the run. Name a set by --set NAME=FILE"
 )
 
 PIECE_SECONDS = 20.0
@@ -50,23 +50,40 @@ LONGEST_SECONDS = 86_400.0
 """Longest recording, unless data.max_decoded_seconds is set: a small file may claim years."""
 
 Audio = str | Path | Tensor | np.ndarray | tuple[Any, int]
-"""A file, a folder or a manifest; or samples (S,) at the run's rate, or with their rate in Hz."""
+"""A file, a folder or a manifest, or samples (S,) at the run's rate, or a tuple of samples and rate in Hz."""
 
 
 @dataclass
-class _Pending:
-    """A recording some of whose pieces are not decoded yet."""
+class _PendingTranscript:
+    """The segments of a recording so far, until all its pieces are decoded."""
 
     recording: Recording
     segments: list[Segment] = field(default_factory=list)
-    waiting: int = 1  # pieces, and one while there are more to read
+    undecoded: int = 0  # pieces that are read and not decoded
+    is_read: bool = False
     error: DataError | None = None
+
+    def result(self) -> Transcript | DataError:
+        """Return the transcript, or the error if the recording could not be read."""
+        if self.error is not None:
+            return self.error
+        recording = self.recording
+        return Transcript(recording.name, recording.audio, recording.seconds, tuple(self.segments))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a recording, to be decoded."""
+
+    transcript: _PendingTranscript
+    start: float  # in seconds of the recording
+    samples: Samples
 
 
 class TranscriptionError(DataError):
     """Some recordings could not be read.
 
-    ``results`` has a Transcript for each recording in the order given, or its DataError.
+    ``results`` has the Transcript or the DataError of each recording, in the order of the input.
     """
 
     def __init__(self, results: Sequence[Transcript | DataError]) -> None:
@@ -107,18 +124,21 @@ class LoadedRun:
     ) -> list[Transcript]:
         """Return the transcript of each recording.
 
-        ``decoder`` is a choice of the group of this name, and ``options`` are its keys, as in
-        ``transcribe(["a.wav"], decoder="beam", width=8)``. By default the run's own decoder searches.
-        Recordings are cut at pauses into pieces of at most ``piece_seconds``, of which ``batch`` are
-        decoded together. The texts do not depend on it. Raises TranscriptionError, a DataError, if a
-        recording cannot be read. It comes after the others are transcribed, and has their transcripts.
+        ``decoder`` is a choice of the config group ``decoder``, and ``options`` are its keys, as in
+        ``transcribe(["a.wav"], decoder="beam", width=8)``. By default, the decoder of the run searches.
+        Recordings are cut at pauses into pieces of at most ``piece_seconds``. Batches of ``batch`` pieces
+        are decoded together. The texts do not depend on ``batch``.
+
+        Raises TranscriptionError, a DataError, if a recording cannot be read. All other recordings are
+        transcribed first, and the error has their transcripts.
         """
         task = self.opened.task
-        before, task.decoder = task.decoder, self._decoder(decoder, options)
+        run_decoder = task.decoder
+        task.decoder = self._decoder(decoder, options)
         try:
             results = list(self.transcripts(self.recordings(audio), batch, piece_seconds))
         finally:
-            task.decoder = before
+            task.decoder = run_decoder
         if any(isinstance(result, DataError) for result in results):
             raise TranscriptionError(results)
         return cast("list[Transcript]", results)
@@ -126,10 +146,11 @@ class LoadedRun:
     def features(self, audio: Audio | Iterable[Audio]) -> list[np.ndarray]:
         """Return the encoder's frames (T, W) of each recording, fp32. One frame is ``frame_seconds`` long.
 
-        A recording is encoded whole. Raises ConfigError for a model without an encoder.
+        A recording is encoded whole. Raises ConfigError for a model without an encoder, and DataError for a
+        recording that cannot be read.
         """
         encoder = self._encoder()
-        found = []
+        features = []
         for recording in self.recordings(audio):
             if isinstance(recording, DataError):
                 raise recording
@@ -137,8 +158,10 @@ class LoadedRun:
                 batch = self._batch([samples])
                 with torch.no_grad(), self.opened.policy.autocast(self.opened.device.name):
                     frames, lengths = encoder.encode(batch)
-                found.append(frames[0, : int(lengths[0])].float().cpu().numpy())
-        return found
+                frame_count = int(lengths[0])
+                recording_frames = frames[0, :frame_count].float().cpu()
+                features.append(recording_frames.numpy())
+        return features
 
     @property
     def frame_seconds(self) -> float:
@@ -146,19 +169,19 @@ class LoadedRun:
         return float(100 / self._encoder().frames(100 * self.sample_rate))
 
     def evaluate(self, sets: Mapping[str, str] | None = None) -> dict[str, Outcome]:
-        """Score the run's evaluation sets, or ``sets`` of manifests and folders by name.
+        """Evaluate on the run's evaluation sets, or on ``sets``: manifests or folders by name.
 
-        An outcome has ``metrics``, such as ``wer`` (a fraction), and ``examples``, all that was decoded.
+        An outcome has ``metrics``, such as ``wer`` (a fraction), and ``examples``, the decoded utterances.
         """
         opened, config = self.opened, copy.deepcopy(self.opened.config)
         is_optional = part_class("data", config.data).train_is_optional
         _choose_sets(config, sets or {})
         if is_optional and config.data.valid:
-            config.data.train = ""  # A corpus there would be opened, and is not used.
+            config.data.train = ""  # Evaluation does not use the training set, so it is not opened.
         data = build_data(config, opened.tokenizer, opened.task)
         try:
             if isinstance(data, SpeechData) and data.training_set.hold_out:
-                _warn_of_other_sides(self.checkpoint, data)
+                _warn_of_another_held_out_set(self.checkpoint, data)
             return evaluate(
                 opened.task,
                 data.valid(),
@@ -181,26 +204,30 @@ class LoadedRun:
         return build(config, "decoder")
 
     def recordings(self, audio: Audio | Iterable[Audio]) -> Iterator[Recording | DataError]:
-        """The recordings that are named or given, each opened when it is asked for."""
-        is_one = isinstance(audio, str | Path | Tensor | np.ndarray | tuple)
-        for place, given in enumerate([audio] if is_one else audio):  # type: ignore[arg-type]
-            if isinstance(given, str | Path):
-                yield from recordings(str(given), self.sample_rate, self._most_seconds)
+        """Yield the recordings of ``audio``. Each is opened when the caller asks for it."""
+        if isinstance(audio, (str, Path, Tensor, np.ndarray, tuple)):
+            audio = [audio]
+        for number, source in enumerate(audio, 1):
+            if isinstance(source, str | Path):
+                yield from recordings(str(source), self.sample_rate, self._most_seconds)
             else:
-                yield self._of_samples(given, f"recording {place + 1}")
+                yield self._of_samples(source, f"recording {number}")
 
-    def _of_samples(self, given: Any, name: str) -> Recording:
-        samples, rate = given if isinstance(given, tuple) else (given, self.sample_rate)
-        samples = _in_full_scale(np.asarray(samples), name)
-        if samples.ndim != 1 or not len(samples) or not np.isfinite(samples).all():
-            raise DataError(f"{name}: samples of shape {samples.shape}; give finite ones of shape (S,)")
-        samples = change_rate(samples, int(rate), self.sample_rate)
+    def _of_samples(self, samples: Any, name: str) -> Recording:
+        """Return a recording of ``samples`` (S,) or of a tuple of samples and rate. Raises DataError."""
+        rate = self.sample_rate
+        if isinstance(samples, tuple):
+            samples, rate = samples
+        waveform = _in_full_scale(np.asarray(samples), name)
+        if waveform.ndim != 1 or not len(waveform) or not np.isfinite(waveform).all():
+            raise DataError(f"{name}: samples of shape {waveform.shape}. Give finite samples of shape (S,)")
+        waveform = change_rate(waveform, int(rate), self.sample_rate)
 
         def part(start: float, seconds: float) -> Samples:
-            first = round(start * self.sample_rate)
-            return samples[first : first + round(seconds * self.sample_rate)]
+            begin = round(start * self.sample_rate)
+            return waveform[begin : begin + round(seconds * self.sample_rate)]
 
-        return Recording(name, "", len(samples) / self.sample_rate, part, self.sample_rate)
+        return Recording(name, "", len(waveform) / self.sample_rate, part, self.sample_rate)
 
     def transcripts(
         self,
@@ -208,42 +235,45 @@ class LoadedRun:
         batch: int = 4,
         piece_seconds: float = PIECE_SECONDS,
     ) -> Iterator[Transcript | DataError]:
-        """Yield the transcript of each recording in order, or why there is none, as soon as it is known."""
-        queue, rows = deque[_Pending | DataError](), list[tuple[_Pending, float, Samples]]()
+        """Yield the transcript or the error of each recording, in order and as early as possible."""
+        queue: deque[_PendingTranscript | DataError] = deque()
+        pieces: list[_Piece] = []
         for recording in found:
             if isinstance(recording, DataError):
                 queue.append(recording)
                 continue
-            queue.append(one := _Pending(recording))
+            transcript = _PendingTranscript(recording)
+            queue.append(transcript)
             try:
                 for start, samples in recording.pieces(piece_seconds):
-                    rows.append((one, start, samples))
-                    one.waiting += 1
-                    if len(rows) == batch:
-                        self._decode(rows)
-                        yield from _ready(queue)
+                    pieces.append(_Piece(transcript, start, samples))
+                    transcript.undecoded += 1
+                    if len(pieces) == batch:
+                        self._decode(pieces)
+                        yield from _take_complete(queue)
             except DataError as error:
-                one.error = error
-            one.waiting -= 1
-        self._decode(rows)
-        yield from _ready(queue)
+                transcript.error = error
+            transcript.is_read = True
+        self._decode(pieces)
+        yield from _take_complete(queue)
 
-    def _decode(self, rows: list[tuple[_Pending, float, Samples]]) -> None:
-        """Add a segment for each row to its recording, and empty ``rows``."""
-        if not rows:
+    def _decode(self, pieces: list[_Piece]) -> None:
+        """Add a segment for each piece to its transcript, and empty ``pieces``."""
+        if not pieces:
             return
-        batch = self._batch([samples for _, _, samples in rows])
+        batch = self._batch([piece.samples for piece in pieces])
         opened = self.opened
         with torch.no_grad(), opened.policy.autocast(opened.device.name):
             hypotheses = opened.task.transcribe(batch)
         opened.device.mark_step()
-        for (one, start, samples), hypothesis in zip(rows, hypotheses, strict=True):
-            one.segments.append(Segment(start, start + len(samples) / self.sample_rate, hypothesis))
-            one.waiting -= 1
-        rows.clear()
+        for piece, hypothesis in zip(pieces, hypotheses, strict=True):
+            end = piece.start + len(piece.samples) / self.sample_rate
+            piece.transcript.segments.append(Segment(piece.start, end, hypothesis))
+            piece.transcript.undecoded -= 1
+        pieces.clear()
 
     def _batch(self, pieces: Sequence[Samples]) -> Batch:
-        """Pieces (S,) as a batch on the device."""
+        """Collate pieces (S,) to a batch on the device."""
         rate, normalise = self.sample_rate, self.opened.task.normalise_audio
         batch = collate([audio_row("piece", piece, rate, normalise) for piece in pieces], rate)
         batch = self.opened.task.prepare(batch, seed_at(*batch.keys.tolist()))
@@ -257,17 +287,17 @@ class LoadedRun:
 
 
 def _in_full_scale(samples: np.ndarray, name: str) -> Samples:
-    """Return samples in fp32, of which integers are divided by the range of their type.
+    """Return samples in fp32, and integers scaled to [-1, 1] by the range of their type.
 
-    0 is the middle of an unsigned range. Raises DataError for integers of 64 bits, since sums and lists have
-    this type whatever their full scale is, and for other types.
+    The middle of an unsigned range becomes 0. Raises DataError for other types, and for integers of 64 bits,
+    since the type of sums and lists says nothing about their full scale.
     """
     kind, bits = samples.dtype.kind, 8 * samples.dtype.itemsize
     if kind == "f":
         return samples.astype(np.float32, copy=False)
     if kind not in "iu" or bits == 64:
         types = "floats in [-1, 1], or integers of 8, 16 or 32 bits"
-        raise DataError(f"{name}: samples of type {samples.dtype}: give {types}")
+        raise DataError(f"{name}: samples of type {samples.dtype}. Give {types}")
     full_scale = 2.0 ** (bits - 1)
     middle = full_scale if kind == "u" else 0.0
     return ((samples - middle) / full_scale).astype(np.float32)
@@ -278,42 +308,47 @@ def load(
 ) -> LoadedRun:
     """Load a run: the directory that speechtrain train printed.
 
-    ``overrides`` are KEY=VALUE on the run's config, such as ``"device.threads=1"`` or ``"device=cuda"``.
-    ``checkpoint`` is ``best``, ``last`` or a folder's name, and ``config_dir`` a folder of one's own
-    choices. Raises RunError without a run or a usable checkpoint, ConfigError for a key that the
-    run lacks.
+    ``overrides`` are KEY=VALUE pairs for the run's config, such as ``"device.threads=1"`` or
+    ``"device=cuda"``. ``checkpoint`` is ``best``, ``last`` or a folder's name. ``config_dir`` is a folder of
+    the caller's own choices. Raises RunError without a run or a usable checkpoint, and ConfigError for a key
+    that the run lacks.
     """
     opened = open_run(Path(run), checkpoint, overrides, config_dir)
-    is_set = any(override.startswith("data.max_decoded_seconds=") for override in overrides)
-    return LoadedRun(opened, float(opened.config.data.max_decoded_seconds) if is_set else LONGEST_SECONDS)
+    most_seconds = LONGEST_SECONDS
+    if any(override.startswith("data.max_decoded_seconds=") for override in overrides):
+        most_seconds = float(opened.config.data.max_decoded_seconds)
+    return LoadedRun(opened, most_seconds)
 
 
-def _ready(queue: deque[_Pending | DataError]) -> Iterator[Transcript | DataError]:
-    """Take what is complete from the head of ``queue``."""
-    while queue and (isinstance(one := queue[0], DataError) or not one.waiting):
-        queue.popleft()
-        if isinstance(one, DataError):
-            yield one
-        elif one.error:
-            yield one.error
+def _take_complete(queue: deque[_PendingTranscript | DataError]) -> Iterator[Transcript | DataError]:
+    """Remove complete transcripts and errors from the head of ``queue``, and yield them."""
+    while queue:
+        head = queue[0]
+        if isinstance(head, DataError):
+            result: Transcript | DataError = head
+        elif head.is_read and not head.undecoded:
+            result = head.result()
         else:
-            found = one.recording
-            yield Transcript(found.name, found.audio, found.seconds, tuple(one.segments))
+            return
+        queue.popleft()
+        yield result
 
 
-def _choose_sets(config: DictConfig, named: Mapping[str, str]) -> None:
-    """Replace the run's evaluation sets by ``named``, if any."""
-    if named:
+def _choose_sets(config: DictConfig, sets: Mapping[str, str]) -> None:
+    """Replace the run's evaluation sets by ``sets``, if any. Raises ConfigError if no set remains."""
+    if sets:
         if "valid" not in config.data:
-            raise ConfigError(f"--set: {config.data._target_} takes no evaluation set; remove --set")
-        config.data.valid = dict(named)
+            raise ConfigError(f"--set: {config.data._target_} takes no evaluation set. Remove --set")
+        config.data.valid = dict(sets)
     if "valid" in config.data and not (config.data.valid or config.data.get("hold_out")):
-        raise ConfigError(f"{config.run_dir} has no evaluation set; give one with --set NAME=FILE")
+        raise ConfigError(f"{config.run_dir} has no evaluation set. Give one with --set NAME=FILE")
 
 
-def _warn_of_other_sides(checkpoint: Path, data: SpeechData) -> None:
-    """Warn where the set ``held_out`` is not the one that the run held out."""
-    with contextlib.suppress(RunError):  # the weights are whole, and a damaged state tells nothing
-        trained = read_state(checkpoint).get("data")
-        if isinstance(trained, dict) and trained.get("held_out") != data.training_set.held_out_digest:
-            _log.warning(_OTHER_SIDES)
+def _warn_of_another_held_out_set(checkpoint: Path, data: SpeechData) -> None:
+    """Warn if the set ``held_out`` is not the set that the run held out."""
+    with contextlib.suppress(RunError):  # The weights are intact. A damaged state only loses the warning.
+        training_state = read_state(checkpoint).get("data")
+        if not isinstance(training_state, dict):
+            return
+        if training_state.get("held_out") != data.training_set.held_out_digest:
+            _LOG.warning(_HELD_OUT_WARNING)

@@ -1,6 +1,6 @@
-"""Opens a run, finished or in progress, for use: its config, its weights, its tokenizer.
+"""Open a run, finished or in progress, for use: its config, its weights, its tokenizer.
 
-Nothing is written and no lock is taken, so a run in progress may be opened at any time.
+The module writes nothing and takes no lock, so a run in progress may be opened at any time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class OpenedRun:
 
 
 def _config_for_use(run_dir: Path) -> DictConfig:
-    """Load a run's stored config, which does not choose where the commands that use the run write."""
+    """Load a run's stored config without its folders for the cache and staged data.
+
+    Commands that use the run do not write to these folders.
+    """
     config = read_config(run_dir)
     relocate(config, None, str(run_dir.resolve()))
     for key in ("cache", "stage"):
@@ -61,82 +64,86 @@ def open_run(
 ) -> OpenedRun:
     """Build a run's task with the weights of ``checkpoint`` (``best``, ``last`` or a folder's name).
 
-    ``overrides`` are KEY=VALUE pairs on its config, such as ``device.threads=1``; the choice of the
-    device, the precision and the decoder may change as well, also to one in ``config_dir``. Without a
-    choice, the run's device is used if this host has it, else ``device=auto``, with a line in the log. Raises
-    RunError if there is no run or no usable checkpoint, ConfigError for a key that the config lacks.
+    ``overrides`` are KEY=VALUE pairs for its config, such as ``device.threads=1``. They may also choose
+    another device, precision or decoder, also from the folder ``config_dir``. Without a choice, the run's
+    device is used if this host has it. Otherwise ``device=auto`` is used, and a log line says so.
+
+    Raises RunError without a run or a usable checkpoint, and ConfigError for a key that the config lacks.
     """
     if not (run_dir / CONFIG).is_file():
-        raise RunError(f"{run_dir} has no {CONFIG}; give the run directory that speechtrain train printed")
+        raise RunError(f"{run_dir} has no {CONFIG}. Give the run directory that speechtrain train printed")
     config = _config_for_use(run_dir)
-    auto_line = _apply_for_use(config, overrides, config_dir)
+    auto_device_line = _apply_for_use(config, overrides, config_dir)
     folder, weights = read_weights(run_dir, checkpoint)
     restart_for(build_device(config))
-    if auto_line:
-        _LOG.warning(auto_line)
+    if auto_device_line:
+        _LOG.warning(auto_device_line)
     device, precision = open_device(config, 0)
     policy = recorded_policy(read_device(run_dir), device, precision) or device.policy(precision.dtype)
-    _check_size(config, weights, f"{folder} does not fit {run_dir / CONFIG}")
+    misfit = f"{folder} does not fit {run_dir / CONFIG}"
+    _check_size(config, weights, misfit)
     task, tokenizer = build_task(config)
     apply_policy(task, policy)
     try:
         task.load_state_dict(migrate_names(weights, task.state_dict()))
     except RuntimeError as error:
-        raise RunError(f"{folder} does not fit {run_dir / CONFIG}: {one_line(str(error), 200)}") from None
+        raise RunError(f"{misfit}: {one_line(str(error), 200)}") from None
     task.to(device.tensor(torch.zeros(())).device)
-    return OpenedRun(
-        config=config, checkpoint=folder, device=device, policy=policy, task=task.eval(), tokenizer=tokenizer
-    )
+    return OpenedRun(config, folder, device, policy, task=task.eval(), tokenizer=tokenizer)
 
 
 def _apply_for_use(config: DictConfig, overrides: Sequence[str], config_dir: str | None) -> str:
-    """Apply ``overrides``. Return the line on ``device=auto`` if it is used, or an empty text.
+    """Apply ``overrides``. Return the log line of ``device=auto`` if it is used, or an empty text.
 
-    It replaces a device that this host lacks, unless ``overrides`` choose the device.
-    If it lacks the run's precision, it computes in fp32.
+    ``device=auto`` replaces a device that this host lacks unless ``overrides`` choose the device. If the new
+    device lacks the run's precision, it computes in fp32 unless ``overrides`` choose the precision.
     """
-    values = {key_of(text): text.partition("=")[2] for text in overrides}
-    device_keys = [text for text in overrides if key_of(text).startswith("device.")]
-    apply_overrides(config, [text for text in overrides if text not in device_keys], config_dir)
+    choices = {key_of(override): override.partition("=")[2] for override in overrides}
+    device_overrides = [override for override in overrides if key_of(override).startswith("device.")]
+    other_overrides = [override for override in overrides if override not in device_overrides]
+    apply_overrides(config, other_overrides, config_dir)
     line = ""
-    if values.get("device") == AUTO:
+    if choices.get("device") == AUTO:
         line = str(auto_device())
-    elif "device" not in values and build_device(config).obstacle():
+    elif "device" not in choices and build_device(config).obstacle():
         choose(config, "device", AUTO, config_dir)
         line = str(auto_device())
-        if "precision" not in values and not build_device(config).supports(build_precision(config).dtype):
+        dtype = build_precision(config).dtype
+        if "precision" not in choices and not build_device(config).supports(dtype):
             choose(config, "precision", "fp32")
             line += ", precision=fp32"
-    apply_overrides(config, device_keys)
+    # The keys of the device are set last, because a new choice of the device replaces all of them.
+    apply_overrides(config, device_overrides)
     return line
 
 
-def _check_size(config: DictConfig, weights: Mapping[str, Tensor], problem: str) -> None:
-    """Raise RunError, which begins with ``problem``, for a network far larger than its stored weights.
+def _check_size(config: DictConfig, weights: Mapping[str, Tensor], misfit: str) -> None:
+    """Raise RunError, which begins with ``misfit``, for a network far larger than its stored weights.
 
-    It is known before the network takes memory.
+    The check allocates no memory for the network.
     """
-    _, values = size_of_network(config, build_tokenizer(config))
-    stored = sum(map(Tensor.numel, weights.values()))
-    if values > 2 * stored:
-        raise RunError(f"{problem}: {stored:,} of {values:,} weights")
+    _, network_size = size_of_network(config, build_tokenizer(config))
+    stored_size = sum(map(Tensor.numel, weights.values()))
+    if network_size > 2 * stored_size:
+        raise RunError(f"{misfit}: {stored_size:,} of {network_size:,} weights")
 
 
 def read_weights(run_dir: Path, checkpoint: str) -> tuple[Path, dict[str, Tensor]]:
-    """Folder and verified weights of a checkpoint. Raises RunError, which lists the checkpoints."""
+    """Return folder and verified weights of a checkpoint. Raises RunError, which lists the checkpoints."""
     checkpointer = Checkpointer(run_dir)
     names = [folder.name for folder in checkpointer.folders()]
-    if checkpoint not in ("best", "last", *names) and names:
-        near = nearest(checkpoint, ["best", "last", *names])
-        raise RunError(
-            f"{checkpointer.root} has no {checkpoint!r}{near}; choose best, last, {', '.join(names)}"
-        )
-    for _ in range(2):  # a run in progress may delete a checkpoint while it is read
+    choices = ["best", "last", *names]
+    if names and checkpoint not in choices:
+        near = nearest(checkpoint, choices)
+        raise RunError(f"{checkpointer.root} has no {checkpoint!r}: choose {', '.join(choices)}{near}")
+    for _ in range(2):  # A run in progress may delete a checkpoint while it is read.
         try:
             return checkpointer.weights(checkpoint)
         except OSError:
             continue
         except RunError:
-            if names == (names := [folder.name for folder in checkpointer.folders()]):
+            former_names = names
+            names = [folder.name for folder in checkpointer.folders()]
+            if names == former_names:
                 raise
     return checkpointer.weights(checkpoint)

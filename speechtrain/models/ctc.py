@@ -15,9 +15,10 @@ from speechtrain.text.vocabulary import Tokenizer
 
 
 class CTC(Recogniser):
-    """A linear layer on an encoder's frames, trained by CTC: the usual fine-tuning of wav2vec 2.0.
+    """A linear layer on an encoder's frames, trained by CTC. This is the usual fine-tuning of wav2vec 2.0.
 
-    An utterance whose labels do not fit its frames adds 0 to the loss. ``dropout`` is on encoder frames.
+    An utterance whose labels do not fit its frames adds 0 to the loss. ``dropout`` applies to the encoder's
+    frames.
     """
 
     beam = "ctc_beam"
@@ -41,14 +42,23 @@ class CTC(Recogniser):
         return logits.float().log_softmax(-1)
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        scores, blank, symbols = self.scores(encoded), self.tokenizer.blank, batch.label_lengths
-        return ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, policy=self.policy), {}
+        loss = ctc_loss(
+            self.scores(encoded),
+            batch.labels,
+            lengths,
+            symbols=batch.label_lengths,
+            blank=self.tokenizer.blank,
+            policy=self.policy,
+        )
+        return loss, {}
 
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
         scores = self.scores(encoded)
-        if self.policy.static_shapes:  # merging equal labels has data-dependent shapes, so the host does it
+        if self.policy.static_shapes:
+            # The host merges equal labels, because the shapes of this operation depend on the data.
             scores, lengths = scores.cpu(), lengths.cpu()
-        return self.decoder.decode(CTCScorer(self.tokenizer, self.frame_seconds), scores, lengths)
+        scorer = CTCScorer(self.tokenizer, self.frame_seconds)
+        return self.decoder.decode(scorer, scores, lengths)
 
     def footprint(self) -> Footprint:
         return Footprint(self.encoder.activation_bytes())

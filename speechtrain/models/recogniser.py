@@ -1,4 +1,4 @@
-"""What recognisers share: an encoder, transcripts, and the decoder that writes them."""
+"""The base of the models that recognise speech: an encoder, a loss on transcripts, and a decoder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from speechtrain.text.vocabulary import Tokenizer
 class Recogniser(Task, PolicyAware):
     """A model that is trained on transcripts and evaluated by the WER of its decoder.
 
-    The loss of a batch is the sum over its utterances, and its weight is their number. A pretrained encoder
-    does not change for the first ``freeze_encoder_steps`` updates; below 1, that is their share of the plan.
-    Its learning rate is the others' times ``encoder_lr_scale``.
+    The loss of a batch is the sum over its utterances, and its weight is their number. The encoder does not
+    change in the first ``freeze_encoder_steps`` updates. A number below 1 is a fraction of the planned
+    updates. ``encoder_lr_scale`` multiplies the learning rate of the encoder's parameters.
     """
 
     metric = "wer"
@@ -40,12 +40,12 @@ class Recogniser(Task, PolicyAware):
     ) -> None:
         super().__init__()
         if not encoder_lr_scale >= 0:
-            raise ValueError(f"encoder_lr_scale is {encoder_lr_scale}; it must be 0 or above")
-        self.encoder_lr_scale = encoder_lr_scale
+            raise ValueError(f"encoder_lr_scale is {encoder_lr_scale}. It must be 0 or above")
         if not tokenizer.reads_text:
-            raise ConfigError(f"{type(self).__name__} learns from transcripts; replace tokenizer=none")
+            raise ConfigError(f"{type(self).__name__} learns from transcripts. Replace tokenizer=none")
         if not encoder.width:
-            raise ConfigError("encoder=none: this model needs one; choose it with encoder=NAME")
+            raise ConfigError("encoder=none: this model needs an encoder. Choose one with encoder=NAME")
+        self.encoder_lr_scale = encoder_lr_scale
         self.tokenizer = tokenizer
         self.encoder = encoder
         self.sample_rate, self.normalise_audio = encoder.sample_rate, encoder.normalise_audio
@@ -56,7 +56,7 @@ class Recogniser(Task, PolicyAware):
 
     @abstractmethod
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        """Compute each row's loss (B,) fp32 from frames (B, T, W), and its parts if there are several."""
+        """Return the loss (B,) fp32 of each row from the frames (B, T, W), and the metrics of its terms."""
 
     @abstractmethod
     def hypotheses(self, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
@@ -71,32 +71,39 @@ class Recogniser(Task, PolicyAware):
         self.policy = policy
 
     def advance(self, step: int, seed: int) -> None:
-        steps = self.freeze_encoder_steps
-        self.encoder.frozen = step < (steps * self.planned_updates if steps < 1 else steps)
+        frozen_updates = self.freeze_encoder_steps
+        if frozen_updates < 1:
+            frozen_updates *= self.planned_updates
+        self.encoder.frozen = step < frozen_updates
         self.encoder.advance(step, seed)
 
     def parameter_groups(self) -> Iterable[dict[str, Any]]:
         if self.encoder_lr_scale == 1:
             return super().parameter_groups()
-        own = [p for p in self.encoder.parameters() if p.requires_grad]
-        known = set(map(id, own))
-        rest = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
-        return [{"params": own, "lr_scale": self.encoder_lr_scale}, {"params": rest}]
+        encoder_parameters = [p for p in self.encoder.parameters() if p.requires_grad]
+        encoder_ids = set(map(id, encoder_parameters))
+        other_parameters = [p for p in self.parameters() if p.requires_grad and id(p) not in encoder_ids]
+        return [
+            {"params": encoder_parameters, "lr_scale": self.encoder_lr_scale},
+            {"params": other_parameters},
+        ]
 
     def prepare(self, batch: Batch, seed: int) -> Batch:
         return self.encoder.prepare(batch, seed)
 
     def forward(self, batch: Batch) -> Loss:
-        per_row, parts = self.losses(*self.encoder.encode(batch), batch)
-        return Loss((per_row * batch.weight).sum(), batch.weight.sum(), parts)
+        encoded, lengths = self.encoder.encode(batch)
+        row_losses, metrics = self.losses(encoded, lengths, batch)
+        return Loss((row_losses * batch.weight).sum(), batch.weight.sum(), metrics)
 
     def evaluate(self, batch: Batch) -> Evaluation:
         encoded, lengths = self.encoder.encode(batch)
-        per_row, _ = self.losses(encoded, lengths, batch)
+        row_losses, _ = self.losses(encoded, lengths, batch)
         examples = examples_of(batch, self.hypotheses(encoded, lengths))
-        metrics = error_rates((e.reference, e.hypothesis) for e in examples)
-        metrics["loss"] = ((per_row * batch.weight).sum(), batch.weight.sum())
+        metrics = error_rates((example.reference, example.hypothesis) for example in examples)
+        metrics["loss"] = ((row_losses * batch.weight).sum(), batch.weight.sum())
         return Evaluation(metrics, examples)
 
     def transcribe(self, batch: Batch) -> list[Hypothesis]:
-        return self.hypotheses(*self.encoder.encode(batch))
+        encoded, lengths = self.encoder.encode(batch)
+        return self.hypotheses(encoded, lengths)

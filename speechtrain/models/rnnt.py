@@ -1,4 +1,4 @@
-"""RNN-T: an encoder, a prediction network and an additive joint (Graves, 2012; MLPerf RNN-T).
+"""RNN-T: an encoder, a prediction network and an additive joint (Graves, 2012, and MLPerf RNN-T).
 
 Legend: B rows, T encoder frames, U labels, H joint width, V classes (blank last).
 """
@@ -14,6 +14,7 @@ from speechtrain.batch import Batch, Footprint
 from speechtrain.compute_policy import PLAIN, apply_policy
 from speechtrain.decoding.base import Hypothesis, TransducerScorer
 from speechtrain.encoders.base import Encoder
+from speechtrain.errors import require_least
 from speechtrain.losses.ctc import ctc_loss
 from speechtrain.losses.transducer import transducer_loss
 from speechtrain.models.recogniser import Recogniser
@@ -27,11 +28,13 @@ from speechtrain.text.vocabulary import Tokenizer
 class RNNT(Recogniser):
     """RNN-T recognition, trained by the exact transducer loss.
 
-    ``ctc_weight`` adds a CTC loss on the encoder; ``fastemit`` is the lambda of Yu et al. (2021). A joint
-    with durations makes it a TDT (Xu et al., 2023), whose logit under-normalisation is ``sigma``.
-    ``joint_rows`` above 0 computes joint and loss for so many rows at a time, cut to their longest (where
-    shapes are static, only the rows are cut): their memory is that of so many rows. Dropout draws a mask for
-    each such slice.
+    ``ctc_weight`` is the weight of an additional CTC loss on the encoder. ``fastemit`` is the lambda of Yu et
+    al. (2021). A joint with durations makes the model a TDT (Xu et al., 2023), whose logit
+    under-normalisation is ``sigma``.
+
+    If ``joint_rows`` is above 0, the joint and the loss are computed for slices of this number of rows, one
+    after the other. This limits their memory to one slice. A slice is cut to its longest row unless shapes
+    are static. Dropout draws a mask for each slice.
     """
 
     def __init__(
@@ -47,17 +50,12 @@ class RNNT(Recogniser):
         joint_rows: int = 0,
         sigma: float = 0.0,
     ) -> None:
-        for name, value in {"fastemit": fastemit, "joint_rows": joint_rows}.items():
-            if value < 0:
-                raise ValueError(f"{name}={value}: it must be at least 0")
+        require_least(0, fastemit=fastemit, joint_rows=joint_rows)
         super().__init__(tokenizer, encoder, freeze_encoder_steps, encoder_lr_scale)
         self.prediction = prediction or LSTMPrediction()
         self.prediction.connect(tokenizer.size - 1)
         self.joint = joint or Joint()
-        if sigma < 0 or (sigma and not self.joint.durations):
-            raise ValueError(f"sigma={sigma}: it must be at least 0, and 0 without joint.durations")
-        if fastemit and self.joint.durations:
-            raise ValueError(f"fastemit={fastemit}: it must be 0 with joint.durations")
+        _check_durations(self.joint, fastemit, sigma)
         self.beam = "" if self.joint.durations else "beam"
         self.joint.connect(encoder.width, self.prediction.width, tokenizer.size)
         self.ctc_weight = ctc_weight
@@ -65,27 +63,33 @@ class RNNT(Recogniser):
         self.fastemit, self.joint_rows, self.sigma = fastemit, joint_rows, sigma
 
     def losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Sums]:
-        policy, blank = self.policy, self.tokenizer.blank
-        sides = self.joint.encoder(encoded), self.joint.prediction(self.prediction(batch.labels))
-        if policy.lstm_segment:  # the loss is a graph of its own
-            sides = EndSegment.apply(policy.mark_step, *sides)  # type: ignore[no-untyped-call]
-        given = (*sides, batch.labels, lengths, batch.label_lengths)
-        if self.joint_rows:
-            slices = zip(*(value.split(self.joint_rows) for value in given), strict=True)
-            transducer = torch.cat([self._transducer(*self._cut(*rows)) for rows in slices])
-        else:
-            transducer = self._transducer(*given)
+        transducer = self._transducer_losses(encoded, lengths, batch)
         if self.ctc is None:
             return transducer, {}
         scores = self.ctc(encoded).float().log_softmax(-1)
-        symbols = batch.label_lengths
-        ctc = ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, policy=policy)
+        symbols, blank = batch.label_lengths, self.tokenizer.blank
+        ctc = ctc_loss(scores, batch.labels, lengths, symbols=symbols, blank=blank, policy=self.policy)
         count = batch.weight.sum()
-        parts: Sums = {
+        metrics: Sums = {
             "loss_transducer": ((transducer.detach() * batch.weight).sum(), count),
             "loss_ctc": ((ctc.detach() * batch.weight).sum(), count),
         }
-        return transducer + self.ctc_weight * ctc, parts
+        return transducer + self.ctc_weight * ctc, metrics
+
+    def _transducer_losses(self, encoded: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
+        """Return the transducer loss (B,) of each row, computed for ``joint_rows`` rows at a time."""
+        encoder = self.joint.encoder(encoded)
+        prediction = self.joint.prediction(self.prediction(batch.labels))
+        if self.policy.lstm_segment:  # A lazy device computes the loss in a graph of its own.
+            projections = EndSegment.apply(self.policy.mark_step, encoder, prediction)  # type: ignore[no-untyped-call]
+            encoder, prediction = projections
+        inputs = (encoder, prediction, batch.labels, lengths, batch.label_lengths)
+        if not self.joint_rows:
+            return self._transducer(*inputs)
+        losses = []
+        for slice_inputs in zip(*(torch.split(tensor, self.joint_rows) for tensor in inputs), strict=True):
+            losses.append(self._transducer(*self._cut(*slice_inputs)))
+        return torch.cat(losses)
 
     def _cut(
         self, encoder: Tensor, prediction: Tensor, labels: Tensor, *lengths: Tensor
@@ -99,7 +103,9 @@ class RNNT(Recogniser):
     def _transducer(
         self, encoder: Tensor, prediction: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor
     ) -> Tensor:
+        """Return the transducer loss (B,) of the two projected inputs of the joint."""
         policy, joint = self.policy, self.joint
+        dropout = joint.dropout if self.training else 0.0
         return transducer_loss(
             encoder,
             prediction,
@@ -109,8 +115,8 @@ class RNNT(Recogniser):
             encoder_lengths=frames,
             label_lengths=symbols,
             blank=self.tokenizer.blank,
-            dropout=joint.dropout if self.training else 0.0,
-            # drawn from the generator that the trainer seeds for each micro-batch
+            dropout=dropout,
+            # The trainer seeds the generator of this draw for each micro-batch.
             seed=int(torch.randint(2**62, ())),
             fastemit=self.fastemit,
             durations=joint.durations,
@@ -125,7 +131,7 @@ class RNNT(Recogniser):
         prediction, joint = self.prediction, self.joint
         frames = joint.encoder(encoded)
         if self.policy.static_shapes:
-            # the number of search steps depends on data: the host decodes, and reads all once per batch
+            # The number of search steps depends on the data, so the host decodes, after one copy per batch.
             prediction, joint = copy.deepcopy((prediction, joint))
             for part in (prediction, joint):
                 apply_policy(part.cpu(), PLAIN)
@@ -134,9 +140,19 @@ class RNNT(Recogniser):
         return self.decoder.decode(scorer, frames, lengths)
 
     def footprint(self) -> Footprint:
-        """The encoder's memory, and the recursion of the loss: about 200 bytes per lattice cell.
+        """Predict the memory of the encoder and of the loss, which needs about 200 bytes per lattice cell.
 
-        With durations, each arc of a cell has about 60, two for each frame up to the longest.
+        With durations, a cell has two arcs for each duration from 0 to the longest, of about 60 bytes each.
         """
-        of_arcs = 120 * (self.joint.durations[-1] + 1) if self.joint.durations else 0
-        return Footprint(self.encoder.activation_bytes(), (200 + of_arcs) / self.frame_seconds)
+        cell_bytes = 200
+        if self.joint.durations:
+            cell_bytes += 120 * (self.joint.durations[-1] + 1)
+        return Footprint(self.encoder.activation_bytes(), cell_bytes / self.frame_seconds)
+
+
+def _check_durations(joint: Joint, fastemit: float, sigma: float) -> None:
+    """Raise ValueError if an option of the loss does not suit the durations of ``joint``."""
+    if sigma < 0 or (sigma and not joint.durations):
+        raise ValueError(f"sigma={sigma}: it must be at least 0, and 0 without joint.durations")
+    if fastemit and joint.durations:
+        raise ValueError(f"fastemit={fastemit}: it must be 0 with joint.durations")

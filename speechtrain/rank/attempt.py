@@ -1,4 +1,4 @@
-"""The outcome of one process of a run, which is whole at every moment."""
+"""The outcome of one process of a run. It is complete at every moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speechtrain.training.run_state import Progress
 
 @dataclass
 class Attempt:
-    """One process's part of a run. It holds the progress even if the process fails."""
+    """The part of one process in a run. It holds the progress even if the process fails."""
 
     status: str = "failed"
     progress: Progress = field(default_factory=Progress)

@@ -19,7 +19,7 @@ from speechtrain.files import write_text
 from speechtrain.run_directory import CONFIG
 from speechtrain.task import Task
 
-_BATCH_SHARE = 0.5  # predictions are within a factor of 2
+_BATCH_SHARE = 0.5  # Predictions are within a factor of 2.
 
 
 def fill_batch_memory(config: DictConfig, gib: Callable[[], float]) -> float:
@@ -27,30 +27,35 @@ def fill_batch_memory(config: DictConfig, gib: Callable[[], float]) -> float:
 
     Returns this number, or 0 if no batch has ``memory_gib=auto``.
     """
-    open_limits: list[Any] = []
+    auto_batches: list[Any] = []
     for name in ("batch", "valid_batch"):
-        limits = config.data.get(name) or {}
-        if limits.get("memory_gib") == "auto":
-            open_limits.append(limits)
-    if not open_limits:
+        batch = config.data.get(name) or {}
+        if batch.get("memory_gib") == "auto":
+            auto_batches.append(batch)
+    if not auto_batches:
         return 0.0
     memory_gib = gib()
-    for limits in open_limits:
-        limits.memory_gib = memory_gib
+    for batch in auto_batches:
+        batch.memory_gib = memory_gib
     return memory_gib
 
 
 def free_batch_memory(config: DictConfig, device: Device, task: Task) -> float:
-    """Return the GiB of a batch: half of the device's free memory less a rank's weights, gradients and state.
+    """Return the GiB of a batch.
 
+    They are half of the device's free memory, less the weights, gradients and optimizer state of a rank.
     Raises MachineError if no memory is left.
     """
-    free = device.free_memory(int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
-    needed = rank_bytes(config, sum(p.numel() for p in task.parameters()))
-    if free <= needed:
-        sizes = f"{needed / 2**30:.2f} GiB of weights, gradients and state, {free / 2**30:.2f} GiB free"
-        raise MachineError(f"data.batch.memory_gib=auto: {sizes}. Use a smaller model or another machine")
-    return round(_BATCH_SHARE * (free - needed) / 2**30, 3)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    free_bytes = device.free_memory(local_ranks)
+    model_bytes = rank_bytes(config, sum(p.numel() for p in task.parameters()))
+    if free_bytes <= model_bytes:
+        model_size = f"{model_bytes / 2**30:.2f} GiB of weights, gradients and state"
+        raise MachineError(
+            f"data.batch.memory_gib=auto: {model_size}, {free_bytes / 2**30:.2f} GiB free. "
+            "Use a smaller model or another machine"
+        )
+    return round(_BATCH_SHARE * (free_bytes - model_bytes) / 2**30, 3)
 
 
 def choose_batch_memory(config: DictConfig, device: Device, group: Group, *, task: Task) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def open_device(config: DictConfig, local_rank: int) -> tuple[Device, Precision]
         )
     device.check_precision(precision)
     device.open(local_rank)
-    if reason := device.precision_fallback_reason(precision.dtype):
+    reason = device.precision_fallback_reason(precision.dtype)
+    if reason:
         _LOG.warning(f"precision={precision.name}: {reason}")
         precision = FP32()
     return device, precision
@@ -81,20 +82,34 @@ def load_initial_weights(config: DictConfig, task: Task, tokenizer: Tokenizer) -
         return {}
     from speechtrain.interop.weights import initialise, read_labels, read_weights
 
-    weights, fresh = read_weights(path), set[str]()
-    run = None if path.startswith("hf:") else run_of(whole_path(path).resolve())
-    labels = build_tokenizer(read_config(run)).labels if run else read_labels(path)
+    weights = read_weights(path)
+    run_dir = None if path.startswith("hf:") else run_of(whole_path(path).resolve())
+    labels = build_tokenizer(read_config(run_dir)).labels if run_dir else read_labels(path)
+    vocabulary_tensors: set[str] = set()
     if labels not in ([], tokenizer.labels):
-        longer = copy.copy(tokenizer)
-        longer.labels = tokenizer.labels * 2
-        tensors = build_model(config, longer, build_encoder(config)).state_dict()
-        fresh = {name for name, value in task.state_dict().items() if value.shape != tensors[name].shape}
-    report = initialise(task, weights, path, fresh)
+        vocabulary_tensors = _vocabulary_tensors(config, task, tokenizer)
+    report = initialise(task, weights, path, vocabulary_tensors)
     facts: dict[str, Any] = {"tensors taken over": len(report.loaded), "fresh": len(report.fresh)}
-    skipped = ", ".join(sorted(fresh & weights.keys()))
+    skipped = ", ".join(sorted(vocabulary_tensors & weights.keys()))
     if skipped:
         facts["fresh for another vocabulary"] = skipped
     return facts
+
+
+def _vocabulary_tensors(config: DictConfig, task: Task, tokenizer: Tokenizer) -> set[str]:
+    """Return the names of the tensors whose shape depends on the number of labels.
+
+    Their shapes differ in a second model, which is built for twice the labels.
+    """
+    longer_tokenizer = copy.copy(tokenizer)
+    longer_tokenizer.labels = tokenizer.labels * 2
+    longer_model = build_model(config, longer_tokenizer, build_encoder(config))
+    longer_tensors = longer_model.state_dict()
+    names = set()
+    for name, tensor in task.state_dict().items():
+        if tensor.shape != longer_tensors[name].shape:
+            names.add(name)
+    return names
 
 
 def seed_everything(seed: int) -> None:
@@ -131,8 +146,9 @@ def open_ranks(
             f"trainer.shard={settings.shard}: device={device.name} needs whole parameters. "
             "Use trainer.shard=none"
         )
-    from speechtrain.checkpoint.sharded import ShardedCheckpointer  # a second of imports
-    from speechtrain.distributed.fsdp import ShardedGroup  # a second of imports
+    # These imports take a second.
+    from speechtrain.checkpoint.sharded import ShardedCheckpointer
+    from speechtrain.distributed.fsdp import ShardedGroup
 
     group = ShardedGroup(world, device.facts, timeout)
     return group, ShardedCheckpointer(run_dir, settings.keep, group)
@@ -142,15 +158,17 @@ def plan_updates(
     config: DictConfig, settings: TrainerConfig, data: DataModule
 ) -> tuple[Schedule, int | None]:
     """Return the schedule and the number of planned updates. Warn if the data or the warm-up is unfit."""
-    per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
-    planned = planned_steps(settings, per_epoch)
-    is_open = is_planned_by_time(settings)  # the trainer plans, and fits the schedule
-    updates = 1 if is_open else planned
-    schedule = build_schedule(config, max(1, round(per_epoch)), updates)
+    updates_per_epoch = data.micro_batches_per_epoch / (config.world_size * settings.accumulate)
+    planned_updates = planned_steps(settings, updates_per_epoch)
+    # If the run is planned by time, the trainer fits the schedule to its own plan.
+    schedule_updates = 1 if is_planned_by_time(settings) else planned_updates
+    schedule = build_schedule(config, max(1, round(updates_per_epoch)), schedule_updates)
     for warning in data.warnings():
         _LOG.warning(warning)
     if not data.valid():
-        _LOG.warning("data.valid is empty: nothing chooses the best checkpoint; add data.valid.NAME=FILE")
-    if planned and planned <= schedule.warmup:
-        _LOG.warning(f"the warm-up takes {schedule.warmup} of {planned} updates; change schedule.warmup_*")
-    return schedule, planned
+        _LOG.warning("data.valid is empty: nothing chooses the best checkpoint. Add data.valid.NAME=FILE")
+    if planned_updates and planned_updates <= schedule.warmup:
+        _LOG.warning(
+            f"the warm-up takes {schedule.warmup} of {planned_updates} updates. Change schedule.warmup_*"
+        )
+    return schedule, planned_updates

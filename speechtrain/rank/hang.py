@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from speechtrain.rank.attempt import Attempt
 from speechtrain.run_directory import ERROR, STUCK, rank_folder, write_result
 from speechtrain.supervision.process_tree import kill, kill_descendants, siblings_of
 
-_RANK0_HEAD_START_SECONDS = 1.0  # The other ranks wait, so that rank 0 prints before torchrun kills all.
+_RANK0_HEAD_START_SECONDS = 1.0  # Other ranks wait, so that rank 0 prints before torchrun kills all ranks.
 
 
 def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
@@ -42,13 +43,15 @@ def watch(attempt: Attempt, run_dir: Path, seconds: float) -> Watch:
 
 
 def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report: HangReport) -> NoReturn:
-    """End this rank, whatever its main thread hangs in. Its result names the stuck rank."""
+    """End this rank even if its main thread hangs. The result of the rank names the stuck rank."""
     # The stuck rank reports. If it does not answer, the next rank that answers does.
     reporter = diagnosis.rank
     while reporter in diagnosis.silent:
         reporter += 1
     is_cause = report.rank == reporter % attempt.group.world.size
-    message = diagnosis.message if is_cause else f"{report}: rank {diagnosis.rank} is stuck"
+    message = f"{report}: rank {diagnosis.rank} is stuck"
+    if is_cause:
+        message = diagnosis.message
     failure = {"rank": report.rank, "failed_at": time.time(), "is_cause": is_cause}
     result = {**attempt.result(), "error": message, "exit_code": Stuck.exit_code, **failure}
     with contextlib.suppress(OSError):
@@ -60,8 +63,13 @@ def _exit_stuck(attempt: Attempt, folder: Path, diagnosis: HangDiagnosis, report
     if report.rank:
         time.sleep(_RANK0_HEAD_START_SECONDS)
     kill_descendants(os.getpid())
+    _kill_siblings(diagnosis.silent)
+    os._exit(Stuck.exit_code)
+
+
+def _kill_siblings(ranks: Collection[int]) -> None:
+    """Kill the processes of ``ranks`` on this host. They do not answer, so they do not end by themselves."""
     for pid, environment in siblings_of(os.getpid()).items():
         with contextlib.suppress(MachineError):
-            if World.from_environment(environment).rank in diagnosis.silent:
+            if World.from_environment(environment).rank in ranks:
                 kill(pid)
-    os._exit(Stuck.exit_code)

@@ -26,7 +26,7 @@ from speechtrain.tracking.console import TextLog
 from speechtrain.tracking.group import Trackers
 
 _LOG = logging.getLogger(__name__)
-_MAX_EARLY_WARNINGS = 1000  # kept until the trackers exist
+_MAX_EARLY_WARNINGS = 1000  # They are kept until the trackers exist.
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD", "OMP_*", "KMP_*", "CCL_*", "I_MPI_PIN*")
 """Patterns of the variables that are logged with the device's own."""
 
@@ -59,24 +59,26 @@ def log_start(config: DictConfig, task: Task, data: DataModule, tracker: Tracker
     """Log the data pipeline with the number of its recordings, and the start with its ``facts``."""
     nodes = resolved(config)
     features = {"sample_rate": task.sample_rate, **nodes["encoder"].get("features", {})}
-    parameters = features | nodes["augment"]
-    del parameters["_target_"]
-    updates = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
-    tracker.log("data", {**data.counts(), "updates_per_epoch": max(1, round(updates)), **parameters})
-    facts |= {"parameters": sum(p.numel() for p in task.parameters()), "shapes": data.shapes()}
-    tracker.log("start", facts | data.report())
+    pipeline_keys = features | nodes["augment"]
+    del pipeline_keys["_target_"]
+    updates_per_epoch = data.micro_batches_per_epoch / (facts["ranks"] * facts["accumulate"])
+    counts = {**data.counts(), "updates_per_epoch": max(1, round(updates_per_epoch))}
+    tracker.log("data", counts | pipeline_keys)
+    model_facts = {"parameters": sum(p.numel() for p in task.parameters()), "shapes": data.shapes()}
+    tracker.log("start", facts | model_facts | data.report())
 
 
 def keep_log_lines() -> MemoryHandler:
     """Keep all log lines until the trackers exist."""
     early = MemoryHandler(_MAX_EARLY_WARNINGS, flushLevel=sys.maxsize)
     logging.getLogger("speechtrain").handlers[:] = [early]
-    logging.getLogger("speechtrain").propagate = False  # lhotse gives the root logger a handler
+    # lhotse gives the root logger a handler, which would print each line again.
+    logging.getLogger("speechtrain").propagate = False
     return early
 
 
 def first_facts(config: DictConfig, schedule: Schedule) -> dict[str, Any]:
-    """Return the facts that the start line of a new run adds."""
+    """Return the facts that only the start line of a new run has."""
     facts: dict[str, Any] = {"warm-up steps": schedule.warmup, "from data": config.from_data}
     return {name: value for name, value in facts.items() if value}
 

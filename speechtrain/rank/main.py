@@ -1,7 +1,7 @@
 """One rank of a run: a resolved config becomes objects, and the objects train.
 
-Every rank runs ``python -m speechtrain.train_rank <run>/config.yaml``. No Hydra composition happens
-here: the file is the whole truth.
+Every rank runs ``python -m speechtrain.train_rank <run>/config.yaml``. A rank does not compose with Hydra: it
+reads only this file.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import DictConfig
+from torch.optim import Optimizer
 
 from speechtrain.batch import Footprint
-from speechtrain.compute_policy import apply_policy
+from speechtrain.checkpoint.whole import Checkpointer
+from speechtrain.compute_policy import ComputePolicy, apply_policy
 from speechtrain.config.build import build_data, build_optimizer
 from speechtrain.config.resolved import load
+from speechtrain.data.base import DataModule
 from speechtrain.devices.base import Device
 from speechtrain.devices.out_of_memory import out_of_memory_error
-from speechtrain.distributed.group import PeerLost
+from speechtrain.distributed.group import Group, PeerLost
 from speechtrain.errors import (
     ConfigError,
     MachineError,
@@ -37,6 +41,8 @@ from speechtrain.errors import (
 from speechtrain.files import lost_output, open_append, write_text
 from speechtrain.launcher import World, is_number
 from speechtrain.optim.ema import EMA, NoEMA
+from speechtrain.optim.schedules import Schedule
+from speechtrain.precision import Precision
 from speechtrain.rank.attempt import Attempt
 from speechtrain.rank.batch_memory import choose_batch_memory
 from speechtrain.rank.build import (
@@ -61,75 +67,147 @@ from speechtrain.rank.stop import StopRequest, stop_with_parent
 from speechtrain.run_directory import ERROR, RESULT, RunLock, rank_folder, write_result
 from speechtrain.supervision.process_tree import kill_descendants
 from speechtrain.task import Task
+from speechtrain.text.vocabulary import Tokenizer
+from speechtrain.tracking.base import Tracker
 from speechtrain.tracking.group import is_hanging
+from speechtrain.trainer_config import TrainerConfig
 from speechtrain.training.autotune import resolve_policy
 from speechtrain.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The settings of a rank, and the parts of it that do not depend on the model."""
+
+    config: DictConfig
+    world: World
+    settings: TrainerConfig
+    device: Device
+    precision: Precision
+    group: Group
+    checkpointer: Checkpointer
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The model of a rank, and the parts that depend on it."""
+
+    task: Task
+    tokenizer: Tokenizer
+    data: DataModule
+    policy: ComputePolicy
+    policy_record: dict[str, Any]  # for the log
+    facts: dict[str, Any]  # for the log line of the start
 
 
 def train(
     config: DictConfig, world: World, stop: StopRequest, attempt: Attempt, is_watched: bool = False
 ) -> None:
-    """Build everything and train; ``attempt`` holds the outcome. Raises what stopped the training."""
-    run_dir = Path(config.run_dir)
+    """Build everything and train. ``attempt`` holds the outcome. Raises the error that ends the training."""
     settings = trainer_config_for(config, world)
     seed_everything(config.seed)
-    early = keep_log_lines()
-    device, precision = open_device(config, world.local_rank)
-    group, checkpointer = open_ranks(settings, world, device, run_dir=run_dir)
-    attempt.group, attempt.checkpointer = group, checkpointer
+    early_lines = keep_log_lines()
+    rank = _open_rank(config, world, settings)
+    attempt.group, attempt.checkpointer = rank.group, rank.checkpointer
     if is_watched:
-        attempt.watch = watch(attempt, run_dir, settings.timeout_seconds)
-    task, tokenizer = build_task(config)
-    apply_policy(task, device.policy(precision.dtype))  # before the data: the model's memory depends on it
-    begun = _restart() | choose_batch_memory(config, device, group, task=task)
-    data = build_data(config, tokenizer, task)
-    with group.main_process_first():  # rank 0 indexes a large set; the others find the index in the cache
-        data.check()
-    device.validate_shapes(data.shapes())
-    begun |= load_initial_weights(config, task, tokenizer) if not checkpointer.folders() else {}
-    task.to(device.tensor(torch.zeros(())).device)
-    policy, chosen = resolve_policy(device, precision, group, run_dir=run_dir, task=task, data=data)
-
-    schedule, planned = plan_updates(config, settings, data)
+        attempt.watch = watch(attempt, rank.run_dir, settings.timeout_seconds)
+    parts = _build_parts(rank)
+    task, data = parts.task, parts.data
+    schedule, planned_updates = plan_updates(config, settings, data)
     warn_of_crowded_labels(data, task)
-    if not checkpointer.folders():
-        begun |= first_facts(config, schedule)
-    optimizer = build_optimizer(config, task.parameter_groups(), **device.facts.optimizer_flags)
-    module, optimizer = device.prepare(task, optimizer)
-    assert isinstance(module, Task)
-    group.shard(module, optimizer, policy.autocast_dtype if device.facts.narrow_gathers else None)
+    module, optimizer = _prepare_module(rank, task, parts.policy)
     data.obey(stop)
     attempt.metric, attempt.content = task.metric, data.content()
-    attempt.tracker = tracker = open_tracker(config, world, early)
-    if not world.rank:
-        tokenizer.save(str(run_dir))
-    log_environment(run_dir, world, device, tracker)
-    tracker.log("device", chosen)
-    counts = {"ranks": world.size, "accumulate": settings.accumulate, "steps": planned}
-    log_start(config, task, data, tracker, {**begun, **counts, "target": settings.target})
-    trainer = Trainer(
-        config=settings,
-        device=device,
-        precision=precision,
-        policy=policy,
-        group=group,
-        checkpointer=checkpointer,
-        tracker=tracker,
-        seed=config.seed,
-        run_dir=rank_folder(run_dir, world.rank),
-        stop_requested=stop,
-    )
+    tracker = open_tracker(config, world, early_lines)
+    attempt.tracker = tracker
+    _log_start(rank, parts, tracker, schedule, planned_updates=planned_updates)
+    trainer = _build_trainer(rank, parts.policy, tracker, stop)
     attempt.progress = trainer.progress
-    with contextlib.closing(data), _explained(device, trainer, tokenizer.size):
+    with contextlib.closing(data), _explained(rank.device, trainer, parts.tokenizer.size):
         average = EMA(task, settings.ema) if settings.ema > 0 else NoEMA()
         attempt.status = trainer.fit(
             module, data, optimizer, schedule=schedule, average=average, resume=config.resume
         )
 
 
+def _open_rank(config: DictConfig, world: World, settings: TrainerConfig) -> _Rank:
+    """Claim the device and join the group of all ranks."""
+    device, precision = open_device(config, world.local_rank)
+    group, checkpointer = open_ranks(settings, world, device, run_dir=Path(config.run_dir))
+    return _Rank(config, world, settings, device, precision, group=group, checkpointer=checkpointer)
+
+
+def _build_parts(rank: _Rank) -> _Parts:
+    """Build the task and the data, and load the initial weights of a new run."""
+    config, device = rank.config, rank.device
+    task, tokenizer = build_task(config)
+    # The memory of the model depends on the policy, and the batches of the data depend on this memory.
+    apply_policy(task, device.policy(rank.precision.dtype))
+    facts = _restart() | choose_batch_memory(config, device, rank.group, task=task)
+    data = build_data(config, tokenizer, task)
+    # Rank 0 indexes a large set. The other ranks find the index in the cache.
+    with rank.group.main_process_first():
+        data.check()
+    device.validate_shapes(data.shapes())
+    if not rank.checkpointer.folders():
+        facts |= load_initial_weights(config, task, tokenizer)
+    task.to(device.tensor(torch.zeros(())).device)
+    policy, policy_record = resolve_policy(
+        device, rank.precision, rank.group, run_dir=rank.run_dir, task=task, data=data
+    )
+    return _Parts(task, tokenizer, data, policy=policy, policy_record=policy_record, facts=facts)
+
+
+def _prepare_module(rank: _Rank, task: Task, policy: ComputePolicy) -> tuple[Task, Optimizer]:
+    """Return the task and its optimizer, prepared by the device and shared by the ranks."""
+    device_facts = rank.device.facts
+    optimizer = build_optimizer(rank.config, task.parameter_groups(), **device_facts.optimizer_flags)
+    module, optimizer = rank.device.prepare(task, optimizer)
+    assert isinstance(module, Task)
+    gather_dtype = policy.autocast_dtype if device_facts.narrow_gathers else None
+    rank.group.shard(module, optimizer, gather_dtype)
+    return module, optimizer
+
+
+def _log_start(
+    rank: _Rank, parts: _Parts, tracker: Tracker, schedule: Schedule, planned_updates: int | None
+) -> None:
+    """Log the environment, the device, the data and the start. Rank 0 stores the tokenizer."""
+    config, world = rank.config, rank.world
+    if not world.rank:
+        parts.tokenizer.save(str(rank.run_dir))
+    log_environment(rank.run_dir, world, rank.device, tracker)
+    tracker.log("device", parts.policy_record)
+    facts = dict(parts.facts)
+    if not rank.checkpointer.folders():
+        facts |= first_facts(config, schedule)
+    facts |= {"ranks": world.size, "accumulate": rank.settings.accumulate, "steps": planned_updates}
+    facts["target"] = rank.settings.target
+    log_start(config, parts.task, parts.data, tracker, facts)
+
+
+def _build_trainer(rank: _Rank, policy: ComputePolicy, tracker: Tracker, stop: StopRequest) -> Trainer:
+    return Trainer(
+        config=rank.settings,
+        device=rank.device,
+        precision=rank.precision,
+        policy=policy,
+        group=rank.group,
+        checkpointer=rank.checkpointer,
+        tracker=tracker,
+        seed=rank.config.seed,
+        run_dir=rank_folder(rank.run_dir, rank.world.rank),
+        stop_requested=stop,
+    )
+
+
 @contextlib.contextmanager
 def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]:
-    """A context that turns a lack of the device's memory into an error that names the batch."""
+    """Turn an out-of-memory error of the device into an error that names the batch."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -145,8 +223,8 @@ def _explained(device: Device, trainer: Trainer, classes: int) -> Iterator[None]
 def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     """Run one rank, write its outcome to ``result.json`` and return the exit code.
 
-    With ``is_watched``, a rank that hangs does not return: the process ends. Rank 0 holds the run's lock;
-    the other ranks write their outcome and what they print to folders of their own.
+    With ``is_watched``, a rank that hangs does not return: the process ends. Rank 0 holds the lock of the
+    run. Each other rank writes its outcome and its output to a folder of its own.
     """
     arguments = sys.argv[1:] if argv is None else argv
     path = _config_path(arguments)
@@ -155,25 +233,30 @@ def main(argv: list[str] | None = None, is_watched: bool = False) -> int:
     stop = StopRequest()
     stop_with_parent(stop)
     run_dir = path.parent
-    with contextlib.suppress(MachineError):  # a malformed variable is reported below
-        world = World.from_environment(os.environ)
-        if world.size > 1:
-            os.environ.update(world.variables())
+    _set_world_variables()
     rank = os.environ.get("RANK", "0")
-    if is_number(rank) and int(rank):  # a malformed RANK is reported by World.from_environment
-        with contextlib.suppress(OSError):  # a full disk is reported by what follows
+    if is_number(rank) and int(rank):  # World.from_environment reports a malformed RANK in ``_attempt``.
+        with contextlib.suppress(OSError):  # If the disk is full, ``_attempt`` reports it.
             _print_to(rank_folder(run_dir, int(rank)) / "output.log")
         return _attempt(path, stop, int(rank), is_watched=is_watched)
     lock = RunLock(run_dir)
     try:
         lock.acquire()
-    except (RunError, OSError) as error:  # another process runs it, and owns its result
+    except (RunError, OSError) as error:  # Another process trains the run and writes its result.
         print_notice(f"error: {error}")
         return error.exit_code if isinstance(error, RunError) else MachineError.exit_code
     try:
         return _attempt(path, stop, is_watched=is_watched)
     finally:
         lock.release()
+
+
+def _set_world_variables() -> None:
+    """Set torchrun's variables, which torch and vendors' libraries read, if there are several ranks."""
+    with contextlib.suppress(MachineError):  # ``_attempt`` reports a malformed variable.
+        world = World.from_environment(os.environ)
+        if world.size > 1:
+            os.environ.update(world.variables())
 
 
 def _config_path(arguments: Sequence[str]) -> Path | None:
@@ -189,7 +272,7 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
 
 
 def _print_to(path: Path) -> None:
-    """Append what this process and its children print to a file."""
+    """Append the output of this process and its children to a file."""
     with open_append(path) as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -199,44 +282,54 @@ def _print_to(path: Path) -> None:
 def _attempt(path: Path, stop: StopRequest, rank: int = 0, is_watched: bool = False) -> int:
     """Train by the config at ``path``, write the outcome to the rank's folder and return the exit code."""
     folder = rank_folder(path.parent, rank)
-    attempt, code, trace = Attempt(), 0, folder / ERROR
-    for before in (trace, folder / RESULT):
-        before.unlink(missing_ok=True)
+    attempt, exit_code = Attempt(), 0
+    for former_file in (folder / ERROR, folder / RESULT):
+        former_file.unlink(missing_ok=True)
     try:
         train(load(path), World.from_environment(os.environ), stop, attempt=attempt, is_watched=is_watched)
         result = attempt.result()
         attempt.group.rank_status.at(attempt.progress.step, "end")
         attempt.group.close()
         attempt.unwatch()
-    except Exception as raised:  # the boundary of the process: the parent reads the result
-        attempt.unwatch()  # first: if the watchdog reports a hang, its diagnosis wins over this error
-        error = disk_explained(attempt.group.explained(raised))
-        code = error.exit_code if isinstance(error, SpeechtrainError) else 1
-        attempt.status = "failed"
-        # of several failures, the first is the cause
-        failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(error, PeerLost)}
-        result = {**attempt.result(), "error": _message(error), "exit_code": code, **failure}
-        with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
-            write_text(trace, traceback.format_exc(), durable=False)
+    except Exception as error:  # The process ends here. The parent reads the result.
+        # The watchdog stops first. If it reports a hang, its diagnosis is the result and not this error.
+        attempt.unwatch()
+        result = _failed_result(attempt, error, rank)
+        exit_code = result["exit_code"]
+        with contextlib.suppress(OSError):  # A full disk must not hide the cause of the failure.
+            write_text(folder / ERROR, traceback.format_exc(), durable=False)
     try:
         write_result(folder, result)
     except OSError as error:
         print_notice(f"error: {folder / RESULT} cannot be written: {error}")
-        code = code or MachineError.exit_code
-    attempt.end(result)  # last: a tracker may take seconds, in which the launcher may kill this process
-    return code
+        exit_code = exit_code or MachineError.exit_code
+    # The trackers end last. They may take seconds, in which the launcher may kill this process.
+    attempt.end(result)
+    return exit_code
+
+
+def _failed_result(attempt: Attempt, error: Exception, rank: int) -> dict[str, Any]:
+    """Return the content of ``result.json`` after ``error``."""
+    cause = disk_explained(attempt.group.explained(error))
+    exit_code = cause.exit_code if isinstance(cause, SpeechtrainError) else 1
+    attempt.status = "failed"
+    # If several ranks fail, the first failure is the cause.
+    failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(cause, PeerLost)}
+    return {**attempt.result(), "error": _message(cause), "exit_code": exit_code, **failure}
 
 
 def _message(error: Exception) -> str:
-    """The error of a failed rank, with the restart that follows."""
-    message = str(error) if isinstance(error, SpeechtrainError) else f"{type(error).__name__}: {error}"
+    """Return the message of a failed rank, with the restart that follows."""
+    message = str(error)
+    if not isinstance(error, SpeechtrainError):
+        message = f"{type(error).__name__}: {error}"
     for restart in _restart(failures=1).values():
         message = f"{message.strip()} (restart {restart} follows)"
     return message.strip()
 
 
 def _restart(failures: int = 0) -> dict[str, str]:
-    """The number of torchrun's start of all ranks after ``failures`` of this one, if it starts them again."""
+    """Return the number of torchrun's restart after ``failures`` more failures, if torchrun restarts."""
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + failures
     limit = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     return {"restart": f"{number} of {limit}"} if 0 < number <= limit else {}
@@ -245,8 +338,8 @@ def _restart(failures: int = 0) -> dict[str, str]:
 def end_process(code: int) -> NoReturn:
     """End the process.
 
-    A failed rank ends at once, since its collectives may never end. So does one with a tracker that hangs,
-    since the tracker's library may wait for the same answer when Python exits.
+    A failed rank ends at once, since its collectives may never end. A rank with a tracker that hangs ends at
+    once, too, since the tracker's library may wait for the same answer when Python exits.
     """
     if is_hanging() or (code and "RANK" in os.environ):
         for stream in (sys.stdout, sys.stderr):
@@ -254,5 +347,5 @@ def end_process(code: int) -> NoReturn:
                 stream.flush()
         kill_descendants(os.getpid())
         os._exit(code)
-    lost_output()  # a full disk below stdout must not change the code
+    lost_output()  # A full disk below stdout must not change the exit code.
     sys.exit(code)

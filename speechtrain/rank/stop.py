@@ -36,7 +36,7 @@ class StopRequest:
 
 
 def stop_with_parent(stop: StopRequest) -> None:
-    """Stop as on a SIGTERM when the command that started this process on this host has ended (Linux).
+    """Let the end of the command that started this process on this host act like a SIGTERM (Linux).
 
     The kernel signals the end of this process's own parent. Agents between it and the command may outlive
     the command (Intel's mpirun is a script around one), so ``stop`` checks the command in every step.
@@ -50,5 +50,5 @@ def stop_with_parent(stop: StopRequest) -> None:
         return
     if is_number(command) and int(command) in ancestors_of(os.getpid()):
         stop.command = int(command)
-    else:  # it ended before the kernel was asked
+    else:  # The command ended before the call of ``prctl``.
         stop.received = True

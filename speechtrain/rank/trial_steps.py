@@ -19,7 +19,7 @@ from speechtrain.precision import Precision
 from speechtrain.task import Task
 from speechtrain.training.autotune import choose_policy
 
-_TIMED = 8  # micro-batches, from which the time of an epoch follows
+_TIMED_BATCHES = 8  # The time of an epoch follows from the steps on this number of micro-batches.
 
 
 def smallest_batches(data: DataModule, count: int) -> list[Batch]:
@@ -32,19 +32,25 @@ def smallest_batches(data: DataModule, count: int) -> list[Batch]:
 
 
 def _evenly(total: int) -> list[int]:
-    """Return places that are evenly spaced among ``total``."""
-    count = min(_TIMED, total)
-    return [total * (2 * number + 1) // (2 * count) for number in range(count)]
+    """Return the middles of equal intervals of ``total`` places."""
+    count = min(_TIMED_BATCHES, total)
+    places = []
+    for interval in range(count):
+        half_intervals = 2 * interval + 1
+        places.append(total * half_intervals // (2 * count))
+    return places
 
 
 def _batches(data: DataModule, places_of: Callable[[int], Sequence[int]]) -> list[Batch]:
     """Return micro-batches of the first epoch by their places in the order of their audio.
 
-    ``places_of`` takes the number of micro-batches. Data that has no plan gives its first batches.
+    ``places_of`` maps the number of micro-batches to places. Data without a plan gives its first batches.
     """
     if not isinstance(data, SpeechData):
-        return list(itertools.islice(data.train(), len(places_of(_TIMED))))
-    plan, order = data.sampler.plan(0), data.sampler.sizes(0).argsort(kind="stable")
+        count = len(places_of(_TIMED_BATCHES))
+        return list(itertools.islice(data.train(), count))
+    plan = data.sampler.plan(0)
+    order = data.sampler.sizes(0).argsort(kind="stable")
     places = list(places_of(len(order)))
     numbers = order[places].tolist()
     return [data.stream.loader(plan[number]) for number in numbers]
@@ -67,9 +73,9 @@ class TrialSteps:
         self.task, self.device = task, device
 
     def __call__(self, batch: Batch) -> tuple[float, float]:
-        """Train on a batch; return the loss per unit of weight and the seconds.
+        """Train on a batch. Return the loss per unit of weight and the seconds.
 
-        Raises ValueError if loss or gradient is not finite.
+        Raises ValueError if the loss or the gradient is not finite.
         """
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
@@ -79,13 +85,15 @@ class TrialSteps:
             loss = self.task.train()(self.device.move(prepared))
         torch.autograd.backward(loss.total)
         self.device.mark_step()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.task.parameters() if p.grad is not None])
+        gradients = [p.grad for p in self.task.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if not (torch.isfinite(loss.total) and torch.isfinite(norm)):
             raise ValueError("the loss or the gradient of the largest batch is not finite")
         self.optimizer.step()
         self.device.mark_step()
         self.device.synchronize()
-        return loss.total.item() / max(1.0, loss.weight.item()), time.perf_counter() - start
+        mean_loss = loss.total.item() / max(1.0, loss.weight.item())
+        return mean_loss, time.perf_counter() - start
 
     def on_largest(self, data: DataModule, rate: int) -> str:
         """Describe one step on the largest batch of ``data``, whose sample rate is ``rate``."""
@@ -110,8 +118,9 @@ class TrialSteps:
         if self.device.on_host:
             seconds = (time.process_time() - start) / len(usable_cpus())
         for batch in batches:
-            self(batch)  # The first step of a shape builds kernels.
-            seconds += self(batch)[1]
+            self(batch)  # The first step of a shape builds kernels, so only the second step is timed.
+            _, step_seconds = self(batch)
+            seconds += step_seconds
         steps = data.micro_batches_per_epoch / ranks
         hours = steps * seconds / len(batches) / 3600
         return f"{hours:.3g} hours for each epoch of {steps:,.0f} micro-batches of a rank, without validation"

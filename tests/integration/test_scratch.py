@@ -66,7 +66,7 @@ def test_one_line_trains_on_a_folder(scratch: Command, folder: Path) -> None:
     for path in list(folder.iterdir()):
         path.rename(folder / f"other-{path.name}")
     evaluated = scratch.tool("evaluate", str(scratch.run_dir))
-    assert "warning: held_out is not what the run held out" in evaluated.stderr
+    assert "warning: held_out differs from the set that the run held out" in evaluated.stderr
 
 
 def test_a_killed_run_keeps_its_plan(scratch: Command) -> None:

@@ -107,7 +107,7 @@ def test_integers_have_the_full_scale_of_their_type(loaded: LoadedRun, wav: Path
 
 @pytest.mark.parametrize("kind", ["int64", "bool", "complex128"])
 def test_samples_whose_full_scale_is_unknown_are_refused(loaded: LoadedRun, kind: str) -> None:
-    with pytest.raises(DataError, match=f"recording 1: samples of type {kind}: give floats"):
+    with pytest.raises(DataError, match=f"recording 1: samples of type {kind}. Give floats"):
         loaded.transcribe([(np.ones(8000, kind), 16_000)])
 
 

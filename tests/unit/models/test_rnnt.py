@@ -168,7 +168,7 @@ def test_the_joint_of_all_rows_at_once_draws_the_mask_that_it_always_drew() -> N
 
 
 def test_negative_rows_of_the_joint_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.joint_rows=-1: it must be at least 0"):
+    with pytest.raises(ConfigError, match=r"model.joint_rows is -1: it must be at least 0"):
         built("model.joint_rows=-1")
 
 
@@ -226,7 +226,7 @@ def test_a_tokenizer_without_text_is_refused() -> None:
 
 
 def test_a_negative_fastemit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"fastemit=-0\.1: it must be at least 0"):
+    with pytest.raises(ConfigError, match=r"fastemit is -0\.1: it must be at least 0"):
         built("model.fastemit=-0.1")
 
 

@@ -166,7 +166,7 @@ def test_it_learns() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("encoder=lstm_small", "cannot pretrain LSTMEncoder; use encoder=wav2vec2"),
+        ("encoder=lstm_small", "cannot pretrain LSTMEncoder. Use encoder=wav2vec2"),
         ("encoder.mask=null", "encoder.mask is null"),
         ("model.temperature=[0.5,2,1]", "start >= floor"),
         ("model.negatives=0", "model.negatives must be at least 1"),
@@ -200,21 +200,21 @@ def test_a_collapse_is_named_once_and_in_time(sign: dict[str, float], words: str
     watch = CollapseWatch(codebooks=2, codes=320)
     for at in range(10, 300, 10):
         assert watch(at, HEALTHY, "") is None
-    alarms = [(at, watch(at, {**HEALTHY, **sign}, "do this")) for at in range(300, 900, 10)]
+    alarms = [(at, watch(at, {**HEALTHY, **sign}, "Do this")) for at in range(300, 900, 10)]
     ((at, alarm),) = [(at, alarm) for at, alarm in alarms if alarm is not None]
     assert alarm.onset == 300
     assert at - alarm.onset <= 500
     assert words in alarm.message
-    assert alarm.message.endswith("do this")
+    assert alarm.message.endswith("Do this")
 
 
 def test_a_run_that_stays_at_chance_is_named() -> None:
     watch = CollapseWatch(codebooks=2, codes=320, chance=math.log2(101), chance_updates=400)
     still = {**HEALTHY, "loss_contrastive": 6.6577}
-    alarms = {at: watch(at, still, "do this") for at in range(10, 900, 10)}
+    alarms = {at: watch(at, still, "Do this") for at in range(10, 900, 10)}
     ((at, alarm),) = [(at, alarm) for at, alarm in alarms.items() if alarm is not None]
     assert (at, alarm.onset) == (410, 10)
-    assert "is at chance, 6.658 bits; do this" in alarm.message
+    assert "is at chance, 6.658 bits. Do this" in alarm.message
     learns = {**HEALTHY, "loss_contrastive": 6.6}
     watch = CollapseWatch(codebooks=2, codes=320, chance=math.log2(101), chance_updates=400)
     assert not [at for at in range(10, 3000, 10) if watch(at, learns if at % 300 == 0 else still, "")]
@@ -236,7 +236,7 @@ def test_a_dip_raises_no_alarm() -> None:
     [
         ("model.temperature=[0.5,0.5,1]", "starts at its floor"),
         ("model.diversity_weight=0", "diversity_weight is 0"),
-        ("optimizer.lr=1", "lower optimizer.lr"),
+        ("optimizer.lr=1", "Lower optimizer.lr"),
     ],
 )
 def test_the_alarm_says_what_to_change(override: str, words: str) -> None:
