@@ -94,7 +94,8 @@ class EMA(Average):
             return
         # The rate moves as data. A number that equals another number of the step would change the recorded
         # graph.
-        rate = torch.tensor([1 - decay]).to(taken.device)[0] * taken
+        rates = torch.tensor([1 - decay]).to(taken.device)
+        rate = rates[0] * taken
         for average, value in zip(averages, values, strict=True):
             average.add_((value - average) * rate)
 
