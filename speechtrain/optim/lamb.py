@@ -49,13 +49,7 @@ class LAMB(TensorwiseOptimizer):
         self, parameters: list[Tensor], weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
     ) -> list[Tensor]:
         """Update the moments by the gradients, and return u of each parameter."""
-        states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["step"] = 0  # This is a number on the host, so the host computes the bias corrections.
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] += 1
+        states = self._next_states(parameters)
         means = [local(state["exp_avg"]) for state in states]
         squares = [local(state["exp_avg_sq"]) for state in states]
         beta1, beta2 = group["betas"]
@@ -76,3 +70,14 @@ class LAMB(TensorwiseOptimizer):
         directions: list[Tensor] = torch_private.foreach_mul(weights, group["weight_decay"])
         torch_private.foreach_addcdiv_(directions, means, denominators, factors)
         return directions
+
+    def _next_states(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
+        """Return the state of each parameter, with the number of the update that begins."""
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = 0  # This is a number on the host, so the host computes the bias corrections.
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
+        return states
