@@ -36,14 +36,8 @@ class NovoGrad(TensorwiseOptimizer):
         super().__init__(params, {**settings, "grad_averaging": grad_averaging})
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
         squares = squared_norms(gradients, parameters[0])
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(squares[0])
-        means = [local(state["exp_avg"]) for state in states]
-        second_moments = [state["exp_avg_sq"] for state in states]
+        means, second_moments = self._moments(parameters, squares)
         beta1, beta2 = group["betas"]
         # The first update is selected by arithmetic, because a branch would be a host read. The moments of a
         # trial update are on another device.
@@ -60,3 +54,13 @@ class NovoGrad(TensorwiseOptimizer):
         torch_private.foreach_mul_(means, beta1)
         torch_private.foreach_add_(means, directions, alpha=direction_share)
         torch_private.foreach_add_(weights, means, alpha=-group["lr"])
+
+    def _moments(self, parameters: list[Tensor], squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return both moments of each parameter, 0 before its first update."""
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(squares[0])
+        means = [local(state["exp_avg"]) for state in states]
+        return means, [state["exp_avg_sq"] for state in states]
