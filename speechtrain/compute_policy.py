@@ -39,7 +39,7 @@ class ComputePolicy:
     lstm: str = "fused"  # torch's kernel, torch's kernel layer by layer, or a loop over frames
     attention: str = "sdpa"  # torch's kernel, or basic operations on slices
     conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
-    spectrum: str = "fft"  # matmul for a device without FFT, conv for a device without strided views too
+    spectrum: str = "fft"  # matmul for a device without FFT, conv if it also lacks strided views
     ctc: str = "torch"  # torch's kernel, a recursion in static shapes, or the vendor's kernel
     transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all cells: static
     lattice_cells: int = 1024  # maximum of the transducer's lattice cells in memory at once

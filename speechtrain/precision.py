@@ -65,7 +65,7 @@ class FP16(Precision):
 
     The scale doubles after ``growth_interval`` updates without an overflow. An overflow halves it. At
     ``floor``, an overflow counts as a non-finite update. The scale is stored on the host, because the host
-    already reads whether the gradients are finite. Therefore it is the same code on every device.
+    already reads whether the gradients are finite. Therefore the same code works on every device.
     """
 
     name = "fp16"

@@ -45,7 +45,7 @@ def ctc_loss(
 class _StaticLoss(torch.autograd.Function):
     """Forward and backward recursions in the log domain.
 
-    The gradient by an emission is minus the posterior probability of its state.
+    The gradient with respect to a state's emission is minus the state's posterior probability.
     """
 
     @staticmethod

@@ -83,9 +83,10 @@ def transducer_loss(
     float64 ``compute_dtype``) and is differentiable once.
 
     ``blank`` is the blank's id, from 0 to V - 1.
-    ``dropout`` is the joint's dropout rate, rounded to 1/65536. Units are scaled by the exact keep rate. Pass
-    0 in evaluation. The mask is a function of ``seed`` (an int, or an int64 tensor on the device), which must
-    differ from step to step, and of the cell. It does not depend on which cells are visited.
+    ``dropout`` is the joint's dropout rate, rounded to a multiple of 1/65536. Kept units are divided by the
+    exact keep rate. Pass 0 in evaluation. The mask is a function of ``seed`` (an int, or an int64 tensor on
+    the device), which must differ from step to step, and of the cell. It does not depend on which cells are
+    visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The loss's value is unchanged.
     ``durations``, ascending, select the TDT loss: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row for
     each duration after the rows of the symbols. ``sigma`` is subtracted from the log-probability of every

@@ -249,8 +249,8 @@ class TriStage(_Planned):
     def rate(self, step: int) -> float:
         number = self._planned(step)
         if number <= self.warmup:
-            warmup = self.first + (1.0 - self.first) * (number - 1) / self.warmup
-            return self.peak * warmup
+            fraction = self.first + (1.0 - self.first) * (number - 1) / self.warmup
+            return self.peak * fraction
         decay_begin = round(sum(self.phases) * self.total)
         decay = self.progress(number - 1, decay_begin)
         return float(self.peak * self.last**decay)
