@@ -510,14 +510,9 @@ class _RaggedWalk:
     def _logit_gradient(
         self, cells: _Cells, hidden: Tensor, weight: Tensor, differences: list[Tensor]
     ) -> Tensor:
-        """Return the gradient over the logits (N, V + K), from stored logits if all N cells have them."""
+        """Return the gradient over the logits (N, V + K)."""
         dtype = self.joint.dtype
-        logits = self.buffers.logits[: len(hidden)]
-        stored_rows = self.stored_row[cells.flat]
-        if bool((stored_rows >= 0).all()):
-            torch.index_select(self.stored_logits, 0, stored_rows, out=logits)
-        else:
-            torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
+        logits = self._logits(cells, hidden)
         blank, label, *by_duration = (field.to(dtype) for field in differences)
         gradient = self.buffers.softmax[: len(hidden)]
         symbols, durations = self.joint.parts(gradient)
@@ -528,6 +523,14 @@ class _RaggedWalk:
             durations[:, column] = field
         gradient *= weight[:, None].to(dtype)
         return gradient
+
+    def _logits(self, cells: _Cells, hidden: Tensor) -> Tensor:
+        """Return the logits (N, V + K), from ``stored_logits`` if all N cells have a row there."""
+        logits = self.buffers.logits[: len(hidden)]
+        rows = self.stored_row[cells.flat]
+        if bool((rows >= 0).all()):
+            return torch.index_select(self.stored_logits, 0, rows, out=logits)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 
     def _hidden(self, cells: _Cells) -> Tensor:
         """Compute the hidden units (N, H) after dropout, not scaled."""
