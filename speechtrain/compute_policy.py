@@ -1,4 +1,4 @@
-"""Compute policy: what device and precision decide for a run's blocks, and the usable CPUs.
+"""Compute policy: the settings of a run's blocks that depend on device and precision, and the usable CPUs.
 
 The implementations of a block have equal results and parameters, but use different operations.
 """
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from speechtrain import torch_private
 
-_MARGIN = 0.9  # another policy than the reference is used at 90 % of its time or less
-_ROUNDS = (3, 5)  # fewest and most timings of a policy
-_SECONDS = 20.0  # once all timings together took so long, each policy is timed the fewest times only
+_MARGIN = 0.9  # A policy other than the reference is used if its time is at most 90 % of the reference's.
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 5  # timings of a policy
+_MAX_SECONDS = 20.0  # After this time for all timings, no policy is timed more than the minimum.
 
 
 @dataclass(frozen=True)
@@ -31,63 +31,63 @@ class ComputePolicy:
     It is resolved once in each rank, logged, and kept in ``RUN/device.json``.
     """
 
-    autocast_dtype: torch.dtype | None = None  # of products and convolutions; None: no autocast
-    product_dtype: torch.dtype = (
-        torch.float32
-    )  # in blocks that cast themselves: LSTM loop, transducer's joint
-    fp32_matmul: str = "highest"  # torch's setting for fp32 products
+    autocast_dtype: torch.dtype | None = None  # of matmuls and convolutions, or None without autocast
+    # of matmuls in blocks that cast themselves: the LSTM's loop and the transducer's joint
+    product_dtype: torch.dtype = torch.float32
+    fp32_matmul: str = "highest"  # torch's setting for fp32 matmuls
     static_shapes: bool = False  # no shape depends on data, and the host reads nothing within a step
-    lstm: str = "fused"  # torch's own, or that layer by layer, or a loop over frames
-    attention: str = "sdpa"  # torch's own, or basic operations on slices
+    lstm: str = "fused"  # torch's kernel, torch's kernel layer by layer, or a loop over frames
+    attention: str = "sdpa"  # torch's kernel, or basic operations on slices
     conv: str = "matmul"  # over strided views, or torch's conv1d or conv2d
-    spectrum: str = "fft"  # matmul for a device without FFT, conv for one that also lacks strided views
-    ctc: str = "torch"  # torch's own, a recursion in static shapes, or the vendor's kernel
-    transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all of them: static
-    lattice_cells: int = 1024  # most cells of the transducer's lattice in memory at once
+    spectrum: str = "fft"  # matmul for a device without FFT, conv if it also lacks strided views
+    ctc: str = "torch"  # torch's kernel, a recursion in static shapes, or the vendor's kernel
+    transducer: str = "ragged"  # the loss visits the lattice's cells that matter, or all cells: static
+    lattice_cells: int = 1024  # maximum of the transducer's lattice cells in memory at once
     logit_bytes: int = 32 * 2**20  # bytes of logits that the transducer loss keeps for its gradients
-    feature_frames: int = 256  # frames of a spectrogram at once: 256 fit into a CPU's cache; 0: all
-    lstm_segment: int = 0  # frames that an LSTM encoder computes between two ends of a graph; 0: all
+    feature_frames: int = 256  # frames of a spectrogram at once (256 fit into a CPU's cache), 0 for all
+    lstm_segment: int = 0  # frames that an LSTM encoder computes between two ends of a graph, 0 for all
     compiler: str = field(default="", compare=False)  # the backend of torch.compile, if it compiles
-    mark_step: Callable[[], None] = field(
-        default=lambda: None, compare=False, repr=False
-    )  # ends a lazy graph
-    # the vendor's CTC loss, which takes torch's arguments of ``ctc_loss`` in their order
+    # ends a lazy graph
+    mark_step: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    # the vendor's CTC loss, with the arguments of torch's ``ctc_loss`` in the same order
     ctc_kernel: Callable[..., Tensor] | None = field(default=None, compare=False, repr=False)
 
     def autocast(self, device: str) -> AbstractContextManager[object]:
-        """The context for forward passes on the torch device type ``device``."""
+        """Return the context for forward passes on the torch device type ``device``."""
         dtype = self.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype)
 
     def record(self) -> dict[str, Any]:
-        """The policy as plain values, for a JSON file."""
-        values = {name: getattr(self, name) for name in _RECORDED}
-        return {name: str(v) if isinstance(v, torch.dtype) else v for name, v in values.items()}
+        """Return the policy as values for a JSON file."""
+        record = {}
+        for name in _RECORDED:
+            setting = getattr(self, name)
+            record[name] = str(setting) if isinstance(setting, torch.dtype) else setting
+        return record
 
     def describe(self) -> str:
-        """The differences from the defaults, as ``name=value`` words, or ``plain`` without any."""
-        mine, plain = self.record(), PLAIN.record()
-        changed = [f"{name}={mine[name]}" for name in mine if mine[name] != plain[name]]
-        return " ".join(changed).replace("torch.", "") or "plain"
+        """Return the differences from the defaults as ``name=value`` words, or ``plain`` without any."""
+        defaults = PLAIN.record()
+        changes = [f"{name}={v}" for name, v in self.record().items() if v != defaults[name]]
+        return " ".join(changes).replace("torch.", "") or "plain"
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ComputePolicy | None:
-        """The policy of ``record``, or None for a record of another release, or a damaged one."""
+        """Return the policy of ``record``, or None for a damaged record or a record of another release."""
         if not isinstance(record, Mapping) or record.keys() != set(_RECORDED):
             return None
-        values: dict[str, Any] = dict(record)
-        for name, value in record.items():
-            known = _KNOWN.get(name)
-            if value not in known if known else type(value) is not int or value < 0:
+        settings: dict[str, Any] = dict(record)
+        for name, setting in record.items():
+            if not _is_valid(name, setting):
                 return None
             if name.endswith("_dtype"):
-                values[name] = _DTYPES[value]
-        return cls(**values)
+                settings[name] = _DTYPES[setting]
+        return cls(**settings)
 
 
 _RECORDED = tuple(f.name for f in fields(ComputePolicy) if f.compare)
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)} | {None: None}
-_KNOWN: dict[str, tuple[Any, ...]] = {
+_CHOICES: dict[str, tuple[Any, ...]] = {
     "autocast_dtype": tuple(_DTYPES),
     "product_dtype": tuple(_DTYPES)[:2],
     "fp32_matmul": ("highest", "high", "medium"),
@@ -101,6 +101,14 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 }
 """The values of each field that is not a size."""
 
+
+def _is_valid(name: str, setting: Any) -> bool:
+    """Return whether a JSON file may contain ``setting`` for the field ``name``."""
+    if name in _CHOICES:
+        return setting in _CHOICES[name]
+    return type(setting) is int and setting >= 0
+
+
 PLAIN = ComputePolicy()
 
 STATIC = ComputePolicy(
@@ -113,7 +121,7 @@ STATIC = ComputePolicy(
     transducer="static",
     feature_frames=0,
 )
-"""For devices that record graphs: fixed shapes, no FFT, no strided view, no read by the host."""
+"""The policy of devices that record graphs: fixed shapes, no FFT, no strided view, no read by the host."""
 
 
 class PolicyAware(ABC):
@@ -125,7 +133,7 @@ class PolicyAware(ABC):
 
 
 def set_fp32_matmul(precision: str) -> None:
-    """Set the precision of fp32 products (``highest``, ``high`` or ``medium``) and of cuDNN."""
+    """Set the precision of fp32 matmuls (``highest``, ``high`` or ``medium``) and of cuDNN."""
     with warnings.catch_warnings():
         # torch 2.9 recommends settings that torch 2.7 lacks.
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
@@ -144,29 +152,31 @@ def apply_policy(module: nn.Module, policy: ComputePolicy) -> None:
 def compile_module(module: nn.Module, policy: ComputePolicy, shapes: int) -> None:
     """Compile ``module`` in place for ``shapes`` shapes of training, if ``policy`` has a compiler.
 
-    Static shapes make the whole module one graph. Otherwise these are compiled: the members of each
-    ``ModuleList`` that a part names in ``shard_units``, or without any the module except its ``losses``.
+    With static shapes, the whole module is one graph. Otherwise the members of each ``ModuleList`` that a
+    part names in ``shard_units`` are compiled. Without such lists, the module except its ``losses`` is
+    compiled.
     """
     if not policy.compiler:
         return
-    # Training and evaluation each compile every shape. Torch would run others than the first few eagerly.
+    # Training and evaluation each compile every shape. Beyond its limit, torch would run shapes eagerly.
     config = torch_private.dynamo_config
     config.recompile_limit = max(config.recompile_limit, 2 * shapes)
     parts: list[nn.Module] = []
     if not policy.static_shapes:
-        parts = _repeated(module)
+        parts = _shard_layers(module)
         if not parts and hasattr(module, "losses"):
-            # They read lengths, which would break the graph.
+            # The losses read lengths, which would break the graph.
             module.losses = torch.compiler.disable(module.losses)  # type: ignore[no-untyped-call]
     for part in parts or [module]:
         part.compile(backend=policy.compiler, dynamic=False)
 
 
-def _repeated(module: nn.Module) -> list[nn.Module]:
+def _shard_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the members of each ``ModuleList`` that a part of ``module`` names in ``shard_units``."""
     layers: list[nn.Module] = []
-    for owner in module.modules():
-        for name in getattr(owner, "shard_units", ()):
-            unit = owner.get_submodule(name)
+    for part in module.modules():
+        for name in getattr(part, "shard_units", ()):
+            unit = part.get_submodule(name)
             if isinstance(unit, nn.ModuleList):
                 layers += unit
     return layers
@@ -175,30 +185,40 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 def fastest(
     candidates: Sequence[ComputePolicy], seconds_of: Callable[[ComputePolicy], float]
 ) -> tuple[ComputePolicy, list[float]]:
-    """The policy to use, and the median seconds of each of ``candidates``; the first is the reference.
+    """Return the policy to use, and the median seconds of each of ``candidates``.
 
-    Another policy is used only if its median is at most 90 % of the reference's. ``seconds_of`` times one
-    step. The timings are interleaved, because the machine's load varies. The first timing of each policy
-    is a warm-up and does not count.
+    The first candidate is the reference. Another policy is used only if its median is at most 90 % of the
+    reference's median. ``seconds_of`` times one step. The timings are interleaved, because the machine's load
+    varies. The first timing of each policy is a warm-up and does not count.
     """
     for candidate in candidates:
         seconds_of(candidate)
-    taken: list[list[float]] = [[] for _ in candidates]
-    fewest, most = _ROUNDS
-    while len(taken[0]) < fewest or (len(taken[0]) < most and sum(map(sum, taken)) < _SECONDS):
-        for times, candidate in zip(taken, candidates, strict=True):
+    timings: list[list[float]] = [[] for _ in candidates]
+    total = 0.0
+    for number in range(_MAX_ROUNDS):
+        if number >= _MIN_ROUNDS and total >= _MAX_SECONDS:
+            break
+        for times, candidate in zip(timings, candidates, strict=True):
             times.append(seconds_of(candidate))
-    medians = [statistics.median(times) for times in taken]
-    best = min(medians)
-    chosen = medians.index(best) if best <= _MARGIN * medians[0] else 0
-    return candidates[chosen], medians
+            total += times[-1]
+    medians = [statistics.median(times) for times in timings]
+    fastest_median = min(medians)
+    if fastest_median <= _MARGIN * medians[0]:
+        return candidates[medians.index(fastest_median)], medians
+    return candidates[0], medians
 
 
 def scaled(scalar: Tensor, factor: float) -> Tensor:
-    """Multiply a scalar tensor () by a number in the tensor's dtype; lazy tensors would return fp64."""
+    """Multiply a scalar tensor () by a number in the tensor's dtype. Lazy tensors would return fp64."""
     return scalar * torch.full_like(scalar, factor)
 
 
 def usable_cpus() -> set[int]:
-    """The CPUs that this process may use: its affinity mask (Linux; cgroups reduce it), else all CPUs."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    """Return the CPUs that this process may use: its affinity mask on Linux, else all CPUs.
+
+    Control groups reduce the mask.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    count = os.cpu_count() or 1
+    return set(range(count))

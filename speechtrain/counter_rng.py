@@ -1,6 +1,6 @@
 """Counter-based random numbers: every draw is a pure function of its address in the run.
 
-There is no generator state, so a draw does not depend on resume, gradient accumulation or the number
+No generator has a state, so a draw does not depend on resume, gradient accumulation or the number
 of ranks and data workers. Source: the SplitMix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 @unique
 class RunStream(IntEnum):
-    """The second part of an address, after the run's seed. A comment gives the parts after it."""
+    """The second part of an address, after the run's seed. A comment lists the parts that follow."""
 
     DEVICE_DRAWS = 1  # update, micro-batch: the seed of the device's generator (dropout, augmentation)
     INITIAL_WEIGHTS = 2
@@ -31,12 +31,12 @@ class RunStream(IntEnum):
     HOLD_OUT = 10  # speaker, recording or cut, with seed 0: whether it is held out for validation
 
 
-# The other seeds have streams of their own. The parts of their addresses are:
+# The other seeds have other streams. The parts of their addresses are:
 # ``Task.prepare``'s seed, in pretraining, stream
 BatchStream = IntEnum("BatchStream", {"FRAMES": 0, "NEGATIVES": 1, "CHANNELS": 2, "NOISE": 3})
-# ``Task.prepare``'s seed, in a recogniser, stream; for LAYERS ``Task.advance``'s seed, stream, layer
+# ``Task.prepare``'s seed, in a recogniser, stream. For LAYERS: ``Task.advance``'s seed, stream, layer
 EncoderStream = IntEnum("EncoderStream", {"FRAMES": 1, "CHANNELS": 2, "LAYERS": 3})
-# the embedded corpus's seed, split, stream, utterance; except for SIZE, also the word's position
+# the embedded corpus's seed, split, stream, utterance. Except for SIZE, also the word's position
 DigitsStream = IntEnum("DigitsStream", {"SIZE": 0, "WORD": 1, "GAP": 2})
 # FSDD's seed, speaker, pass, (for GAP) utterance, position, stream
 FsddStream = IntEnum("FsddStream", {"ORDER": 0, "SIZE": 1, "GAP": 2})
@@ -45,17 +45,19 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash each integer (SplitMix64's finaliser)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def addressed(*address: int | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return 64 random bits for each address; its parts broadcast, so one call draws a whole epoch."""
+    """Return 64 random bits for each address. Its parts broadcast, so one call draws a whole epoch."""
     with np.errstate(over="ignore"):
         state = np.zeros((), np.uint64)
         for part in address:
-            state = _mix((state ^ np.asarray(part).astype(np.uint64)) + _GOLDEN)
+            word = np.asarray(part).astype(np.uint64)
+            state = _mix((state ^ word) + _GOLDEN)
     return state
 
 
@@ -80,9 +82,10 @@ _HASHED_SAMPLES = 1 << 14
 
 
 def dither_offset(samples: NDArray[np.float32]) -> int:
-    """Where the dither of ``samples`` (S,) starts in a table of ``DITHER_PERIOD`` samples.
+    """Return the start of the dither of ``samples`` (S,) in a table of ``DITHER_PERIOD`` samples.
 
-    It follows from the samples alone, so a recording has one text under any name. It is computed on the host.
-    Only the beginning is hashed, because all of it would cost each batch of training 0.5 ms a row.
+    The start depends only on the samples, so a recording has one transcript under any name. The host computes
+    it. Only the beginning of the samples is hashed, because a hash of all samples would cost 0.5 ms for each
+    row of a training batch.
     """
     return zlib.crc32(samples[:_HASHED_SAMPLES].tobytes()) % DITHER_PERIOD

@@ -20,7 +20,7 @@ def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
 def character_errors(reference: str, hypothesis: str) -> tuple[int, int]:
     """Return the Levenshtein distance in characters, and the characters of the reference.
 
-    A single space between words counts as a character; other white space does not.
+    A single space between words counts as a character. Other white space does not count.
     """
     characters = " ".join(reference.split())
     return Levenshtein.distance(characters, " ".join(hypothesis.split())), len(characters)
@@ -31,9 +31,12 @@ def error_rates(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[Tensor, Ten
     pairs = list(pairs)
     rates = {}
     for name, errors_of in (("wer", word_errors), ("cer", character_errors)):
-        counts = [errors_of(reference, hypothesis) for reference, hypothesis in pairs]
-        both = torch.tensor([sum(c[0] for c in counts), sum(c[1] for c in counts)], dtype=torch.float64)
-        rates[name] = (both[0], both[1])
+        errors = units = 0
+        for reference, hypothesis in pairs:
+            pair_errors, pair_units = errors_of(reference, hypothesis)
+            errors += pair_errors
+            units += pair_units
+        rates[name] = (torch.tensor(errors, dtype=torch.float64), torch.tensor(units, dtype=torch.float64))
     return rates
 
 
@@ -44,7 +47,7 @@ _PERCENTILES = (2.5, 97.5)
 def rate_interval(counts: np.ndarray) -> list[float]:
     """Return the 95 % interval of an error rate from (errors, words) of each utterance, (N, 2).
 
-    It has the percentiles of 1,000 resamplings of the utterances with a fixed seed (Bisani and Ney, 2004).
+    The bounds are percentiles of 1,000 resamplings of utterances with a fixed seed (Bisani and Ney, 2004).
     Returns [] for utterances without words.
     """
     if not counts[:, 1].sum():
@@ -59,18 +62,18 @@ def rate_interval(counts: np.ndarray) -> list[float]:
             rates.append(errors / words)
         else:
             rates.append(0.0)
-    return [float(edge) for edge in np.percentile(rates, _PERCENTILES)]
+    return [float(bound) for bound in np.percentile(rates, _PERCENTILES)]
 
 
-_PENDING = 4096  # most batches whose scalars stay on the device before they are read
+_MAX_PENDING = 4096  # batches whose scalars stay on the device before they are read
 
 
 class MetricSums:
-    """Named sums and counts over batches, then over ranks; exact in float64.
+    """Named sums and counts over batches, then over ranks, exact in float64.
 
-    The scalars of a batch become one vector on their device, which is read only by ``reduce``,
-    ``totals`` or ``means``: one copy to the host per batch, and no extra graph on devices that record
-    graphs. After 4096 batches they are read early, to bound memory.
+    The scalars of a batch become one vector on their device, which only ``reduce``, ``totals`` and ``means``
+    read. This costs one copy to the host per batch, and no additional graph on devices that record graphs.
+    After 4096 batches the vectors are read early, to bound memory.
     """
 
     def __init__(self) -> None:
@@ -79,20 +82,24 @@ class MetricSums:
 
     def add(self, sums: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add one batch's ``name: (sum, count)``, scalars of any real dtype on any device."""
-        places: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, (total, count) in sums.items():
-            # a dtype that the device has already: not every device has fp64
-            places.setdefault((total.device, torch.promote_types(total.dtype, count.dtype)), []).append(name)
-        for place, names in places.items():
-            scalars = [scalar.detach().to(*place).reshape(()) for name in names for scalar in sums[name]]
+            # The batch has this dtype on the device already. Not every device has fp64.
+            dtype = torch.promote_types(total.dtype, count.dtype)
+            groups.setdefault((total.device, dtype), []).append(name)
+        for (device, dtype), names in groups.items():
+            scalars = []
+            for name in names:
+                scalars += [scalar.detach().to(device, dtype).reshape(()) for scalar in sums[name]]
             self._pending.append((names, torch.stack(scalars)))
-        if len(self._pending) >= _PENDING:
+        if len(self._pending) >= _MAX_PENDING:
             self._read_all()
 
     def _read_all(self) -> dict[str, Tensor]:
         """Add all pending vectors to the totals and return them: (2,) float64 on the host for each name."""
         for names, vector in self._pending:
-            for name, pair in zip(names, vector.cpu().double().view(-1, 2), strict=True):
+            pairs = vector.cpu().double().view(-1, 2)
+            for name, pair in zip(names, pairs, strict=True):
                 self._totals[name] = self._totals.get(name, 0.0) + pair
         self._pending = []
         return self._totals
@@ -106,13 +113,20 @@ class MetricSums:
         totals = self._read_all()
         names = sorted(totals)
         if names:
-            reduced = sum_over_ranks(torch.cat([totals[name] for name in names])).cpu()
-            self._totals = dict(zip(names, reduced.reshape(-1, 2), strict=True))
+            vector = torch.cat([totals[name] for name in names])
+            pairs = sum_over_ranks(vector).cpu().reshape(-1, 2)
+            self._totals = dict(zip(names, pairs, strict=True))
 
     def totals(self) -> dict[str, tuple[float, float]]:
         """Return ``name: (sum, count)`` so far."""
-        return {name: (float(pair[0]), float(pair[1])) for name, pair in self._read_all().items()}
+        totals = {}
+        for name, pair in self._read_all().items():
+            totals[name] = (float(pair[0]), float(pair[1]))
+        return totals
 
     def means(self) -> dict[str, float]:
-        """Return each sum divided by its count; infinite if the count is 0, as for a WER without words."""
-        return {name: total / count if count else math.inf for name, (total, count) in self.totals().items()}
+        """Return each sum divided by its count, or infinity if the count is 0, as for a WER without words."""
+        means = {}
+        for name, (total, count) in self.totals().items():
+            means[name] = total / count if count else math.inf
+        return means

@@ -1,4 +1,4 @@
-"""Precision: the dtype of a run's products, and the loss scale of fp16. Losses and softmaxes are fp32."""
+"""Precision: the dtype of a run's matmuls, and the loss scale of fp16. Losses and softmaxes are fp32."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from speechtrain.dtensor import all_finite, local
 
 
 class Precision(ABC):
-    """The arithmetic of a step: the dtype of products, the backward, a guarded optimizer step.
+    """The arithmetic of a step: the dtype of matmuls, the backward pass, a guarded optimizer step.
 
-    The device's compute policy for ``dtype`` says what autocast and blocks make of it.
+    The device's compute policy for ``dtype`` selects autocast and the dtypes of blocks.
     """
 
     name: str
@@ -33,7 +33,10 @@ class Precision(ABC):
         optimizer.step()
 
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Handle a non-finite loss or gradient, instead of ``step``. True: the loss scale is lower."""
+        """Handle a non-finite loss or gradient, instead of ``step``.
+
+        Returns whether the loss scale is lower afterwards.
+        """
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +54,7 @@ class FP32(Precision):
 
 
 class BF16(Precision):
-    """bfloat16 matrix products and convolutions by autocast; weights and sums stay fp32. No loss scale."""
+    """bfloat16 matmuls and convolutions by autocast, without a loss scale. Weights and sums stay fp32."""
 
     name = "bf16"
     dtype = torch.bfloat16
@@ -60,9 +63,9 @@ class BF16(Precision):
 class FP16(Precision):
     """float16 by autocast with a dynamic loss scale (Micikevicius et al., ICLR 2018).
 
-    The scale doubles after ``growth_interval`` updates without an overflow; an overflow halves it. At
-    ``floor``, an overflow counts as a non-finite update. The scale is stored on the host, because the
-    trainer already reads there whether the gradients are finite; so it works alike on every device.
+    The scale doubles after ``growth_interval`` updates without an overflow. An overflow halves it. At
+    ``floor``, an overflow counts as a non-finite update. The scale is stored on the host, because the host
+    already reads whether the gradients are finite. Therefore the same code works on every device.
     """
 
     name = "fp16"
@@ -86,8 +89,9 @@ class FP16(Precision):
         torch.autograd.backward(loss * self.scale)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        if gradients := gradients_of(optimizer):
-            torch_private.foreach_mul_([local(gradient) for gradient in gradients], 1.0 / self.scale)
+        gradients = [local(gradient) for gradient in gradients_of(optimizer)]
+        if gradients:
+            torch_private.foreach_mul_(gradients, 1.0 / self.scale)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
@@ -98,7 +102,7 @@ class FP16(Precision):
     def overflow(self, optimizer: torch.optim.Optimizer) -> bool:
         self.healthy = 0
         if self.scale <= self.floor or all_finite(gradients_of(optimizer)):
-            return False  # the scale is at its floor, or a lower scale cannot help
+            return False  # The scale is at its floor, or a lower scale cannot help.
         self.scale = max(self.floor, self.scale / 2.0)
         return True
 
@@ -114,5 +118,8 @@ NAMES = {kind.dtype: kind.name for kind in (FP32, BF16, FP16)}
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that the optimizer's next step would use."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """Return the gradients that the optimizer's next step would use."""
+    gradients: list[Tensor] = []
+    for group in optimizer.param_groups:
+        gradients += [p.grad for p in group["params"] if p.grad is not None]
+    return gradients

@@ -1,6 +1,6 @@
-"""CTC loss (Graves et al., 2006): torch's own, or in static shapes for devices that record graphs.
+"""CTC loss (Graves et al., 2006): torch's kernel, or static shapes for devices that record graphs.
 
-Legend: B rows, T frames, V classes, U labels, S = 2 U + 1 states: the labels with blanks around each.
+Legend: B rows, T frames, V classes, U labels, S = 2 U + 1 states (the labels with blanks around each).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from speechtrain.compute_policy import PLAIN, ComputePolicy
 
-_NEVER = -1e30  # log-probability of the impossible; finite, since an infinite one times 0 is NaN
+_NEVER = -1e30  # Log-probability of an impossible path. It is finite because −inf times 0 is NaN.
 
 
 def ctc_loss(
@@ -25,12 +25,12 @@ def ctc_loss(
     blank: int,
     policy: ComputePolicy = PLAIN,
 ) -> Tensor:
-    """Negative log-likelihood (B,) of ``labels`` (B, U), of which ``symbols`` (B,) count, in ``frames`` (B,).
+    """Return the negative log-likelihood (B,) of the first ``symbols`` (B,) of ``labels`` (B, U).
 
-    ``scores`` (B, T, V) are log-probabilities. A row whose labels do not fit into its frames has loss 0
-    and no gradient. ``policy.ctc`` selects the kernel; ``static`` computes the same without any value read
-    by the host: rows of every length take T steps forward and T steps backward. It also replaces a vendor's
-    kernel where that is not loaded.
+    ``scores`` (B, T, V) are log-probabilities, of which the first ``frames`` (B,) count. A row whose labels
+    do not fit into its frames has loss 0 and no gradient. ``policy.ctc`` selects the kernel. ``static``
+    computes the same loss, and the host reads no value: each row takes T steps forward and T steps backward.
+    It also replaces a vendor's kernel that is not loaded.
     """
     kernel = None if policy.ctc == "static" else policy.ctc_kernel
     if policy.ctc != "torch" and kernel is None:
@@ -43,76 +43,112 @@ def ctc_loss(
 
 
 class _StaticLoss(torch.autograd.Function):
-    """Forward and backward recursions in the log domain; the gradient is minus the states' posteriors."""
+    """Forward and backward recursions in the log domain.
+
+    The gradient with respect to a state's emission is minus the state's posterior probability.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, scores: Tensor, labels: Tensor, frames: Tensor, symbols: Tensor, blank: int
     ) -> Tensor:
-        rows, length, classes = scores.shape
-        around = torch.full_like(labels[:, :1], blank)
-        padded = torch.cat([labels, around], 1)
-        states = torch.stack([torch.full_like(padded, blank), padded], 2).view(rows, -1)[:, :-1]
-        width = states.shape[1]
-        emitted = scores.gather(2, states[:, None].expand(-1, length, -1))
-        position = torch.arange(width, device=scores.device)
-        # transitions from two states before: over a blank, between different labels
-        before = torch.cat([around, around, states[:, :-2]], 1)[:, :width]
-        may_skip = (position % 2 == 1) & (position > 1) & (states != before)
-        nothing = torch.zeros_like(states, dtype=scores.dtype)
-        skip = nothing.masked_fill(~may_skip, _NEVER)
-        ends = (position == 2 * symbols[:, None]) | (position == 2 * symbols[:, None] - 1)
-        end = nothing.masked_fill(~ends, _NEVER)
-        begin = nothing.masked_fill(position >= 2, _NEVER)
-
-        log_chance = begin + emitted[:, 0]
-        alphas = [log_chance[:, None]]
-        for t in range(1, length):
-            reached = _either(log_chance, _shifted(log_chance, 1))
-            reached = _either(reached, _shifted(log_chance, 2) + skip) + emitted[:, t]
-            log_chance = torch.where((frames > t)[:, None], reached, log_chance)
-            alphas.append(log_chance[:, None])
-        last = log_chance + end
-        top = last.max(1).values
-        total = top + (last - top[:, None]).exp().sum(1).log()
-        possible = ((total > _NEVER / 2) & (frames > 0)).to(scores.dtype)
-        ctx.save_for_backward(torch.cat(alphas, 1), emitted, states, skip, end, frames, total, possible)
-        ctx.classes = classes
-        return -total * possible
+        states = _states(labels, blank)
+        emissions = scores.gather(2, states[:, None].expand(-1, scores.shape[1], -1))
+        skip, end, begin = _transitions(states, symbols, blank, scores.dtype)
+        alphas = _forward_variables(emissions, begin, skip, frames)
+        ending = alphas[-1][:, 0] + end
+        highest = ending.max(1).values
+        relative = ending - highest[:, None]
+        total = highest + relative.exp().sum(1).log()
+        is_possible = ((total > _NEVER / 2) & (frames > 0)).to(scores.dtype)
+        ctx.save_for_backward(torch.cat(alphas, 1), emissions, states, skip, end, frames, total, is_possible)
+        ctx.classes = scores.shape[2]
+        return -total * is_possible
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        alphas, emitted, states, skip, end, frames, total, possible = ctx.saved_tensors
-        length = alphas.shape[1]
-        log_chance = torch.full_like(end, _NEVER)
-        betas = [log_chance[:, None]] * length
-        for t in range(length - 1, -1, -1):
-            reached = log_chance
-            if t + 1 < length:
-                onward = log_chance + emitted[:, t + 1]
-                reached = _either(onward, _shifted(onward, -1))
-                reached = _either(reached, _shifted(onward + skip, -2))
-            log_chance = torch.where((frames == t + 1)[:, None], end, reached)
-            betas[t] = log_chance[:, None]
-        position = torch.arange(length, device=frames.device)
-        weight = (position < frames[:, None]).to(end.dtype) * (possible * upstream)[:, None]
-        # at most 1, except in impossible rows, whose weight is 0
-        posteriors = (alphas + torch.cat(betas, 1) - total[:, None, None]).clamp(max=0.0).exp()
-        which = (states[:, :, None] == torch.arange(ctx.classes, device=states.device)).to(end.dtype)
-        return -torch.matmul(posteriors * weight[:, :, None], which), None, None, None, None
+        alphas, emissions, states, skip, end, frames, total, is_possible = ctx.saved_tensors
+        betas = _backward_variables(emissions, skip, end, frames)
+        frame = torch.arange(alphas.shape[1], device=frames.device)
+        weight = (frame < frames[:, None]).to(end.dtype) * (is_possible * upstream)[:, None]
+        # The posteriors are at most 1, except in impossible rows. The weight of these rows is 0.
+        log_posteriors = alphas + torch.cat(betas, 1) - total[:, None, None]
+        posteriors = log_posteriors.clamp(max=0.0).exp()
+        symbol = torch.arange(ctx.classes, device=states.device)
+        has_symbol = (states[:, :, None] == symbol).to(end.dtype)
+        return -torch.matmul(posteriors * weight[:, :, None], has_symbol), None, None, None, None
 
 
-def _either(a: Tensor, b: Tensor) -> Tensor:
-    """The logarithm of exp a + exp b."""
-    # a + softplus(b - a) would lose b where a is _NEVER; logaddexp would leave a lazy graph
+def _states(labels: Tensor, blank: int) -> Tensor:
+    """Return the symbol (B, S) of each state: the labels with a blank before, between and after them."""
+    padded = torch.cat([labels, torch.full_like(labels[:, :1], blank)], 1)
+    blanks = torch.full_like(padded, blank)
+    return torch.stack([blanks, padded], 2).view(len(labels), -1)[:, :-1]
+
+
+def _transitions(
+    states: Tensor, symbols: Tensor, blank: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-weights (B, S), 0 or ``_NEVER``, of the skips to a state, of the final and the first states.
+
+    A skip leads from the state two before over a blank, and only between different labels.
+    """
+    width = states.shape[1]
+    position = torch.arange(width, device=states.device)
+    blanks = torch.full_like(states[:, :1], blank)
+    two_before = torch.cat([blanks, blanks, states[:, :-2]], 1)[:, :width]
+    may_skip = (position % 2 == 1) & (position > 1) & (states != two_before)
+    last_blank = 2 * symbols[:, None]
+    is_final = (position == last_blank) | (position == last_blank - 1)
+    zeros = torch.zeros_like(states, dtype=dtype)
+    skip = zeros.masked_fill(~may_skip, _NEVER)
+    end = zeros.masked_fill(~is_final, _NEVER)
+    begin = zeros.masked_fill(position >= 2, _NEVER)
+    return skip, end, begin
+
+
+def _forward_variables(emissions: Tensor, begin: Tensor, skip: Tensor, frames: Tensor) -> list[Tensor]:
+    """Return log-probabilities (B, 1, S) of the path beginnings that end in a state, for each frame.
+
+    After a row's last frame, its variables are repeated.
+    """
+    alpha = begin + emissions[:, 0]
+    alphas = [alpha[:, None]]
+    for t in range(1, emissions.shape[1]):
+        arrival = _log_sum(alpha, _shifted(alpha, 1))
+        arrival = _log_sum(arrival, _shifted(alpha, 2) + skip) + emissions[:, t]
+        alpha = torch.where((frames > t)[:, None], arrival, alpha)
+        alphas.append(alpha[:, None])
+    return alphas
+
+
+def _backward_variables(emissions: Tensor, skip: Tensor, end: Tensor, frames: Tensor) -> list[Tensor]:
+    """Return log-probabilities (B, 1, S) of the path endings that follow a state, for each frame."""
+    length = emissions.shape[1]
+    beta = torch.full_like(end, _NEVER)
+    betas = [beta[:, None]] * length
+    for t in range(length - 1, -1, -1):
+        departure = beta
+        if t + 1 < length:
+            onward = beta + emissions[:, t + 1]
+            departure = _log_sum(onward, _shifted(onward, -1))
+            departure = _log_sum(departure, _shifted(onward + skip, -2))
+        beta = torch.where((frames == t + 1)[:, None], end, departure)
+        betas[t] = beta[:, None]
+    return betas
+
+
+def _log_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Return log(exp a + exp b)."""
+    # a + softplus(b - a) would lose b if a is _NEVER. logaddexp would leave a lazy graph.
     return torch.maximum(a, b) + F.softplus(-(a - b).abs())
 
 
 def _shifted(x: Tensor, states: int) -> Tensor:
-    """``x`` (B, S) shifted by ``states``, to the right where positive, and filled with ``_NEVER``."""
+    """Return ``x`` (B, S) shifted by ``states``, to the right if positive, and filled with ``_NEVER``."""
     width = x.shape[1]
     count = min(abs(states), width)
-    nothing = torch.full_like(x[:, :count], _NEVER)
-    parts = [nothing, x[:, : width - count]] if states > 0 else [x[:, count:], nothing]
+    fill = torch.full_like(x[:, :count], _NEVER)
+    parts = [fill, x[:, : width - count]] if states > 0 else [x[:, count:], fill]
     return torch.cat(parts, 1)

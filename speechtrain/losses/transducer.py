@@ -3,28 +3,28 @@
 Joint, dropout, softmax and loss are one autograd function. It processes the lattice in chunks of cells
 and keeps two log-probabilities per cell, of blank and of the next label. The recursion over them gives
 every cell's occupancy, the probability that an alignment passes through the cell. Gradients of all inputs
-are computed only where the occupancy matters: in a third to a half of the cells at random initialisation,
-in a fourteenth after the model has learned an alignment. There the joint is computed again, unless its
-logits are in the buffer of a few megabytes that is reused from utterance to utterance.
+are computed only in cells whose occupancy matters: in a third to a half of the cells at random
+initialisation, in a fourteenth after the model has learned an alignment. In these cells the joint is
+computed again, unless its logits are in the buffer of a few megabytes that is reused for each utterance.
 
 Shape legend: B utterances, T frames, U labels, P = U + 1 positions, H joint width, V symbols, K durations,
 N cells of a chunk. Cell (b, t, u) means: frame t, with u labels already emitted. A path continues by blank,
-to (b, t + 1, u), or by the next label, to (b, t, u + 1); the last cell's blank ends the path.
+to (b, t + 1, u), or by the next label, to (b, t, u + 1). The last cell's blank ends the path.
 
-With ``durations`` (TDT), each arc also has a duration d, drawn from a softmax of its own: a label leads to
-(b, t + d, u + 1), a blank of d > 0 to (b, t + d, u), and the blank that leads to frame T exactly, after all
-labels, ends the path.
+With ``durations`` (TDT), each arc also has a duration d, which has a softmax over the durations. A label
+leads to (b, t + d, u + 1), a blank of d > 0 to (b, t + d, u). The blank that leads to frame T exactly, after
+all labels, ends the path.
 
 On a CPU the result is bit-equal from run to run at a fixed number of threads.
-Cells of occupancy below ``skip_below`` add nothing to the gradient; 0 visits all cells, and gradients
-then agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and
+Cells of occupancy below ``skip_below`` add nothing to the gradient. With 0, all cells are visited, and
+gradients agree with float64 to 1e-6 instead of 3e-6. About ``chunk`` cells are in memory at once, and
 ``keep`` bytes of logits are stored for the gradients, so that fewer logits are computed twice. Forward
-computes the gradients and backward scales them; if the upstream gradients differ between utterances
-(those without frames are ignored), backward computes them again.
+computes the gradients and backward scales them. If the upstream gradients differ between utterances that
+have frames, backward computes the gradients again.
 ``static`` computes every cell of the padded lattice twice, in shapes that depend on no data, and reads
-nothing back from the device; ``skip_below`` and ``keep`` then have no effect. Without it the work depends
-on the data: under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``, which otherwise
-compiles in dozens of pieces, anew for each shape.
+nothing back from the device. ``skip_below`` and ``keep`` then have no effect. Without ``static`` the work
+depends on the data. Under ``torch.compile``, call ``torch.compiler.disable(transducer_loss)``, because the
+function otherwise compiles in dozens of pieces, anew for each shape.
 
 Loss: Graves, "Sequence transduction with recurrent neural networks" (2012), sections 2.4 and 2.5.
 Yu et al., "FastEmit: low-latency streaming ASR with sequence-level emission regularization" (ICASSP 2021).
@@ -45,7 +45,7 @@ from torch.autograd.function import once_differentiable
 from speechtrain.nn.full_precision import full_precision
 from speechtrain.nn.joint import check_durations
 
-_NEVER = -1e30  # log-probability of an arc that does not exist; finite, since inf - inf is NaN
+_NEVER = -1e30  # Log-probability of an arc that does not exist. It is finite because inf - inf is NaN.
 
 
 def transducer_loss(
@@ -70,7 +70,7 @@ def transducer_loss(
     keep: int = 32 * 2**20,
     static: bool = False,
 ) -> Tensor:
-    """Negative log-likelihood (B,) of each utterance under ``Linear(dropout(relu(encoder + prediction)))``.
+    """Return the negative log-likelihood (B,) under ``Linear(dropout(activation(encoder + prediction)))``.
 
     ``activation`` is ``relu`` (MLPerf, NeMo) or ``tanh`` (Graves, ESPnet, icefall).
     ``encoder`` (B, T, H) and ``prediction`` (B, U + 1, H) are the joint's two projections before their sum,
@@ -83,22 +83,25 @@ def transducer_loss(
     float64 ``compute_dtype``) and is differentiable once.
 
     ``blank`` is the blank's id, from 0 to V - 1.
-    ``dropout`` is the joint's, to the nearest 1/65536 and scaled by the exact keep rate. Pass 0 in
-    evaluation. Its mask is a function of ``seed`` (an int, or an int64 tensor on the device), which must
-    differ from step to step, and of the cell. It does not depend on which cells are visited.
+    ``dropout`` is the joint's dropout rate, rounded to a multiple of 1/65536. Kept units are divided by the
+    exact keep rate. Pass 0 in evaluation. The mask is a function of ``seed`` (an int, or an int64 tensor on
+    the device), which must differ from step to step, and of the cell. It does not depend on which cells are
+    visited.
     ``fastemit`` multiplies the gradient of label arcs by 1 + ``fastemit``. The loss's value is unchanged.
-    ``durations``, ascending, make it the loss of TDT: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row
-    for each after those of the symbols. ``sigma`` is subtracted from the log-probability of every symbol, so
-    paths of few arcs, with long durations, gain. An utterance without a path (too few frames for its labels,
-    or a number of them to which no durations add up) has loss 0 and no gradient. ``fastemit`` is then 0.
-    An utterance with an impossible label, of a class whose ``bias`` is -inf, has loss +inf and no gradient.
+    ``durations``, ascending, select the TDT loss: ``weight`` (V + K, H) and ``bias`` (V + K,) have a row for
+    each duration after the rows of the symbols. ``sigma`` is subtracted from the log-probability of every
+    symbol, so paths of few arcs, with long durations, gain. An utterance without a path has loss 0 and no
+    gradient: it has too few frames for its labels, or no durations add up to its frames. ``fastemit`` must
+    be 0 with durations.
+    An utterance with an impossible label, whose ``bias`` is -inf, has loss +inf and no gradient.
     ``compute_dtype`` is the type of the matmuls: float32, bfloat16 or float64. By default it is float64 for a
     float64 ``encoder``, else float32. Softmax, recursion and sums over cells are always fp32 or wider, and
     autocast has no effect here.
-    ``skip_below``, ``chunk``, ``keep`` and ``static`` are settings of cost (see the module).
+    ``skip_below``, ``chunk``, ``keep`` and ``static`` set the cost (see the module).
 
-    Raises ValueError for dtypes, devices, shapes, lengths, labels or rates that cannot be (with ``static``,
-    lengths and labels are not read, which would stall a device: an id of V or more is undefined there).
+    Raises ValueError for impossible dtypes, devices, shapes, lengths, labels or rates. With ``static``,
+    lengths and labels are not checked, because a read would stall a device. An id of V or more is then
+    undefined.
     """
     _check_settings(activation, dropout, fastemit, chunk=chunk, keep=keep)
     durations = check_durations(durations)
@@ -106,23 +109,24 @@ def transducer_loss(
         raise ValueError(f"fastemit is {fastemit}, sigma {sigma}: one excludes durations, one needs them")
     extra = len(durations)
     _check_tensors(blank, extra, encoder, prediction, weight, bias, labels, encoder_lengths, label_lengths)
-    dtype = _product_dtype(compute_dtype, encoder.dtype)
-    # an int moves as data, not as a constant: a new constant would compile the graph again at each step
+    dtype = _matmul_dtype(compute_dtype, encoder.dtype)
+    # The seed moves as data. As a constant it would compile the graph again at each step.
     keys = torch.as_tensor(seed, dtype=torch.int64).reshape(1).view(torch.int32).to(encoder.device)
-    integers = labels.long(), encoder_lengths.long(), label_lengths.long()
-    given = _Given(encoder, prediction, weight, bias, *integers, keys=keys)
+    targets = labels.long(), encoder_lengths.long(), label_lengths.long()
+    inputs = _Inputs(encoder, prediction, weight, bias, *targets, keys=keys)
     if not static:
-        _check_contents(given, blank, len(bias) - extra)
+        _check_contents(inputs, blank, len(bias) - extra)
     chunk = min(chunk, encoder.shape[0] * encoder.shape[1] * prediction.shape[1])
-    costs = {"skip_below": skip_below, "chunk": chunk, "keep": keep}
-    joint = _Joint(blank, activation, dropout, fastemit, dtype, **costs, durations=durations, sigma=sigma)  # type: ignore[arg-type]
-    is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    joint = _Joint(blank, activation, dropout, fastemit, dtype, skip_below, chunk, keep, durations, sigma)
+    is_training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     function = _StaticLoss if static else _RaggedLoss
-    loss: Tensor = function.apply(*given, joint, is_training)  # type: ignore[no-untyped-call]
+    loss: Tensor = function.apply(*inputs, joint, is_training)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _Given(NamedTuple):
+class _Inputs(NamedTuple):
+    """The tensor arguments of the autograd functions."""
+
     encoder: Tensor  # (B, T, H)
     prediction: Tensor  # (B, P, H)
     weight: Tensor  # (V + K, H)
@@ -135,70 +139,86 @@ class _Given(NamedTuple):
 
 def _check_settings(activation: str, dropout: float, fastemit: float, chunk: int, keep: int) -> None:
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be {' or '.join(_ACTIVATIONS)}")
+        raise ValueError(f"activation is {activation!r}. It must be {' or '.join(_ACTIVATIONS)}")
     if not (dropout >= 0 and round(dropout * 65536) < 65536):
-        raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
+        raise ValueError(f"dropout is {dropout}. It must be at least 0 and below 1")
     if not (fastemit >= 0 and chunk >= 1 and keep >= 0):
         raise ValueError(
-            f"fastemit is {fastemit}, chunk {chunk}, keep {keep}; at least 0, 1 and 0 are needed"
+            f"fastemit is {fastemit}, chunk {chunk}, keep {keep}. They must be at least 0, 1 and 0"
         )
 
 
-def _product_dtype(asked: torch.dtype | None, given: torch.dtype) -> torch.dtype:
-    dtype = asked or (torch.float64 if given == torch.float64 else torch.float32)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"compute_dtype is {dtype}; it must be float32, bfloat16 or float64")
-    return dtype
+def _matmul_dtype(compute_dtype: torch.dtype | None, encoder_dtype: torch.dtype) -> torch.dtype:
+    if compute_dtype is None:
+        return torch.float64 if encoder_dtype == torch.float64 else torch.float32
+    if compute_dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(f"compute_dtype is {compute_dtype}. It must be float32, bfloat16 or float64")
+    return compute_dtype
 
 
 _AXES = {"encoder": "B T H", "prediction": "B U+1 H", "weight": "V H", "bias": "V", "labels": "B U"}
 _AXES |= dict.fromkeys(("encoder_lengths", "label_lengths"), "B")
 
 
-def _check_tensors(blank: int, durations: int, encoder: Any, *others: Any) -> None:
-    """Refuse wrong types, devices and shapes; no value is read."""
+def _check_tensors(blank: int, durations: int, *tensors: Any) -> None:
+    """Refuse wrong types, devices and shapes, without a read of the numbers."""
+    encoder = tensors[0]
     sizes: dict[str, int] = {}
-    for (name, axes), tensor in zip(_AXES.items(), (encoder, *others), strict=True):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
-        dtype, kind = tensor.dtype, "floating-point" if name in _Gradients._fields else "integer"
-        is_number = not (dtype.is_complex or dtype == torch.bool)
-        if not is_number or dtype.is_floating_point != (kind == "floating-point"):
-            raise ValueError(f"{name} is of {dtype}; it must be of {kind} numbers")
+    for (name, axes), tensor in zip(_AXES.items(), tensors, strict=True):
+        _check_type(name, tensor)
         if tensor.device != encoder.device:
             raise ValueError(f"{name} is on {tensor.device}, encoder on {encoder.device}")
-        found = tuple(tensor.shape)
-        fits = (sizes.setdefault(axis, n) == n for axis, n in zip(axes.split(), found, strict=False))
-        if len(found) != len(axes.split()) or not all(fits):
-            raise ValueError(f"{name} has shape {found}; it must be ({axes}), where {sizes}")
+        _check_shape(name, tuple(tensor.shape), axes, sizes)
         sizes["U"] = sizes.get("U+1", 1) - 1
     symbols = sizes["V"] - durations
     if not 0 <= blank < symbols:
-        raise ValueError(f"blank is {blank}; it must be the id of a class, 0 to {symbols - 1}")
+        raise ValueError(f"blank is {blank}. It must be the id of a class, 0 to {symbols - 1}")
     if not encoder.numel():
         raise ValueError(f"encoder has shape {tuple(encoder.shape)}, with no utterance, frame or unit")
 
 
-def _check_contents(given: _Given, blank: int, vocabulary: int) -> None:
-    most, longest = given.labels.shape[1], given.encoder.shape[1]
-    misfit = (given.frames < 0) | (given.frames > longest) | (given.symbols < 0) | (given.symbols > most)
-    if bool(misfit.any()):
-        lengths = f"{given.frames.tolist()} and {given.symbols.tolist()}"
-        raise ValueError(f"lengths {lengths} do not fit {longest} frames and {most} labels")
-    impossible = (given.labels < 0) | (given.labels >= vocabulary) | (given.labels == blank)
-    if bool((impossible & (_count(most, given.labels) < given.symbols[:, None])).any()):
+def _check_type(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} is a {type(tensor).__name__}. It must be a tensor")
+    dtype = tensor.dtype
+    kind = "floating-point" if name in _Gradients._fields else "integer"
+    is_number = not (dtype.is_complex or dtype == torch.bool)
+    if not is_number or dtype.is_floating_point != (kind == "floating-point"):
+        raise ValueError(f"{name} is of {dtype}. It must be of {kind} numbers")
+
+
+def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
+    """Refuse a shape whose axes differ from ``sizes``, and add the sizes of new axes."""
+    axis_names = axes.split()
+    fits = len(shape) == len(axis_names)
+    for axis, size in zip(axis_names, shape, strict=False):
+        fits = fits and sizes.setdefault(axis, size) == size
+    if not fits:
+        raise ValueError(f"{name} has shape {shape}. It must be ({axes}), where {sizes}")
+
+
+def _check_contents(inputs: _Inputs, blank: int, vocabulary: int) -> None:
+    labels, frames, symbols = inputs.labels, inputs.frames, inputs.symbols
+    max_labels, max_frames = labels.shape[1], inputs.encoder.shape[1]
+    misfits = (frames < 0) | (frames > max_frames) | (symbols < 0) | (symbols > max_labels)
+    if bool(misfits.any()):
+        lengths = f"{frames.tolist()} and {symbols.tolist()}"
+        raise ValueError(f"lengths {lengths} do not fit {max_frames} frames and {max_labels} labels")
+    is_impossible = (labels < 0) | (labels >= vocabulary) | (labels == blank)
+    counts = _count(max_labels, labels) < symbols[:, None]
+    if bool((is_impossible & counts).any()):
         raise ValueError(f"a label is the blank {blank} or outside the vocabulary of {vocabulary}")
 
 
 @dataclass(frozen=True)
 class _Joint:
-    """Settings shared by forward and backward."""
+    """Settings that forward and backward share."""
 
     blank: int
     activation: str
     dropout: float
     fastemit: float
-    dtype: torch.dtype  # of matrix products
+    dtype: torch.dtype  # of matmuls
     skip_below: float
     chunk: int  # cells
     keep: int  # bytes
@@ -212,7 +232,7 @@ class _Joint:
 
     @property
     def dropped(self) -> int:
-        """The number of a draw's 65536 values that drop a unit."""
+        """The number of a draw's 65536 possible values that drop a unit."""
         return round(self.dropout * 65536)
 
     @property
@@ -221,12 +241,12 @@ class _Joint:
         return 65536 / (65536 - self.dropped)
 
     def parts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of symbols and those of durations."""
+        """Return the logits of symbols and the logits of durations."""
         symbols = logits.shape[-1] - len(self.durations)
         return logits[..., :symbols], logits[..., symbols:]
 
     def slope(self, hidden: Tensor) -> Tensor:
-        """The derivative of units by what they were before, but for dropped ones of tanh; overwrites them.
+        """Overwrite units with the activation's derivative at their inputs. Dropped units of tanh are wrong.
 
         A comparison that makes a new tensor takes three times as long.
         """
@@ -237,27 +257,32 @@ _ACTIVATIONS = {"relu": torch.relu_, "tanh": torch.tanh_}
 
 
 class _Posteriors(NamedTuple):
+    """The loss, and the posterior probabilities of cells and arcs given the labels."""
+
     loss: Tensor  # (B,)
-    occupancy: Tensor  # (B, T, P) probability that a path passes through the cell; 0 outside the lattice
+    occupancy: Tensor  # (B, T, P) probability that a path passes through the cell, 0 outside the lattice
     label_share: Tensor  # (B, T, P) fraction of the paths through the cell that continue by its label
-    duration_shares: tuple[Tensor, ...] = ()  # (B, T, P) each: fractions that continue by an arc so long
+    duration_shares: tuple[Tensor, ...] = ()  # (B, T, P) for each duration: fraction of its arcs
 
 
 def _differentials(joint: _Joint, posteriors: _Posteriors, arcs: Sequence[Tensor]) -> list[Tensor]:
-    """The parts of the gradient over the logits, all (B, T, P): the weight, and those of blank, label and
-    each duration. At a cell, this gradient is the weight times (softmax - the fractions of the arcs). Among
-    the symbols, the fractions are nonzero at two, blank and label. These elements and the durations' are
-    computed in full precision, since the terms cancel."""
+    """Return the cell's weight and the differences softmax - fraction of blank, label and each duration.
+
+    Each is (B, T, P). A cell's gradient over its logits is the weight times these differences. Among the
+    symbols, only blank and label have a nonzero fraction. Their differences and the durations' are computed
+    in full precision, because the terms cancel.
+    """
     blank, label, *durations = arcs
     share = posteriors.label_share
-    # FastEmit counts label arcs 1 + fastemit times, so cells with label arcs have more weight
+    # FastEmit counts label arcs 1 + fastemit times, so cells with label arcs have more weight.
     emphasis = 1 + joint.fastemit * share
-    fields = (
+    fields = [
         posteriors.occupancy * emphasis,
         blank.exp() - (1 - share) / emphasis,
         label.exp() - (1 + joint.fastemit) * share / emphasis,
-        *(log_p.exp() - one for log_p, one in zip(durations, posteriors.duration_shares, strict=True)),
-    )
+    ]
+    for log_p, fraction in zip(durations, posteriors.duration_shares, strict=True):
+        fields.append(log_p.exp() - fraction)
     return [field.to(joint.wide) for field in fields]
 
 
@@ -267,85 +292,89 @@ class _Gradients(NamedTuple):
     weight: Tensor
     bias: Tensor
 
-    def like(self, given: _Given) -> tuple[Tensor | None, ...]:
+    def like(self, inputs: _Inputs) -> tuple[Tensor | None, ...]:
         """Cast to the inputs' dtypes, with None for the function's other arguments."""
-        return (*(mine.to(theirs.dtype) for mine, theirs in zip(self, given, strict=False)), *[None] * 6)
+        gradients = [gradient.to(tensor.dtype) for gradient, tensor in zip(self, inputs, strict=False)]
+        return (*gradients, *[None] * 6)
 
 
 class _RaggedLoss(torch.autograd.Function):
-    """The loss over ragged cells. Forward also computes the gradients, for an upstream gradient of 1 and
-    utterance by utterance, while the logits are still in memory. Backward scales them; if the upstream
-    gradient differs between utterances, it computes them again."""
+    """The loss over ragged cells.
+
+    Forward also computes the gradients, for an upstream gradient of 1 and utterance by utterance, while the
+    logits are still in memory. Backward scales them. If the upstream gradient differs between utterances,
+    backward computes them again.
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, joint, is_training = arguments
-        given = _Given(*tensors)
-        with full_precision(given.encoder.device):
-            walk = _RaggedWalk(joint, given)
+        inputs = _Inputs(*tensors)
+        with full_precision(inputs.encoder.device):
+            walk = _RaggedWalk(joint, inputs)
             loss = walk.losses(is_training)
+        gradients = walk.gradients() if is_training else ()
         ctx.joint = joint
-        ctx.save_for_backward(*given, *walk.arcs, *(walk.gradients() if is_training else ()))
+        ctx.save_for_backward(*inputs, *walk.arcs, *gradients)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        given = _Given(*ctx.saved_tensors[:8])
+        inputs = _Inputs(*ctx.saved_tensors[:8])
         *arcs, _, _, _, _ = ctx.saved_tensors[8:]
         gradients = ctx.saved_tensors[-4:]
-        of_utterances = upstream[given.frames > 0]
-        if bool((of_utterances == of_utterances[:1]).all()):
-            factor = of_utterances[:1].sum()  # 0 where there is none
-            return _Gradients(*(gradient * factor for gradient in gradients)).like(given)
+        factors = upstream[inputs.frames > 0]
+        if bool((factors == factors[:1]).all()):
+            factor = factors[:1].sum()  # 0 if no utterance has frames
+            return _Gradients(*(gradient * factor for gradient in gradients)).like(inputs)
         with full_precision(upstream.device):
-            walk = _RaggedWalk(ctx.joint, given)
+            walk = _RaggedWalk(ctx.joint, inputs)
             walk.arcs = arcs
-            everyone = slice(0, len(upstream))
-            walk.add_gradients(everyone, walk.posteriors(everyone), upstream)
-        return walk.gradients().like(given)
+            all_rows = slice(0, len(upstream))
+            walk.add_gradients(all_rows, walk.posteriors(all_rows), upstream)
+        return walk.gradients().like(inputs)
 
 
 class _StaticLoss(torch.autograd.Function):
+    """The loss over all cells of the padded lattice. Forward stores the differentials for backward."""
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, joint, _ = arguments
-        given = _Given(*tensors)
-        with full_precision(given.encoder.device):
-            arcs = _StaticWalk(joint, given).log_probabilities()
-            posteriors = _posteriors(joint, arcs, given.frames, given.symbols, is_static=True)
+        inputs = _Inputs(*tensors)
+        with full_precision(inputs.encoder.device):
+            arcs = _StaticWalk(joint, inputs).log_probabilities()
+            posteriors = _posteriors(joint, arcs, inputs.frames, inputs.symbols, is_static=True)
             differentials = _differentials(joint, posteriors, arcs)
         ctx.joint = joint
-        ctx.save_for_backward(*given, *differentials)
+        ctx.save_for_backward(*inputs, *differentials)
         return posteriors.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        given, differentials = _Given(*ctx.saved_tensors[:8]), ctx.saved_tensors[8:]
+        inputs, differentials = _Inputs(*ctx.saved_tensors[:8]), ctx.saved_tensors[8:]
         with full_precision(upstream.device):
-            gradients = _StaticWalk(ctx.joint, given).gradients(differentials, upstream)
-        return gradients.like(given)
+            gradients = _StaticWalk(ctx.joint, inputs).gradients(differentials, upstream)
+        return gradients.like(inputs)
 
 
 # ------------------------------------------------------------------------------- the walk over ragged cells
 
 
 class _RaggedWalk:
-    """Visits the cells within the lengths, for gradients only those that matter, ``chunk`` cells at a time.
+    """Visits the cells within the lengths, ``chunk`` at a time. Gradients visit only cells that matter."""
 
-    Buffers are reused: page faults of new megabytes cost more than the arithmetic of the softmax.
-    """
-
-    def __init__(self, joint: _Joint, given: _Given) -> None:
-        self.joint, self.frames, self.symbols = joint, given.frames, given.symbols
-        self.shape = _lattice(given)
-        self.encoder = given.encoder.to(joint.wide).flatten(0, 1)
-        self.prediction = given.prediction.to(joint.wide).flatten(0, 1)
-        self.weight = (given.weight.to(joint.wide) * joint.scale).to(joint.dtype)
-        self.bias = given.bias.to(joint.dtype)
-        self.targets = _targets(given, joint.blank).flatten()
-        self.dropout = _dropout(joint, given)
+    def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
+        self.joint, self.frames, self.symbols = joint, inputs.frames, inputs.symbols
+        self.shape = _lattice(inputs)
+        self.encoder = inputs.encoder.to(joint.wide).flatten(0, 1)
+        self.prediction = inputs.prediction.to(joint.wide).flatten(0, 1)
+        self.weight = (inputs.weight.to(joint.wide) * joint.scale).to(joint.dtype)
+        self.bias = inputs.bias.to(joint.dtype)
+        self.targets = _targets(inputs, joint.blank).flatten()
+        self.dropout = _dropout(joint, inputs)
         # log-probabilities (B, T, P) of blank, next label and each duration
         self.arcs = [self.encoder.new_zeros(self.shape) for _ in range(2 + len(joint.durations))]
         self.sums = _Gradients(
@@ -354,23 +383,18 @@ class _RaggedWalk:
             torch.zeros_like(self.weight, dtype=joint.wide),
             bias=torch.zeros_like(self.bias, dtype=joint.wide),
         )
-        outputs, width = given.weight.shape
-        self.frame_units = self.encoder.new_empty(joint.chunk, width)
-        self.position_units = self.encoder.new_empty(joint.chunk, width)
-        self.units, self.of_units = self.weight.new_empty(2, joint.chunk, width)
-        self.logits = self.weight.new_empty(joint.chunk, outputs)
-        self.normalised = self.encoder.new_empty(joint.chunk, outputs)
-        self.wide_logits = self.logits.to(joint.wide)  # this and the next are no copies if dtypes are equal
-        self.softmax = self.normalised.to(joint.dtype)
-        self.kept = self.logits[:0]
-        self.place = torch.full((self.arcs[0].numel(),), -1, device=self.bias.device)  # among the kept
+        self.buffers = _Buffers(joint, inputs.weight)
+        self.stored_logits = self.buffers.logits[:0]
+        # the row of each cell in ``stored_logits``, or -1
+        self.stored_row = torch.full((self.arcs[0].numel(),), -1, device=self.bias.device)
 
     def losses(self, with_gradients: bool) -> Tensor:
         """Compute the losses (B,) and, if asked, add the gradients for an upstream gradient of 1."""
         losses = self.encoder.new_zeros(self.shape[0])
         if with_gradients:
-            room = self.joint.keep // (self.logits.shape[1] * self.logits.itemsize)
-            self.kept = self.logits.new_empty(min(room, len(self.place)), self.logits.shape[1])
+            logits = self.buffers.logits
+            capacity = self.joint.keep // (logits.shape[1] * logits.itemsize)
+            self.stored_logits = logits.new_empty(min(capacity, len(self.stored_row)), logits.shape[1])
         for rows in self._groups():
             self._fill_arcs(rows)
             posteriors = self.posteriors(rows)
@@ -388,120 +412,157 @@ class _RaggedWalk:
         """Add the gradients of the utterances ``rows`` for the upstream gradients (B,)."""
         weight, *arcs = _differentials(self.joint, posteriors, [field[rows] for field in self.arcs])
         weight = weight * upstream[rows, None, None]
-        # written so that NaN cells are visited, and gradient checks find them
+        # The comparison is negated so that NaN cells are visited, and gradient checks detect them.
         matters = ~(posteriors.occupancy < self.joint.skip_below) & (weight != 0)
-        first = rows.start * weight[0].numel()
-        of_cell, *of_arcs = (field.flatten() for field in (weight, *arcs))
-        local = matters.flatten().nonzero()[:, 0]
-        is_kept = self.place[local + first] >= 0
-        for chosen in (local[is_kept], local[~is_kept]):
-            for here in torch.split(chosen, self.joint.chunk):
-                cells = _Cells.at(here + first, *self.shape[1:])
-                self._add_cells(cells, of_cell[here], [field[here] for field in of_arcs])
+        offset = rows.start * weight[0].numel()
+        weights, *differences = (field.flatten() for field in (weight, *arcs))
+        local_cells = matters.flatten().nonzero()[:, 0]
+        is_stored = self.stored_row[local_cells + offset] >= 0
+        for subset in (local_cells[is_stored], local_cells[~is_stored]):
+            for chunk in torch.split(subset, self.joint.chunk):
+                cells = _Cells.from_flat(chunk + offset, *self.shape[1:])
+                self._add_cells(cells, weights[chunk], [field[chunk] for field in differences])
 
     def gradients(self) -> _Gradients:
         encoder, prediction, weight, bias = self.sums
         batch, frames, positions = self.shape
-        shaped = encoder.view(batch, frames, -1), prediction.view(batch, positions, -1)
-        return _Gradients(*shaped, weight * self.joint.scale, bias)
+        encoder = encoder.view(batch, frames, -1)
+        prediction = prediction.view(batch, positions, -1)
+        return _Gradients(encoder, prediction, weight * self.joint.scale, bias)
 
     def _groups(self) -> Iterator[slice]:
-        """Groups of consecutive utterances whose logits fit the buffer; each group costs one recursion."""
+        """Yield groups of consecutive utterances whose logits fit the buffer. Each costs one recursion."""
         start = cells = 0
-        for row, count in enumerate((self.frames * (self.symbols + 1)).tolist()):
-            if row > start and cells + count > len(self.kept):
+        cell_counts = self.frames * (self.symbols + 1)
+        for row, count in enumerate(cell_counts.tolist()):
+            if row > start and cells + count > len(self.stored_logits):
                 yield slice(start, row)
                 start, cells = row, 0
             cells += count
         yield slice(start, self.shape[0])
 
     def _fill_arcs(self, rows: slice) -> None:
-        """Compute the log-probabilities of the arcs; store logits while there is room."""
+        """Compute the log-probabilities of the arcs, and store the logits that fit the buffer."""
         inside = _inside((len(self.frames[rows]), *self.shape[1:]), self.frames[rows], self.symbols[rows])
         cells = inside.flatten().nonzero()[:, 0] + rows.start * inside[0].numel()
-        is_kept = self._is_worth_keeping(_Cells.at(cells, *self.shape[1:]))
-        kept = cells[is_kept]
-        self.place[kept] = torch.arange(len(kept), device=kept.device)
-        for start in range(0, len(kept), self.joint.chunk):
-            chunk = kept[start : start + self.joint.chunk]
-            self._fill_cells(_Cells.at(chunk, *self.shape[1:]), self.kept[start : start + len(chunk)])
-        others = cells[~is_kept]
-        # no torch.split, which fails for no cells under the compiler of torch 2.11
-        for start in range(0, len(others), self.joint.chunk):
-            chunk = others[start : start + self.joint.chunk]
-            self._fill_cells(_Cells.at(chunk, *self.shape[1:]), self.logits[: len(chunk)])
+        is_stored = self._is_worth_storing(_Cells.from_flat(cells, *self.shape[1:]))
+        stored = cells[is_stored]
+        self.stored_row[stored] = torch.arange(len(stored), device=stored.device)
+        # torch.split is not used, because it fails for no cells under the compiler of torch 2.11.
+        for start in range(0, len(stored), self.joint.chunk):
+            chunk = stored[start : start + self.joint.chunk]
+            self._fill_cells(chunk, self.stored_logits[start : start + len(chunk)])
+        remaining = cells[~is_stored]
+        for start in range(0, len(remaining), self.joint.chunk):
+            chunk = remaining[start : start + self.joint.chunk]
+            self._fill_cells(chunk, self.buffers.logits[: len(chunk)])
 
-    def _fill_cells(self, cells: _Cells, logits: Tensor) -> None:
+    def _fill_cells(self, flat: Tensor, logits: Tensor) -> None:
+        """Write the logits (N, V + K), and the arcs of the cells ``flat`` (N,)."""
+        cells = _Cells.from_flat(flat, *self.shape[1:])
+        buffers = self.buffers
         torch.addmm(self.bias, self._hidden(cells), self.weight.t(), out=logits)
-        if logits.dtype != self.wide_logits.dtype:
-            logits = self.wide_logits[: len(logits)].copy_(logits)
+        if logits.dtype != buffers.wide_logits.dtype:
+            logits = buffers.wide_logits[: len(logits)].copy_(logits)
         symbols, durations = self.joint.parts(logits)
-        log_p = torch.log_softmax(symbols, 1, out=self.joint.parts(self.normalised[: len(logits)])[0])
+        normalised, _ = self.joint.parts(buffers.normalised[: len(logits)])
+        log_p = torch.log_softmax(symbols, 1, out=normalised)
         label = log_p.gather(1, self.targets[cells.position_row, None])[:, 0]
-        found = (log_p[:, self.joint.blank], label, *durations.log_softmax(1).unbind(1))
-        for field, values in zip(self.arcs, found, strict=True):
-            field.view(-1)[cells.flat] = values
+        arcs = (log_p[:, self.joint.blank], label, *durations.log_softmax(1).unbind(1))
+        for field, arc in zip(self.arcs, arcs, strict=True):
+            field.view(-1)[cells.flat] = arc
 
-    def _is_worth_keeping(self, cells: _Cells) -> Tensor:
-        """Select as many cells as there is room for, those with the most alignments through them.
+    def _is_worth_storing(self, cells: _Cells) -> Tensor:
+        """Select the cells (N,) with the most alignments through them, as many as fit the buffer.
 
         This is the order of occupancy if all alignments are equally likely, nearly as at random
         initialisation. Later it is a poor estimate, but then only few cells matter.
         """
-        room = len(self.kept)
-        if len(cells.flat) <= room:
+        capacity = len(self.stored_logits)
+        if len(cells.flat) <= capacity:
             return torch.ones_like(cells.flat, dtype=torch.bool)
         frames_left = self.frames[cells.row] - 1 - cells.frame
         symbols_left = self.symbols[cells.row] - cells.position
         before = _log_binomial(cells.frame + cells.position, cells.position)
         after = _log_binomial(frames_left + symbols_left, symbols_left)
-        is_kept = torch.zeros_like(cells.flat, dtype=torch.bool)
-        is_kept[(before + after).topk(room).indices] = True
-        return is_kept
+        is_stored = torch.zeros_like(cells.flat, dtype=torch.bool)
+        is_stored[(before + after).topk(capacity).indices] = True
+        return is_stored
 
-    def _add_cells(self, cells: _Cells, weight: Tensor, of_arcs: list[Tensor]) -> None:
-        n, dtype = len(cells.flat), self.joint.dtype
-        of_blank, of_label, *of_durations = (field.to(dtype) for field in of_arcs)
+    def _add_cells(self, cells: _Cells, weight: Tensor, differences: list[Tensor]) -> None:
+        """Add the gradients of N cells, from their weight (N,) and differences (see ``_differentials``)."""
         hidden = self._hidden(cells)
-        places = self.place[cells.flat]
-        logits = self.logits[:n]
-        if bool((places >= 0).all()):
-            torch.index_select(self.kept, 0, places, out=logits)
-        else:
-            torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
-        gradient = self.softmax[:n]
-        symbols, durations = self.joint.parts(gradient)
-        torch.softmax(self.joint.parts(logits)[0], 1, out=symbols)
-        symbols.scatter_(1, self.targets[cells.position_row, None], of_label[:, None])
-        symbols[:, self.joint.blank] = of_blank
-        for column, field in enumerate(of_durations):
-            durations[:, column] = field
-        gradient *= weight[:, None].to(dtype)
+        gradient = self._logit_gradient(cells, hidden, weight, differences)
         self.sums.bias.add_(gradient.sum(0, dtype=self.joint.wide))
-        if self.joint.wide == dtype:
+        if self.joint.wide == self.joint.dtype:
             self.sums.weight.addmm_(gradient.t(), hidden)
         else:
             self.sums.weight.add_(torch.mm(gradient.t(), hidden))
-        of_hidden = torch.mm(gradient, self.weight, out=self.of_units[:n])
+        unit_gradient = torch.mm(gradient, self.weight, out=self.buffers.unit_gradients[: len(hidden)])
         slope = self.joint.slope(hidden)
-        if self.joint.activation != "relu":  # whose dropped units are 0, as the slope there is
+        if self.joint.activation != "relu":  # The dropped units of relu are 0, and their slope is 0.
             self.dropout.apply_(slope, cells)
-        of_hidden *= slope
-        of_hidden = of_hidden.to(self.joint.wide)
-        self.sums.encoder.index_add_(0, cells.frame_row, of_hidden)
-        self.sums.prediction.index_add_(0, cells.position_row, of_hidden)
+        unit_gradient *= slope
+        unit_gradient = unit_gradient.to(self.joint.wide)
+        self.sums.encoder.index_add_(0, cells.frame_row, unit_gradient)
+        self.sums.prediction.index_add_(0, cells.position_row, unit_gradient)
+
+    def _logit_gradient(
+        self, cells: _Cells, hidden: Tensor, weight: Tensor, differences: list[Tensor]
+    ) -> Tensor:
+        """Return the gradient over the logits (N, V + K)."""
+        dtype = self.joint.dtype
+        logits = self._logits(cells, hidden)
+        blank, label, *by_duration = (field.to(dtype) for field in differences)
+        gradient = self.buffers.softmax[: len(hidden)]
+        symbols, durations = self.joint.parts(gradient)
+        torch.softmax(self.joint.parts(logits)[0], 1, out=symbols)
+        symbols.scatter_(1, self.targets[cells.position_row, None], label[:, None])
+        symbols[:, self.joint.blank] = blank
+        for column, field in enumerate(by_duration):
+            durations[:, column] = field
+        gradient *= weight[:, None].to(dtype)
+        return gradient
+
+    def _logits(self, cells: _Cells, hidden: Tensor) -> Tensor:
+        """Return the logits (N, V + K), from ``stored_logits`` if all N cells have a row there."""
+        logits = self.buffers.logits[: len(hidden)]
+        rows = self.stored_row[cells.flat]
+        if bool((rows >= 0).all()):
+            return torch.index_select(self.stored_logits, 0, rows, out=logits)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
 
     def _hidden(self, cells: _Cells) -> Tensor:
         """Compute the hidden units (N, H) after dropout, not scaled."""
         n = len(cells.flat)
-        hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=self.frame_units[:n])
-        other = torch.index_select(self.prediction, 0, cells.position_row, out=self.position_units[:n])
-        if self.joint.activation == "relu":  # which may follow the rounding to the products' dtype
-            hidden = torch.add(hidden, other, out=self.units[:n])
+        buffers = self.buffers
+        hidden = torch.index_select(self.encoder, 0, cells.frame_row, out=buffers.frame_units[:n])
+        position_units = buffers.position_units[:n]
+        torch.index_select(self.prediction, 0, cells.position_row, out=position_units)
+        if self.joint.activation == "relu":  # relu may follow the rounding to the matmuls' dtype.
+            hidden = torch.add(hidden, position_units, out=buffers.units[:n])
         else:
-            hidden += other
+            hidden += position_units
         self.dropout.apply_(_ACTIVATIONS[self.joint.activation](hidden), cells)
         return hidden.to(self.joint.dtype)
+
+
+class _Buffers:
+    """Tensors for the N cells of a chunk, with one row for each cell.
+
+    Every chunk reuses them, because page faults of new megabytes cost more than the softmax's arithmetic.
+    """
+
+    def __init__(self, joint: _Joint, weight: Tensor) -> None:
+        outputs, width = weight.shape
+        self.frame_units = weight.new_empty(joint.chunk, width, dtype=joint.wide)
+        self.position_units = weight.new_empty(joint.chunk, width, dtype=joint.wide)
+        self.units, self.unit_gradients = weight.new_empty(2, joint.chunk, width, dtype=joint.dtype)
+        self.logits = weight.new_empty(joint.chunk, outputs, dtype=joint.dtype)
+        self.normalised = weight.new_empty(joint.chunk, outputs, dtype=joint.wide)
+        # If the dtypes are equal, these share the memory of the two tensors above.
+        self.wide_logits = self.logits.to(joint.wide)
+        self.softmax = self.normalised.to(joint.dtype)
 
 
 def _log_binomial(n: Tensor, k: Tensor) -> Tensor:
@@ -509,7 +570,7 @@ def _log_binomial(n: Tensor, k: Tensor) -> Tensor:
 
 
 class _Cells(NamedTuple):
-    """Positions of N cells; all fields are (N,)."""
+    """Positions of N cells. All fields are (N,)."""
 
     flat: Tensor  # in the flattened (B, T, P)
     frame_row: Tensor  # in (B * T)
@@ -519,7 +580,7 @@ class _Cells(NamedTuple):
     position: Tensor
 
     @classmethod
-    def at(cls, flat: Tensor, frames: int, positions: int) -> _Cells:
+    def from_flat(cls, flat: Tensor, frames: int, positions: int) -> _Cells:
         frame_row = flat // positions
         row = frame_row // frames
         position = flat - frame_row * positions
@@ -532,20 +593,20 @@ class _Cells(NamedTuple):
 class _StaticWalk:
     """Visits every cell of the padded lattice, a few frames of all utterances at a time.
 
-    It uses only operations that a graph records: no index_add, no in-place write into a slice.
+    Its operations can be recorded in a graph: no index_add, no in-place write into a slice.
     """
 
-    def __init__(self, joint: _Joint, given: _Given) -> None:
-        self.joint, self.frames, self.symbols = joint, given.frames, given.symbols
-        self.shape = _lattice(given)
-        beyond_frames = _count(self.shape[1], given.frames) >= given.frames[:, None]
-        beyond_symbols = _count(self.shape[2], given.symbols) > given.symbols[:, None]
-        self.encoder = given.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
-        self.prediction = given.prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
-        self.weight = (given.weight.to(joint.wide) * joint.scale).to(joint.dtype)
-        self.bias = given.bias.to(joint.dtype)
-        self.targets = _targets(given, joint.blank)
-        self.dropout = _dropout(joint, given)
+    def __init__(self, joint: _Joint, inputs: _Inputs) -> None:
+        self.joint, self.frames, self.symbols = joint, inputs.frames, inputs.symbols
+        self.shape = _lattice(inputs)
+        beyond_frames = _count(self.shape[1], inputs.frames) >= inputs.frames[:, None]
+        beyond_symbols = _count(self.shape[2], inputs.symbols) > inputs.symbols[:, None]
+        self.encoder = inputs.encoder.to(joint.wide).masked_fill(beyond_frames[..., None], 0)
+        self.prediction = inputs.prediction.to(joint.wide).masked_fill(beyond_symbols[..., None], 0)
+        self.weight = (inputs.weight.to(joint.wide) * joint.scale).to(joint.dtype)
+        self.bias = inputs.bias.to(joint.dtype)
+        self.targets = _targets(inputs, joint.blank)
+        self.dropout = _dropout(joint, inputs)
 
     def log_probabilities(self) -> list[Tensor]:
         """Log-probabilities (B, T, P) of blank, next label and each duration.
@@ -554,42 +615,61 @@ class _StaticWalk:
         """
         pieces = []
         for span in self._spans():
-            symbols, durations = self.joint.parts(self._logits(self._hidden(span)).to(self.joint.wide))
+            symbols, durations = self._parts(self._hidden(span))
             log_p = symbols.log_softmax(-1)
             targets = self.targets[:, None, :, None].expand(-1, log_p.shape[1], -1, -1)
             piece = [log_p[..., self.joint.blank], log_p.gather(-1, targets)[..., 0]]
-            if self.joint.durations:  # graphs take no empty tensor
+            if self.joint.durations:  # Graphs accept no empty tensor.
                 piece += durations.log_softmax(-1).unbind(-1)
             pieces.append(piece)
         return [torch.cat(fields, 1) for fields in zip(*pieces, strict=True)]
 
     def gradients(self, differentials: Sequence[Tensor], upstream: Tensor) -> _Gradients:
         """Compute the gradients of the inputs for the upstream gradients (B,)."""
-        symbol = _count(len(self.weight) - len(self.joint.durations), self.weight)
-        is_blank = (symbol == self.joint.blank).to(self.joint.wide)
-        is_label = (symbol == self.targets[:, None, :, None]).to(self.joint.wide) * (1 - is_blank)
-        is_other = 1 - is_blank - is_label
-        of_cell = differentials[0] * upstream[:, None, None]
+        wide = self.joint.wide
+        masks = self._symbol_masks()
+        cell_weight = differentials[0] * upstream[:, None, None]
         encoder, prediction = [], torch.zeros_like(self.prediction)
-        weight = torch.zeros_like(self.weight, dtype=self.joint.wide)
-        bias = torch.zeros_like(self.bias, dtype=self.joint.wide)
+        weight = torch.zeros_like(self.weight, dtype=wide)
+        bias = torch.zeros_like(self.bias, dtype=wide)
         for span in self._spans():
             hidden = self._hidden(span)
-            softmax = self.joint.parts(self._logits(hidden).to(self.joint.wide))[0].softmax(-1)
-            of_blank, of_label, *of_durations = (field[:, span, :, None] for field in differentials[1:])
-            gradient = softmax * is_other + of_blank * is_blank + of_label * is_label
-            if of_durations:
-                gradient = torch.cat((gradient, *of_durations), -1)
-            gradient = (gradient * of_cell[:, span, :, None]).to(self.joint.dtype)
-            bias = bias + gradient.sum((0, 1, 2), dtype=self.joint.wide)
-            weight = weight + (gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)).to(self.joint.wide)
+            differences = [field[:, span, :, None] for field in differentials[1:]]
+            gradient = self._logit_gradient(hidden, masks, differences, cell_weight[:, span, :, None])
+            bias = bias + gradient.sum((0, 1, 2), dtype=wide)
+            span_weight = gradient.flatten(0, 2).t() @ hidden.flatten(0, 2)
+            weight = weight + span_weight.to(wide)
             slope = self.joint.slope(hidden)
             if self.joint.activation != "relu":
                 slope = self.dropout.applied(slope, span.start)
-            of_hidden = (gradient @ self.weight).to(self.joint.wide) * slope
-            encoder.append(of_hidden.sum(2))
-            prediction = prediction + of_hidden.sum(1)
+            unit_gradient = (gradient @ self.weight).to(wide) * slope
+            encoder.append(unit_gradient.sum(2))
+            prediction = prediction + unit_gradient.sum(1)
         return _Gradients(torch.cat(encoder, 1), prediction, weight * self.joint.scale, bias=bias)
+
+    def _symbol_masks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return 1 for the blank (V,), the next label (B, 1, P, V) and the remaining symbols, else 0."""
+        wide = self.joint.wide
+        symbol = _count(len(self.weight) - len(self.joint.durations), self.weight)
+        is_blank = (symbol == self.joint.blank).to(wide)
+        is_label = (symbol == self.targets[:, None, :, None]).to(wide) * (1 - is_blank)
+        return is_blank, is_label, 1 - is_blank - is_label
+
+    def _logit_gradient(
+        self,
+        hidden: Tensor,
+        masks: tuple[Tensor, Tensor, Tensor],
+        differences: Sequence[Tensor],
+        cell_weight: Tensor,
+    ) -> Tensor:
+        """Return the gradient over the logits (B, frames of the span, P, V + K)."""
+        is_blank, is_label, is_remaining = masks
+        softmax = self._parts(hidden)[0].softmax(-1)
+        blank, label, *durations = differences
+        gradient = softmax * is_remaining + blank * is_blank + label * is_label
+        if durations:
+            gradient = torch.cat((gradient, *durations), -1)
+        return (gradient * cell_weight).to(self.joint.dtype)
 
     def _spans(self) -> Iterator[slice]:
         batch, frames, positions = self.shape
@@ -598,11 +678,14 @@ class _StaticWalk:
 
     def _hidden(self, span: slice) -> Tensor:
         """Compute the hidden units (B, frames of the span, P, H) after dropout, not scaled."""
-        hidden = _ACTIVATIONS[self.joint.activation](self.encoder[:, span, None] + self.prediction[:, None])
+        joint_units = self.encoder[:, span, None] + self.prediction[:, None]
+        hidden = _ACTIVATIONS[self.joint.activation](joint_units)
         return self.dropout.applied(hidden, span.start).to(self.joint.dtype)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight, self.bias)
+    def _parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of symbols and the logits of durations."""
+        logits = F.linear(hidden, self.weight, self.bias)
+        return self.joint.parts(logits.to(self.joint.wide))
 
 
 # ------------------------------------------------------------------------------------- used by both walks
@@ -613,30 +696,30 @@ def _count(size: int, like: Tensor) -> Tensor:
 
 
 def _inside(shape: tuple[int, int, int], frames: Tensor, symbols: Tensor) -> Tensor:
-    """Mask (B, T, P), True where the cell is in its utterance's lattice."""
-    frame_is = _count(shape[1], frames) < frames[:, None]
-    position_is = _count(shape[2], symbols) <= symbols[:, None]
-    return frame_is[:, :, None] & position_is[:, None, :]
+    """Return a mask (B, T, P), True for the cells in their utterance's lattice."""
+    frame_is_inside = _count(shape[1], frames) < frames[:, None]
+    position_is_inside = _count(shape[2], symbols) <= symbols[:, None]
+    return frame_is_inside[:, :, None] & position_is_inside[:, None, :]
 
 
-def _lattice(given: _Given) -> tuple[int, int, int]:
-    """The lattice's shape (B, T, P)."""
-    return given.encoder.shape[0], given.encoder.shape[1], given.prediction.shape[1]
+def _lattice(inputs: _Inputs) -> tuple[int, int, int]:
+    """Return the lattice's shape (B, T, P)."""
+    return inputs.encoder.shape[0], inputs.encoder.shape[1], inputs.prediction.shape[1]
 
 
-def _targets(given: _Given, blank: int) -> Tensor:
-    """The next label (B, P) of each position; blank where there is none."""
-    padded = F.pad(given.labels, (0, 1))
-    beyond = _count(padded.shape[1], given.symbols) >= given.symbols[:, None]
+def _targets(inputs: _Inputs, blank: int) -> Tensor:
+    """Return the next label (B, P) of each position, or blank after the last label."""
+    padded = F.pad(inputs.labels, (0, 1))
+    beyond = _count(padded.shape[1], inputs.symbols) >= inputs.symbols[:, None]
     return padded.masked_fill(beyond, blank).long()
 
 
 # -------------------------------------------------------------------------------------------------- dropout
 
 
-def _dropout(joint: _Joint, given: _Given) -> _Dropout | _NoDropout:
-    batch, _, width = given.encoder.shape
-    return _Dropout(joint, batch, width, keys=given.keys) if joint.dropped else _NoDropout()
+def _dropout(joint: _Joint, inputs: _Inputs) -> _Dropout | _NoDropout:
+    batch, _, width = inputs.encoder.shape
+    return _Dropout(joint, batch, width, keys=inputs.keys) if joint.dropped else _NoDropout()
 
 
 class _NoDropout:
@@ -648,7 +731,7 @@ class _NoDropout:
 
 
 class _Dropout:
-    """Drops a unit where its 16-bit draw, a hash of seed, cell and unit, is low; an int32 has two draws.
+    """Drops a unit if its 16-bit draw, a hash of seed, cell and unit, is low. An int32 has two draws.
 
     The hash is MurmurHash3's finaliser with the multipliers of Wellons' lowbias32. No mask is stored, and
     the result does not depend on the padding or on which other cells are visited.
@@ -658,8 +741,10 @@ class _Dropout:
         self.threshold = joint.dropped - 32768
         self.width = width
         low, high = keys[:1], keys[1:]
-        self.row_keys = _mix(_mix(_count(batch, keys).int() + high) + low)
-        self.word_keys = _mix(_mix(_count((width + 1) // 2, keys).int() + low) + high)
+        row = _count(batch, keys).int()
+        word = _count((width + 1) // 2, keys).int()
+        self.row_keys = _mix(_mix(row + high) + low)
+        self.word_keys = _mix(_mix(word + low) + high)
         self.words = keys.new_empty(joint.chunk, len(self.word_keys))
         self.spare = torch.empty_like(self.words) if joint.chunk <= _IN_CACHE else None
 
@@ -668,20 +753,22 @@ class _Dropout:
         n = len(hidden)
         keys = self._cell_keys(self.row_keys[cells.row], cells.frame, cells.position)
         words = torch.add(keys[:, None], self.word_keys, out=self.words[:n])
-        _mix_in_place(words, None if self.spare is None else self.spare[:n])
+        spare = None if self.spare is None else self.spare[:n]
+        _mix_in_place(words, spare)
         hidden *= words.view(torch.int16)[:, : self.width].ge_(self.threshold)
 
     def applied(self, hidden: Tensor, first_frame: int) -> Tensor:
-        """Return units (B, T, P, H) of all utterances from ``first_frame`` on, 0 where dropped."""
+        """Return units (B, T, P, H) of all utterances from ``first_frame`` on, with 0 for dropped units."""
         frame, position = _count(hidden.shape[1], hidden), _count(hidden.shape[2], hidden)
         keys = self._cell_keys(self.row_keys[:, None, None], frame[:, None] + first_frame, position)
         words = _mix(keys[..., None] + self.word_keys)
-        # both halves as the upper ones of an int32: Gaudi's graphs do not reinterpret bits
+        # Both halves become the upper half of an int32, because Gaudi's graphs do not reinterpret bits.
         draws = torch.stack((words * 65536, words), -1).flatten(-2)
         return hidden * (draws[..., : self.width] >= self.threshold * 65536)
 
     def _cell_keys(self, row_keys: Tensor, frame: Tensor, position: Tensor) -> Tensor:
-        return _mix(frame.int() * 65536 + position.int() + row_keys)
+        cell = frame.int() * 65536 + position.int()
+        return _mix(cell + row_keys)
 
 
 _IN_CACHE = 16384  # cells of a chunk
@@ -709,7 +796,7 @@ def _mix_in_place(word: Tensor, spare: Tensor | None) -> None:
 
 
 def _fold_in_place(word: Tensor, spare: Tensor | None) -> None:
-    # by halves: a fifth of the traffic of the other form, which is 1.15 times as fast in a CPU's cache
+    # Halves need a fifth of the traffic of ``spare``, which is 1.15 times as fast in a CPU's cache.
     if spare is None:
         halves = word.view(torch.int16)
         halves[..., ::2] ^= halves[..., 1::2]  # little-endian
@@ -726,7 +813,8 @@ def _posteriors(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor, is_static: bool
 ) -> _Posteriors:
     """Compute the posteriors. An utterance with an impossible label has loss +inf and no gradient."""
-    arcs = [field.clamp(min=_NEVER) for field in arcs]  # A bias of -inf makes a class impossible.
+    # A bias of -inf makes a class impossible.
+    arcs = [field.clamp(min=_NEVER) for field in arcs]
     if joint.durations:
         if not is_static:
             arcs = [field.double() for field in arcs]
@@ -737,7 +825,7 @@ def _posteriors(
         posteriors = recursion(arcs[0], arcs[1], frames, symbols)
         is_impossible = posteriors.loss > -_NEVER / 2
     is_outside = is_impossible[:, None, None]
-    return _Posteriors(  # torch.compile of torch 2.7 does not trace _replace
+    return _Posteriors(  # torch.compile of torch 2.7 does not trace _replace.
         loss=posteriors.loss.masked_fill(is_impossible, torch.inf),
         occupancy=posteriors.occupancy.masked_fill(is_outside, 0),
         label_share=posteriors.label_share.masked_fill(is_outside, 0),
@@ -755,160 +843,231 @@ def _has_impossible_label(label: Tensor, frames: Tensor, symbols: Tensor) -> Ten
 
 
 def _posteriors_by_rows(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
-    """Forward-backward recursion by frames: label moves within a frame are one logcumsumexp.
+    """Compute the posteriors by frames. The label arcs within a frame are one logcumsumexp.
 
     The recursion is in float64, so differences of cumulative sums keep fp32 precision. The backward
-    variable is the forward variable of the lattice turned by 180 degrees; both run in one loop.
+    variable is the forward variable of the lattice turned by 180 degrees. Both run in one loop.
     """
     blank, label = blank.double(), label.double()
-    batch, most, positions = blank.shape
-    frame, position = _count(most, blank), _count(positions, blank)
-    turned_frame = (frames[:, None] - 1 - frame).clamp(min=0)
-    turned_position = (symbols[:, None] - position).clamp(min=0)
-    turned_cell = (turned_frame[:, :, None] * positions + turned_position[:, None, :]).flatten(1)
+    batch, length, positions = blank.shape
+    turned_cells = _turned_cells(length, positions, frames, symbols)
+    # These arcs lead into each cell: from the previous frame, and from the previous position, which has no
+    # effect at position 0.
+    by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), _turned(blank, turned_cells)))
+    by_label = torch.stack((F.pad(label, (1, -1)), _turned(label, turned_cells)))
+    alpha, turned_beta = _forward_by_rows(by_blank, by_label)
+    beta = _turned(turned_beta, turned_cells)
 
-    def turned(field: Tensor) -> Tensor:
-        return field.flatten(1).gather(1, turned_cell).view(batch, most, positions)
+    inside = _inside((batch, length, positions), frames, symbols)
+    log_occupancy = alpha + beta - beta[:, :1, :1]
+    has_label = _count(positions, blank) < symbols[:, None]
+    leaves_by_label = inside & has_label[:, None]
+    log_share = label + F.pad(beta, (-1, 1)) - beta
+    loss = -beta[:, 0, 0]
+    return _Posteriors(
+        loss.masked_fill(frames == 0, 0),
+        occupancy=log_occupancy.exp().masked_fill(~inside, 0),
+        label_share=log_share.exp().masked_fill(~leaves_by_label, 0),
+    )
 
-    # arcs into each cell: from the previous frame, and from the previous position (no effect at position 0)
-    by_blank = torch.stack((F.pad(blank, (0, 0, 1, -1)), turned(blank)))
-    by_label = torch.stack((F.pad(label, (1, -1)), turned(label)))
+
+def _turned_cells(length: int, positions: int, frames: Tensor, symbols: Tensor) -> Tensor:
+    """Return the flat index (B, T * P) of each cell's image if the lattice turns by 180 degrees."""
+    turned_frame = (frames[:, None] - 1 - _count(length, frames)).clamp(min=0)
+    turned_position = (symbols[:, None] - _count(positions, symbols)).clamp(min=0)
+    return (turned_frame[:, :, None] * positions + turned_position[:, None, :]).flatten(1)
+
+
+def _turned(field: Tensor, turned_cells: Tensor) -> Tensor:
+    return field.flatten(1).gather(1, turned_cells).view(field.shape)
+
+
+def _forward_by_rows(by_blank: Tensor, by_label: Tensor) -> Tensor:
+    """Return the forward variables (2, B, T, P) for the log-probabilities of the arcs into each cell."""
     base = by_label.cumsum(-1)
     start = torch.full_like(base[:, :, :1], -torch.inf)
     start[..., 0] = 0
-    # from the sums of a frame, less their base, to those of the next: one addition in each step of the loop
+    # A row is the variables of a frame less their base. Each step of the loop then has one addition.
     steps = by_blank - base + torch.cat((torch.zeros_like(start), base[:, :, :-1]), 2)
     row, rows = start[:, :, 0], []
-    for t in range(most):
+    for t in range(by_blank.shape[2]):
         row = torch.logcumsumexp(row + steps[:, :, t], -1)
         rows.append(row)
-    alpha, beta = torch.stack(rows, 2) + base
-    beta = turned(beta)
-
-    inside = _inside((batch, most, positions), frames, symbols)
-    occupancy = (alpha + beta - beta[:, :1, :1]).exp().masked_fill(~inside, 0)
-    leaves_by_label = inside & (position < symbols[:, None])[:, None]
-    label_share = (label + F.pad(beta, (-1, 1)) - beta).exp().masked_fill(~leaves_by_label, 0)
-    return _Posteriors((-beta[:, 0, 0]).masked_fill(frames == 0, 0), occupancy, label_share)
+    return torch.stack(rows, 2) + base
 
 
 def _posteriors_by_diagonals(blank: Tensor, label: Tensor, frames: Tensor, symbols: Tensor) -> _Posteriors:
-    """Forward-backward recursion by diagonals t + u, normalised, since every path crosses each diagonal once.
+    """Compute the posteriors by diagonals t + u, normalised, because a path crosses each diagonal once.
 
     Normalised sums stay small, so fp32 is exact enough, and the occupancy is a softmax. Forward and backward
-    run in one loop, the backward one over the padded lattice turned by 180 degrees.
+    run in one loop, the backward recursion over the padded lattice turned by 180 degrees.
     """
-    batch, most, positions = blank.shape
-    frame, position = _count(most, blank)[:, None], _count(positions, blank)
-    last_frame, last_position = frames[:, None, None] - 1, symbols[:, None, None]
-    no_label = (frame > last_frame) | (position >= last_position)
-    is_last = (frame == last_frame) & (position == last_position)
-    no_blank = ((frame >= last_frame) | (position > last_position)) & ~is_last
+    batch, length, positions = blank.shape
+    no_blank, no_label, is_last = _arc_masks(length, positions, frames, symbols)
     blank = _skewed(blank.masked_fill(no_blank, _NEVER), _NEVER)
     label = _skewed(label.masked_fill(no_label, _NEVER), _NEVER)
-    ends = _skewed(is_last.to(blank.dtype), 0)
-    first = _count(ends.shape[1], ends)[:, None] + position == 0
-    begins = first.to(ends.dtype).expand_as(ends)  # a write into a slice would break the recorded graph
+    by_blank, by_label, carries = _arcs_into_diagonals(blank, label, _skewed(is_last.to(blank.dtype), 0))
+    alpha, beta, totals, log_odds = _normalised_diagonals(by_blank, by_label, carries)
 
-    # arcs into each cell from the previous diagonal; a path's first cell has none
-    from_blank = F.pad(blank, (0, 0, 1, -1), value=_NEVER) * (1 - begins)
-    by_blank = torch.stack((from_blank, blank.flip(1, 2)))
-    by_label = torch.stack((F.pad(label, (1, -1, 1, -1), value=_NEVER), label.flip(1, 2)))
-    carries = 1 - torch.stack((begins, ends.flip(1, 2)))
-    reached = torch.zeros_like(by_blank[:, :, 0])
-    blanks, labels, totals, diagonals = [], [], [], []
-    for d in range(most + positions - 1):
-        one = torch.addcmul(by_blank[:, :, d], carries[:, :, d], reached)
-        other = by_label[:, :, d] + F.pad(reached, (1, -1), value=_NEVER)
-        total = torch.logaddexp(one, other)
-        reached = total.log_softmax(-1)
-        blanks.append(one[1])
-        labels.append(other[1])
-        totals.append(total[1])
-        diagonals.append(reached)
-    alpha, beta = (torch.stack([diagonal[way] for diagonal in diagonals], 1) for way in (0, 1))
-
-    inside = _inside((batch, most, positions), frames, symbols)
-    occupancy = _straight((alpha + beta.flip(1, 2)).softmax(-1), most) * inside
-    odds = torch.stack(labels, 1) - torch.stack(blanks, 1)
-    label_share = _straight(odds.flip(1, 2).sigmoid(), most) * ~no_label
-    mass = ((torch.stack(totals, 1) - beta) * beta.exp()).sum(-1).flip(1)  # removed by normalisation
+    inside = _inside((batch, length, positions), frames, symbols)
+    log_occupancy = alpha + beta.flip(1, 2)
+    occupancy = _straight(log_occupancy.softmax(-1), length) * inside
+    label_share = _straight(log_odds.flip(1, 2).sigmoid(), length) * ~no_label
+    mass = (totals - beta) * beta.exp()
+    mass = mass.sum(-1).flip(1)  # Normalisation removes this from each diagonal.
     beyond = _count(mass.shape[1], mass) > frames[:, None] - 1 + symbols[:, None]
     loss = -mass.masked_fill(beyond, 0).sum(-1)
     return _Posteriors(loss.masked_fill(frames == 0, 0), occupancy, label_share)
 
 
+def _arc_masks(length: int, positions: int, frames: Tensor, symbols: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return masks (B, T, P) of the cells without a blank arc, without a label arc, and of the last cells."""
+    frame, position = _count(length, frames)[:, None], _count(positions, symbols)
+    last_frame, last_position = frames[:, None, None] - 1, symbols[:, None, None]
+    is_last = (frame == last_frame) & (position == last_position)
+    no_blank = ((frame >= last_frame) | (position > last_position)) & ~is_last
+    no_label = (frame > last_frame) | (position >= last_position)
+    return no_blank, no_label, is_last
+
+
+def _arcs_into_diagonals(blank: Tensor, label: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arcs into each cell from the previous diagonal, forward and backward.
+
+    ``blank`` and ``label`` are log-probabilities (B, D, P), and ``ends`` is 1 for the last cells. The arcs by
+    blank and by label are (2, B, D, P). The third tensor is 0 for a path's first cell, which no arc leads to.
+    """
+    diagonal, position = _count(ends.shape[1], ends), _count(ends.shape[2], ends)
+    is_first = diagonal[:, None] + position == 0
+    begins = is_first.to(ends.dtype).expand_as(ends)  # A write into a slice would break the recorded graph.
+    from_blank = F.pad(blank, (0, 0, 1, -1), value=_NEVER) * (1 - begins)
+    by_blank = torch.stack((from_blank, blank.flip(1, 2)))
+    by_label = torch.stack((F.pad(label, (1, -1, 1, -1), value=_NEVER), label.flip(1, 2)))
+    return by_blank, by_label, 1 - torch.stack((begins, ends.flip(1, 2)))
+
+
+def _normalised_diagonals(
+    by_blank: Tensor, by_label: Tensor, carries: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the recursion over arcs (2, B, D, P).
+
+    Returns four tensors (B, D, P): forward and backward variables, normalised over each diagonal, and for the
+    backward recursion the variables before normalisation and the log-odds of label against blank.
+    """
+    diagonal = torch.zeros_like(by_blank[:, :, 0])
+    blanks, labels, totals, alphas, betas = [], [], [], [], []
+    for d in range(by_blank.shape[2]):
+        paths_by_blank = torch.addcmul(by_blank[:, :, d], carries[:, :, d], diagonal)
+        paths_by_label = by_label[:, :, d] + F.pad(diagonal, (1, -1), value=_NEVER)
+        total = torch.logaddexp(paths_by_blank, paths_by_label)
+        diagonal = total.log_softmax(-1)
+        blanks.append(paths_by_blank[1])
+        labels.append(paths_by_label[1])
+        totals.append(total[1])
+        alphas.append(diagonal[0])
+        betas.append(diagonal[1])
+    log_odds = torch.stack(labels, 1) - torch.stack(blanks, 1)
+    return torch.stack(alphas, 1), torch.stack(betas, 1), torch.stack(totals, 1), log_odds
+
+
 def _posteriors_of_durations(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor
 ) -> _Posteriors:
-    """Backward recursion by diagonals t + u, then the occupancy forward from the shares that it gave.
+    """Compute the shares of arcs by diagonals t + u backward, then the occupancy forward from the shares.
 
     A share is the fraction of the paths through a cell that take an arc, a softmax over the cell's arcs. It
     compares probabilities of near cells only, and occupancies are sums of products of shares, without
-    cancellation; so fp32 is exact enough. The arcs (2R) of a cell are blanks that lead 1 to R diagonals on,
-    then labels that lead as far; those that do not exist have the share 0.
+    cancellation. So fp32 is exact enough. The arcs (2R) of a cell are blanks that lead 1 to R diagonals on,
+    then labels that lead as far. Arcs that do not exist have the share 0.
     """
-    batch, most, positions = arcs[0].shape
+    batch, length, positions = arcs[0].shape
     reach = joint.durations[-1] + 1
     onward, goes_on = _arcs_of_durations(joint, arcs, frames, symbols)
-    window = onward.new_full((batch, reach, positions), _NEVER)  # of the diagonals that follow
-    removed, logs = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
+    loss, shares = _shares_backward(onward, goes_on, reach)
+    has_no_path = (frames == 0) | (loss > -_NEVER / 2)
+    begins = (_count(positions, loss) == 0) & ~has_no_path[:, None]
+    occupied = _occupancy_forward(shares, begins.to(loss.dtype), reach)
+
+    def straight(field: Tensor) -> Tensor:
+        return _straight(field.transpose(0, 1), length)
+
+    occupancy = straight(occupied) * _inside((batch, length, positions), frames, symbols)
+    label_share = straight(shares[:, :, reach:].sum(2))
+    duration_shares = []
+    for d in joint.durations:
+        share = shares[:, :, reach + d]
+        if d:
+            share = share + shares[:, :, d - 1]
+        duration_shares.append(straight(share))
+    return _Posteriors(loss.masked_fill(has_no_path, 0), occupancy, label_share, tuple(duration_shares))
+
+
+def _shares_backward(onward: Tensor, goes_on: Tensor, reach: int) -> tuple[Tensor, Tensor]:
+    """Return the loss (B,) and the shares (T + P, B, 2R, P) from the results of ``_arcs_of_durations``."""
+    batch, _, positions = onward.shape[1:]
+    window = onward.new_full((batch, reach, positions), _NEVER)  # the diagonals that follow
+    removed, log_shares = torch.zeros_like(window[:, 0, 0]), list[Tensor]()
     for d in range(len(onward) - 1, -1, -1):
         paths = onward[d] + torch.cat((window, F.pad(window, (-1, 1), value=_NEVER)), 1)
-        logs.append(paths.log_softmax(1))
-        total = (paths.amax(1) - logs[-1].amax(1)) * goes_on[d]  # logsumexp, which Gaudi has not
+        log_share = paths.log_softmax(1)
+        log_shares.append(log_share)
+        total = (paths.amax(1) - log_share.amax(1)) * goes_on[d]  # This is logsumexp, which Gaudi lacks.
         window = torch.cat((total[:, None], window[:, :-1]), 1)
-        if d % 4 == 0:  # numbers stay small; at each diagonal it would be a fifth of the operations
+        # This keeps the numbers small. At each diagonal it would be a fifth of the operations.
+        if d % 4 == 0:
             highest = window.amax((1, 2))
             highest = highest * (highest > _NEVER / 2)
             window, removed = window - highest[:, None, None], removed + highest
     loss = -(window[:, 0, 0] + removed)
-    has_none = (frames == 0) | (loss > -_NEVER / 2)
+    return loss, torch.stack(log_shares[::-1]).exp()
 
-    shares = torch.stack(logs[::-1]).exp()  # (diagonals, B, 2R, P)
-    begins = (_count(positions, loss) == 0) & ~has_none[:, None]
-    pending = F.pad(begins.to(loss.dtype)[:, None], (0, 0, 0, reach - 1))
-    occupied = []
+
+def _occupancy_forward(shares: Tensor, begins: Tensor, reach: int) -> Tensor:
+    """Return the occupancy (T + P, B, P) of paths that begin with the probabilities ``begins`` (B, P)."""
+    pending = F.pad(begins[:, None], (0, 0, 0, reach - 1))
+    diagonals = []
     for share in shares.unbind():
-        occupied.append(pending[:, 0])
-        flow = occupied[-1][:, None] * share
+        diagonal = pending[:, 0]
+        diagonals.append(diagonal)
+        flow = diagonal[:, None] * share
         pending = F.pad(pending[:, 1:], (0, 0, 0, 1)) + flow[:, :reach] + F.pad(flow[:, reach:], (1, -1))
-
-    def straight(field: Tensor) -> Tensor:
-        return _straight(field.transpose(0, 1), most)
-
-    occupancy = straight(torch.stack(occupied)) * _inside((batch, most, positions), frames, symbols)
-    by_duration = (shares[:, :, reach + d] + (shares[:, :, d - 1] if d else 0) for d in joint.durations)
-    return _Posteriors(
-        loss.masked_fill(has_none, 0),
-        occupancy,
-        straight(shares[:, :, reach:].sum(2)),
-        tuple(straight(field) for field in by_duration),
-    )
+    return torch.stack(diagonals)
 
 
 def _arcs_of_durations(
     joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, symbols: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of all arcs by diagonals (T + P, B, 2R, P), and 0 (T + P, B, P) where a path has
-    ended, else 1. The lattice has one frame more, in which paths end."""
+    """Return the log-probabilities of all arcs by diagonals (T + P, B, 2R, P), and which paths continue.
+
+    The second tensor (T + P, B, P) is 0 if a path has ended, else 1. The lattice has an additional frame, in
+    which paths end.
+    """
+    batch, length, positions = arcs[0].shape
+    label_counts = symbols[:, None, None]
+    cell_arcs = _cell_arcs(joint, arcs, frames, label_counts)
+    padded = F.pad(torch.stack(cell_arcs, 1), (0, 0, 0, 1), value=_NEVER)
+    onward = _skewed(padded.flatten(0, 1), _NEVER).view(batch, -1, length + positions, positions)
+    is_past_frames = _count(length + 1, frames)[:, None] == frames[:, None, None]
+    is_end = is_past_frames & (_count(positions, frames) == label_counts)
+    goes_on = 1 - _skewed(is_end.to(arcs[0].dtype), 0)
+    return onward.permute(2, 0, 1, 3).contiguous(), goes_on.transpose(0, 1)
+
+
+def _cell_arcs(joint: _Joint, arcs: Sequence[Tensor], frames: Tensor, label_counts: Tensor) -> list[Tensor]:
+    """Return the log-probabilities (B, T, P) of a cell's 2R arcs: the blanks, then the labels."""
     blank, label, *by_duration = arcs
-    batch, most, positions = blank.shape
-    frames_left, position = (frames[:, None] - _count(most, frames))[..., None], _count(positions, frames)
-    no_label, is_complete = (compare(position, symbols[:, None, None]) for compare in (torch.ge, torch.eq))
+    frames_left = (frames[:, None] - _count(blank.shape[1], frames))[..., None]
+    position = _count(blank.shape[2], frames)
+    no_label, is_complete = position >= label_counts, position == label_counts
+    reach = joint.durations[-1] + 1
     never = torch.full_like(blank, _NEVER)
-    blanks, labels = [never] * (joint.durations[-1] + 1), [never] * (joint.durations[-1] + 1)
+    blanks, labels = [never] * reach, [never] * reach
     for d, log_p in zip(joint.durations, by_duration, strict=True):
         log_p = log_p - joint.sigma
         labels[d] = (label + log_p).masked_fill((frames_left <= d) | no_label, _NEVER)
         if d:
             ends_or_stays = (frames_left > d) | ((frames_left == d) & is_complete)
             blanks[d - 1] = (blank + log_p).masked_fill(~ends_or_stays, _NEVER)
-    padded = F.pad(torch.stack((*blanks, *labels), 1), (0, 0, 0, 1), value=_NEVER)
-    onward = _skewed(padded.flatten(0, 1), _NEVER).view(batch, -1, most + positions, positions)
-    is_end = (_count(most + 1, frames)[:, None] == frames[:, None, None]) & is_complete
-    goes_on = 1 - _skewed(is_end.to(blank.dtype), 0)
-    return onward.permute(2, 0, 1, 3).contiguous(), goes_on.transpose(0, 1)
+    return blanks + labels
 
 
 def _skewed(field: Tensor, fill: float) -> Tensor:
@@ -919,7 +1078,7 @@ def _skewed(field: Tensor, fill: float) -> Tensor:
 
 
 def _straight(diagonals: Tensor, frames: int) -> Tensor:
-    """The inverse of ``_skewed``."""
+    """Invert ``_skewed``."""
     batch, steps, positions = diagonals.shape
     padded = F.pad(diagonals.transpose(1, 2).flatten(1), (0, positions))
     return padded.reshape(batch, positions, steps + 1)[:, :, :frames].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""AdamW of torch, with the settings of a config file."""
+"""torch.optim.AdamW with the settings of a config file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FORMS = ("torch", "fairseq", "intel")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW (Loshchilov and Hutter, 2019), with its settings and its state.
+    """torch.optim.AdamW (Loshchilov and Hutter, 2019) with the same settings and state.
 
     ``form`` selects the bias correction of update t. ``torch`` adds ``eps`` to the corrected root of the
-    second moment. ``fairseq`` adds it to the uncorrected root. ``intel`` does this, too, and corrects the
+    second moment. ``fairseq`` adds it to the uncorrected root. ``intel`` also does this, and corrects the
     weight decay: ``p −= s · (weight_decay · p + m / (√v + eps))``, ``s = lr · √(1 − b2^t) / (1 − b1^t)``.
     ``fused`` and ``foreach`` None leave the choice of the implementation to torch.
     """
@@ -56,14 +56,15 @@ class AdamW(torch.optim.AdamW):
                 group.update(eps=eps, weight_decay=weight_decay)
 
     def _correct(self, group: dict[str, Any]) -> None:
-        """Set the ``eps`` and ``weight_decay`` with which torch's next update has this form.
+        """Set ``eps`` and ``weight_decay`` to values that make torch's next update follow this form.
 
-        The group's oldest parameter counts. The host waits for steps that a fused kernel keeps on the device.
+        The parameter with the most updates sets t for the group. The host waits for step counts that a fused
+        kernel keeps on the device.
         """
         steps = [float(self.state[p]["step"]) for p in group["params"] if p in self.state]
-        number = max(steps, default=0.0) + 1
+        step = max(steps, default=0.0) + 1
         beta1, beta2 = group["betas"]
-        root = math.sqrt(1 - beta2**number)
-        group["eps"] /= root
+        correction = math.sqrt(1 - beta2**step)
+        group["eps"] /= correction
         if self.form == "intel":
-            group["weight_decay"] *= root / (1 - beta1**number)
+            group["weight_decay"] *= correction / (1 - beta1**step)

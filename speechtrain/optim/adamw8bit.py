@@ -1,4 +1,4 @@
-"""AdamW whose moments have 8 bits (Dettmers et al., 2022), by the bitsandbytes library."""
+"""AdamW with moments of 8 bits (Dettmers et al., 2022), by the bitsandbytes library."""
 
 from __future__ import annotations
 
@@ -15,34 +15,37 @@ from speechtrain.errors import ConfigError, MachineError
 from speechtrain.optim.common import TensorwiseOptimizer, check_settings
 
 _DEVICES = ("cpu", "cuda", "xpu")
-_BLOCK = 256  # elements with a scale of their own; the library's only size
-_WHOLE = 4096  # smaller tensors keep fp32 moments, as the library does
+_BLOCK = 256  # elements that share a scale, the library's only size
+_MIN_QUANTISED = 4096  # Smaller tensors have fp32 moments, as in the library.
 
 
 @cache
 def _library() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels for other work
+    # The library warns about missing kernels that this optimizer does not use.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         return importlib.import_module("bitsandbytes.functional")
     except ImportError:
-        fix = "pip install -e '.[memory]', or use optimizer=adamw"
-        raise MachineError(f"optimizer=adamw8bit: bitsandbytes is not installed here; {fix}") from None
+        fix = "Run pip install -e '.[memory]', or use optimizer=adamw"
+        raise MachineError(f"optimizer=adamw8bit: bitsandbytes is not installed here. {fix}") from None
 
 
 @cache
-def _maps(device: torch.device) -> tuple[Tensor, ...]:
-    """The values of the codes of both moments."""
-    return tuple(_library().create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the value (256,) of each code, for the first and for the second moment."""
+    create = _library().create_dynamic_map
+    return create(signed=True).to(device), create(signed=False).to(device)
 
 
 class AdamW8bit(TensorwiseOptimizer):
-    """AdamW with two bytes of state for a weight in place of eight; tensors below 4096 elements have fp32.
+    """AdamW with two bytes of state for each weight instead of eight.
 
-    The library's kernels update each tensor; its state is of plain tensors, which checkpoints hold exactly.
-    Raises MachineError where the library is not installed, ConfigError for a device that it does not know.
+    Tensors below 4096 elements have fp32 moments. The library's kernels update each tensor. The state
+    consists of plain tensors, which checkpoints store exactly.
+    Raises MachineError if the library is not installed, ConfigError for a device that it does not support.
     """
 
-    can_shard = False  # rows of a tensor are not whole blocks
+    can_shard = False  # The rows of a tensor are not whole blocks.
 
     def __init__(
         self,
@@ -55,45 +58,65 @@ class AdamW8bit(TensorwiseOptimizer):
         settings = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
         check_settings({**settings, "betas": betas})
         super().__init__(params, settings)
-        kinds = {p.device.type for group in self.param_groups for p in group["params"]}
-        if unknown := kinds.difference((*_DEVICES, "meta")):
-            raise ConfigError(f"optimizer=adamw8bit does not run on {unknown.pop()}; use optimizer=adamw")
+        for group in self.param_groups:
+            for p in group["params"]:
+                device = p.device.type
+                if device not in (*_DEVICES, "meta"):
+                    raise ConfigError(f"optimizer=adamw8bit does not run on {device}. Use optimizer=adamw")
         _library()
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        (first, second), eps, decay = group["betas"], group["eps"], {"weight_decay": group["weight_decay"]}
         for p, gradient in zip(parameters, gradients, strict=True):
-            state = self.state[p] = self.state[p] or _first(p.detach())
+            state = self.state[p] = self.state[p] or _initial_state(p.detach())
             state["step"] += 1
-            at, (one, other) = (state["step"], float(group["lr"])), (state["exp_avg"], state["exp_avg_sq"])
-            p, gradient = p.detach(), gradient.contiguous()
-            if "scale" in state:
-                maps, scales = _maps(p.device), (state["scale"], state["scale_sq"])
-                settings = (first, second, 0.0, 0.0, eps, *at, *maps, *scales)
-                _library().optimizer_update_8bit_blockwise(
-                    "adam", gradient, p, one, other, *settings, **decay
-                )
-            else:
-                settings = (one, first, eps, *at, other, second)
-                _library().optimizer_update_32bit("adam", gradient, p, *settings, **decay)
+            self._update_tensor(p.detach(), gradient.contiguous(), state, group)
+
+    def _update_tensor(
+        self, p: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        (beta1, beta2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        progress = (state["step"], float(group["lr"]))
+        if "scale" in state:
+            scales = (state["scale"], state["scale_sq"])
+            settings = (beta1, beta2, 0.0, 0.0, eps, *progress, *_maps(p.device), *scales)
+            _library().optimizer_update_8bit_blockwise(
+                "adam", gradient, p, mean, square, *settings, weight_decay=decay
+            )
+        else:
+            _library().optimizer_update_32bit(
+                "adam", gradient, p, mean, beta1, eps, *progress, square, beta2, weight_decay=decay
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch. Raises ValueError for a state of another shape: a kernel would read beyond its end."""
+        """Load the state as torch does.
+
+        Raises ValueError for a state of another shape, because a kernel would read beyond its end.
+        """
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
-            own = _first(torch.empty_like(p, device="meta"))
-            shapes = [{k: getattr(v, "shape", 0) for k, v in each.items()} for each in (state, own)]
-            if shapes[0] != shapes[1]:
+            model = _initial_state(torch.empty_like(p, device="meta"))
+            if _shapes(state) != _shapes(model):
                 raise ValueError(f"the state of a parameter of shape {tuple(p.shape)} does not fit it")
-            for name, value in own.items():  # torch has made codes the parameter's type, which holds each
-                state[name] = state[name].to(value.dtype) if isinstance(value, Tensor) else state[name]
+            # torch has cast the codes to the parameter's dtype, which represents each code exactly.
+            for name, tensor in model.items():
+                if isinstance(tensor, Tensor):
+                    state[name] = state[name].to(tensor.dtype)
 
 
-def _first(p: Tensor) -> dict[str, Any]:
-    """The state of a parameter before its first update."""
-    moments, is_narrow = ("exp_avg", "exp_avg_sq"), p.numel() >= _WHOLE
-    dtype = torch.uint8 if is_narrow else torch.float32
-    state: dict[str, Any] = {name: torch.zeros_like(p, dtype=dtype) for name in moments}
-    for name in ("scale", "scale_sq") if is_narrow else ():
-        state[name] = p.new_zeros(-(-p.numel() // _BLOCK), dtype=torch.float32)
+def _shapes(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the shape of each tensor of a state, and 0 for a number."""
+    return {name: getattr(tensor, "shape", 0) for name, tensor in state.items()}
+
+
+def _initial_state(p: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter before its first update."""
+    is_quantised = p.numel() >= _MIN_QUANTISED
+    dtype = torch.uint8 if is_quantised else torch.float32
+    state: dict[str, Any] = {"exp_avg": torch.zeros_like(p, dtype=dtype)}
+    state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype)
+    if is_quantised:
+        blocks = -(-p.numel() // _BLOCK)
+        state["scale"] = p.new_zeros(blocks, dtype=torch.float32)
+        state["scale_sq"] = p.new_zeros(blocks, dtype=torch.float32)
     return {**state, "step": 0}

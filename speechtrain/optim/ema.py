@@ -15,27 +15,27 @@ from speechtrain.errors import RunError
 
 
 class Average:
-    """An average of a module's state, stored outside the module; by default none."""
+    """An average of a module's state, stored outside the module. This base class has no average."""
 
     updates: int = 0
     """Updates in the average so far."""
 
     def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
-        """Add the module's state after one more update to the average.
+        """Add the module's state after an update to the average.
 
-        ``taken`` () 1 or 0 on the device is whether the update counts; None: it counts.
+        ``taken`` () is 1 on the device if the update counts, else 0. With None it counts.
         """
 
     def swapped(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A context in which the module holds the average; its own state returns afterwards, bit by bit."""
+        """Return a context in which the module has the average. Its state returns afterwards, bit by bit."""
         return nullcontext()
 
     def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's ``state_dict`` with averaged values, in the module's dtypes, for export.
+        """Return the module's ``state_dict`` with averaged values, in the module's dtypes, for export.
 
-        It may share memory with the average or the module: save it before the next update.
+        It may share memory with the average or the module, so save it before the next update.
         """
-        return {name: value.detach() for name, value in _tensors(module).items()}
+        return {name: tensor.detach() for name, tensor in _tensors(module).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -45,12 +45,12 @@ class Average:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and persistent buffers by name, not detached.
+    """Return the module's parameters and persistent buffers by name, not detached.
 
     A write into a plain ``state_dict`` would create views, which a lazy device's next graph would evaluate.
     """
-    held = module.state_dict(keep_vars=True)
-    return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 class NoEMA(Average):
@@ -58,52 +58,61 @@ class NoEMA(Average):
 
 
 class EMA(Average):
-    """The exponential moving average ``e = d · e + (1 − d) · p``, in fp32; it starts at the module's state.
+    """The exponential moving average ``e = d · e + (1 − d) · p``, in fp32. It starts at the module's state.
 
-    Floating-point parameters and buffers are averaged, others (BatchNorm's counters) copied. With
-    ``warmup`` the n-th update, n from 0, takes ``d = min(decay, (1 + n) / (10 + n))``, so that early
+    Floating-point parameters and buffers are averaged. Other buffers (BatchNorm's counters) are copied. With
+    ``warmup`` the n-th update, n from 0, has ``d = min(decay, (1 + n) / (10 + n))``, so that early
     evaluations are not of the initial weights. ``module`` fixes the names and shapes.
     """
 
     def __init__(self, module: nn.Module, decay: float, warmup: bool = True) -> None:
         if not 0 < decay < 1:
-            raise ValueError(f"trainer.ema is {decay}; it must be above 0 and below 1, or 0 for no average")
+            raise ValueError(f"trainer.ema is {decay}. It must be above 0 and below 1, or 0 for no average")
         self.decay = decay
         self.warmup = warmup
         self.updates = 0
-        self._average = {
-            name: value.detach().clone().float() if value.is_floating_point() else value.detach().clone()
-            for name, value in _tensors(module).items()
-        }
+        self._average = {}
+        for name, tensor in _tensors(module).items():
+            copy = tensor.detach().clone()
+            self._average[name] = copy.float() if copy.is_floating_point() else copy
 
     @torch.no_grad()
     def update(self, module: nn.Module, taken: Tensor | None = None) -> None:
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        decay = self._decay_now()
         self.updates += 1
         tensors = _tensors(module)
-        # moved as data: a number that equals another number of the step would change the recorded graph
-        share = None if taken is None else torch.tensor([1 - decay]).to(taken.device)[0] * taken
-        pairs = [(local(average), local(tensors[name])) for name, average in self._average.items()]
-        for average, value in pairs:
-            if not average.is_floating_point():
-                average.copy_(value)
-            elif share is not None:
-                average.add_((value - average) * share)
-        if share is None:
-            averages = [average for average, _ in pairs if average.is_floating_point()]
-            values = [value for average, value in pairs if average.is_floating_point()]
-            # by the difference, so that constant values stay bit by bit
+        averages, values = [], []
+        for name, average in self._average.items():
+            if average.is_floating_point():
+                averages.append(local(average))
+                values.append(local(tensors[name]))
+            else:
+                local(average).copy_(local(tensors[name]))
+        # The differences are added, so that constant values stay bit by bit.
+        if taken is None:
             torch_private.foreach_add_(averages, torch_private.foreach_sub(values, averages), alpha=1 - decay)
+            return
+        # The rate moves as data. A number that equals another number of the step would change the recorded
+        # graph.
+        rates = torch.tensor([1 - decay]).to(taken.device)
+        rate = rates[0] * taken
+        for average, value in zip(averages, values, strict=True):
+            average.add_((value - average) * rate)
+
+    def _decay_now(self) -> float:
+        if not self.warmup:
+            return self.decay
+        return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @contextmanager
     def swapped(self, module: nn.Module) -> Iterator[None]:
         tensors = _tensors(module)
-        kept = {name: value.detach().clone() for name, value in tensors.items()}
+        weights = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         try:
             self._fill(tensors, self._average)
             yield
         finally:
-            self._fill(tensors, kept)
+            self._fill(tensors, weights)
 
     @staticmethod
     @torch.no_grad()
@@ -112,7 +121,7 @@ class EMA(Average):
             tensor.copy_(values[name])
 
     def averaged_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        return {name: self._average[name].to(value.dtype) for name, value in _tensors(module).items()}
+        return {name: self._average[name].to(tensor.dtype) for name, tensor in _tensors(module).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "average": dict(self._average)}
@@ -121,12 +130,16 @@ class EMA(Average):
         """Load the average. Raises RunError that names a missing, unknown or differently shaped tensor."""
         saved: Mapping[str, Tensor] = state["average"]
         for name in sorted(saved.keys() | self._average.keys()):
-            ours, theirs = self._average.get(name), saved.get(name)
-            if ours is None or theirs is None or ours.shape != theirs.shape:
-                shapes = [None if t is None else tuple(t.shape) for t in (ours, theirs)]
+            saved_shape = _shape(saved.get(name))
+            shape = _shape(self._average.get(name))
+            if saved_shape != shape:
                 raise RunError(
                     f"the saved weight average does not fit the model at {name!r}: "
-                    f"{shapes[1]} saved, {shapes[0]} in the model; use a new run_dir"
+                    f"{saved_shape} saved, {shape} in the model. Use a new run_dir"
                 )
         self.updates = int(state["updates"])
         self._fill(self._average, saved)
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)

@@ -19,8 +19,8 @@ class LAMB(TensorwiseOptimizer):
 
     With gradient g, ``m = b1 m + (1 − b1) g``, ``v = b2 v + (1 − b2) g²`` and their bias-corrected
     values m̂ and v̂, ``u = m̂ / (√v̂ + eps) + weight_decay · p`` and ``p −= lr · ‖p‖ / ‖u‖ · u``. The ratio is 1
-    where either norm is 0, so that a bias that starts at 0 can train. The reference's optimizer also
-    clips the global gradient norm; here the trainer does.
+    if either norm is 0, so that a bias that starts at 0 can train. MLPerf's optimizer also clips the global
+    gradient norm. Here the trainer clips it.
     """
 
     def __init__(
@@ -36,35 +36,48 @@ class LAMB(TensorwiseOptimizer):
         super().__init__(params, settings)
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["step"] = 0  # a host integer, so the host computes the bias corrections
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] += 1
-        steps = [state["step"] for state in states]
-        means, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         weights = [local(parameter) for parameter in parameters]
+        directions = self._directions(parameters, weights, gradients, group)
+        norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
+        weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
+        are_positive = (weight_norms > 0) & (direction_norms > 0)
+        ratios = torch.where(are_positive, weight_norms / direction_norms, torch.ones_like(weight_norms))
+        torch_private.foreach_mul_(directions, scalars(ratios * group["lr"]))
+        torch_private.foreach_sub_(weights, directions)
+
+    def _directions(
+        self, parameters: list[Tensor], weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> list[Tensor]:
+        """Update the moments by the gradients, and return u of each parameter."""
+        states = self._next_states(parameters)
+        means = [local(state["exp_avg"]) for state in states]
+        squares = [local(state["exp_avg_sq"]) for state in states]
         beta1, beta2 = group["betas"]
         torch_private.foreach_mul_(means, beta1)
         torch_private.foreach_add_(means, gradients, alpha=1 - beta1)
         torch_private.foreach_mul_(squares, beta2)
         torch_private.foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
 
-        # m̂ / (√v̂ + eps) with both corrections factored out: two passes over memory fewer
-        corrections = [math.sqrt(1 - beta2**step) for step in steps]
-        factors = [
-            correction / (1 - beta1**step) for correction, step in zip(corrections, steps, strict=True)
-        ]
+        # Both corrections are factored out of m̂ / (√v̂ + eps), which saves two passes over memory.
+        factors, corrected_eps = [], []
+        for state in states:
+            step = state["step"]
+            correction = math.sqrt(1 - beta2**step)
+            factors.append(correction / (1 - beta1**step))
+            corrected_eps.append(group["eps"] * correction)
         denominators = torch_private.foreach_sqrt(squares)
-        torch_private.foreach_add_(denominators, [group["eps"] * correction for correction in corrections])
-        directions = torch_private.foreach_mul(weights, group["weight_decay"])
+        torch_private.foreach_add_(denominators, corrected_eps)
+        directions: list[Tensor] = torch_private.foreach_mul(weights, group["weight_decay"])
         torch_private.foreach_addcdiv_(directions, means, denominators, factors)
+        return directions
 
-        norms = squared_norms([*weights, *directions], parameters[0]).sqrt()
-        weight_norms, direction_norms = norms[: len(weights)], norms[len(weights) :]
-        both = (weight_norms > 0) & (direction_norms > 0)
-        ratios = torch.where(both, weight_norms / direction_norms, torch.ones_like(weight_norms))
-        torch_private.foreach_mul_(directions, scalars(ratios * group["lr"]))
-        torch_private.foreach_sub_(weights, directions)
+    def _next_states(self, parameters: list[Tensor]) -> list[dict[str, Any]]:
+        """Return the state of each parameter, with the number of the update that begins."""
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = 0  # This is a number on the host, so the host computes the bias corrections.
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
+        return states

@@ -17,8 +17,9 @@ class NovoGrad(TensorwiseOptimizer):
     """NovoGrad (Ginsburg et al., 2019, arXiv:1905.11286), NeMo's optimizer for Jasper and ContextNet.
 
     The second moment v is one number for each parameter tensor: ``v = b2 v + (1 − b2) ‖g‖²``, and
-    ``‖g‖²`` itself at the first gradient that is not zero. ``m = b1 m + g / (√v + eps) +
-    weight_decay · p`` and ``p −= lr · m``; with ``grad_averaging``, the term after b1 m is scaled by 1 − b1.
+    ``‖g‖²`` itself at the first gradient that is not zero. The updates are ``m = b1 m + g / (√v + eps) +
+    weight_decay · p`` and ``p −= lr · m``. With ``grad_averaging``, the terms after b1 m are multiplied by
+    1 − b1.
     """
 
     def __init__(
@@ -35,22 +36,31 @@ class NovoGrad(TensorwiseOptimizer):
         super().__init__(params, {**settings, "grad_averaging": grad_averaging})
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
         squares = squared_norms(gradients, parameters[0])
+        means, second_moments = self._moments(parameters, squares)
+        beta1, beta2 = group["betas"]
+        # The first update is selected by arithmetic, because a branch would be a host read. The moments of a
+        # trial update are on another device.
+        is_zero = torch.stack(second_moments).to(squares.device) == 0
+        new_share = 1 - beta2 + is_zero.to(squares.dtype) * beta2
+        torch_private.foreach_mul_(second_moments, beta2)
+        torch_private.foreach_add_(second_moments, scalars(squares * new_share))
+
+        weights = [local(parameter) for parameter in parameters]
+        denominators = torch.stack(second_moments).sqrt() + group["eps"]
+        directions = torch_private.foreach_div(gradients, scalars(denominators))
+        torch_private.foreach_add_(directions, weights, alpha=group["weight_decay"])
+        direction_share = 1 - beta1 if group["grad_averaging"] else 1.0
+        torch_private.foreach_mul_(means, beta1)
+        torch_private.foreach_add_(means, directions, alpha=direction_share)
+        torch_private.foreach_add_(weights, means, alpha=-group["lr"])
+
+    def _moments(self, parameters: list[Tensor], squares: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return both moments of each parameter, 0 before its first update."""
+        states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(squares[0])
-        means, seconds = [local(state["exp_avg"]) for state in states], [s["exp_avg_sq"] for s in states]
-        beta1, beta2 = group["betas"]
-        # selected by arithmetic: a branch would be a host read
-        fresh = (torch.stack(seconds).to(squares.device) == 0).to(squares.dtype)  # a trial's are elsewhere
-        torch_private.foreach_mul_(seconds, beta2)
-        torch_private.foreach_add_(seconds, scalars(squares * (1 - beta2 + fresh * beta2)))
-
-        weights = [local(parameter) for parameter in parameters]
-        added = torch_private.foreach_div(gradients, scalars(torch.stack(seconds).sqrt() + group["eps"]))
-        torch_private.foreach_add_(added, weights, alpha=group["weight_decay"])
-        torch_private.foreach_mul_(means, beta1)
-        torch_private.foreach_add_(means, added, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch_private.foreach_add_(weights, means, alpha=-group["lr"])
+        means = [local(state["exp_avg"]) for state in states]
+        return means, [state["exp_avg_sq"] for state in states]

@@ -57,8 +57,8 @@ def test_long_steps_are_timed_less_often() -> None:
         calls: list[ComputePolicy] = []
         fastest((PLAIN, LOOP), lambda policy, s=seconds, c=calls: c.append(policy) or s)  # type: ignore[misc,func-returns-value]
         counts.append(len(calls))
-    fewest, most = compute_policy._ROUNDS
-    assert counts == [2 * (most + 1), 2 * (fewest + 1)]
+    rounds = compute_policy._MAX_ROUNDS + 1, compute_policy._MIN_ROUNDS + 1
+    assert counts == [2 * rounds[0], 2 * rounds[1]]
 
 
 @pytest.mark.parametrize("policy", [PLAIN, LOOP, NARROW, STATIC, replace(STATIC, lstm_segment=8)])

@@ -293,7 +293,7 @@ def test_the_loss_of_transformers(static: bool, sigma: float, durations: tuple[i
         ({"durations": USUAL, "fastemit": 0.1}, "fastemit"),
         ({"durations": USUAL, "sigma": -0.1}, "sigma"),
         ({"sigma": 0.1}, "sigma"),
-        ({"durations": (*range(12),)}, "blank is 6; it must be the id of a class"),
+        ({"durations": (*range(12),)}, "blank is 6. It must be the id of a class"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:

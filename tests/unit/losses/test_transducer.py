@@ -260,7 +260,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         fill(self, cells, logits)
 
     def counted_add(self: Any, cells: Any, *fields: Tensor, **named: Tensor) -> None:
-        kept = int((self.place[cells.flat] >= 0).sum())
+        kept = int((self.stored_row[cells.flat] >= 0).sum())
         work.from_kept += kept
         work.anew += len(cells.flat) - kept
         add(self, cells, *fields, **named)

@@ -66,7 +66,7 @@ WRONG = {
         {"encoder_lengths": torch.tensor([1.0, 0.8])},
         "encoder_lengths .*float32.*integer",
     ),
-    "blank counted from the end": ({"blank": -1}, r"blank is -1; .*0 to 6"),
+    "blank counted from the end": ({"blank": -1}, r"blank is -1\. .*0 to 6"),
     "blank beyond the classes": ({"blank": V}, "blank is 7"),
     "labels in a row": ({"labels": torch.tensor([1, 3, 0, 1, 3])}, r"labels .*\(B U\)"),
     # other types

@@ -136,6 +136,6 @@ def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     adamw8bit._library.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(
-        MachineError, match=r"bitsandbytes is not installed here; pip install -e '\.\[memory\]'"
+        MachineError, match=r"bitsandbytes is not installed here\. Run pip install -e '\.\[memory\]'"
     ):
         build(compose(["optimizer=adamw8bit"]), "optimizer", params=[nn.Parameter(torch.zeros(1))])

@@ -183,7 +183,7 @@ def test_the_worker_offers_the_plan(cls: Any) -> None:
     offered, own = cls(0.1, warmup_steps=5, planned_steps=50), cls(0.1, warmup_steps=5, steps=50)
     assert [offered.rate(s) for s in range(1, 70)] == [own.rate(s) for s in range(1, 70)]
     assert cls(0.1, warmup_steps=5, steps=50, planned_steps=9).rate(40) == own.rate(40)  # the user's wins
-    with pytest.raises(ValueError, match="steps is null; set it"):
+    with pytest.raises(ValueError, match=r"steps is null\. Set it"):
         cls(0.1, warmup_steps=5)
     with pytest.raises(ValueError, match="steps is 0"):
         cls(0.1, warmup_steps=5, steps=0)
