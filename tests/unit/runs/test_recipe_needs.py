@@ -205,9 +205,9 @@ def test_typed_recordings_replace_those_of_the_recipe(capsys: pytest.CaptureFixt
     assert f"tokenizer {os.getcwd()}/a.jsonl --kind unigram --size 1023 --normaliser english" in lines[0]
     assert lines[0].endswith("--out FILE.model, then add tokenizer.model=FILE.model")
     config = compose(["recipe=wav2vec2", "run_dir=r"])
-    assert build_data(config, build_tokenizer(config)).hold_out == 0.01
+    assert build_data(config, build_tokenizer(config)).training_set.hold_out == 0.01
     config = compose(["recipe=wav2vec2", "run_dir=r", "data.train=a.tsv", "++data.valid.dev=b.tsv"])
-    assert build_data(config, build_tokenizer(config)).hold_out == 0.0
+    assert build_data(config, build_tokenizer(config)).training_set.hold_out == 0.0
     assert needs_of(config) == []
 
 
