@@ -45,7 +45,7 @@ class Transcript:
     """The text of a recording, with its times."""
 
     name: str  # the name of the file, or the id in a manifest
-    audio: str  # the name of the file, or an empty text for samples
+    audio: str  # the path of the file, or an empty text without a file
     seconds: float  # the length of the recording
     segments: tuple[Segment, ...]  # the pieces of the recording in order
 
