@@ -58,11 +58,12 @@ class AdamW8bit(TensorwiseOptimizer):
         settings = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, "weight_decay": weight_decay}
         check_settings({**settings, "betas": betas})
         super().__init__(params, settings)
+        device_types: set[str] = set()
         for group in self.param_groups:
-            for p in group["params"]:
-                device = p.device.type
-                if device not in (*_DEVICES, "meta"):
-                    raise ConfigError(f"optimizer=adamw8bit does not run on {device}. Use optimizer=adamw")
+            device_types |= {p.device.type for p in group["params"]}
+        unsupported = device_types.difference((*_DEVICES, "meta"))
+        if unsupported:
+            raise ConfigError(f"optimizer=adamw8bit does not run on {unsupported.pop()}. Use optimizer=adamw")
         _library()
 
     def _update(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
