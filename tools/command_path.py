@@ -29,13 +29,16 @@ class PathOfCalls:
         self.files: list[str] = []
         self._stack: list[str] = []
         self._calls: set[tuple[str, int, str]] = set()
+        self._imports = 0
 
     def record(self, frame: FrameType, event: str, _: Any) -> None:
         """Record a call into another file than the caller's. The import of a module does not count."""
         if event not in ("call", "return"):
             return
+        if frame.f_code.co_name == "<module>":
+            self._imports += 1 if event == "call" else -1
         file = self._file_of(frame)
-        if not file or frame.f_code.co_name.startswith("<"):
+        if self._imports or not file or frame.f_code.co_name.startswith("<"):
             return
         if event == "return":
             if self._stack:
