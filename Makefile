@@ -53,6 +53,7 @@ test-faults: setup-dev
 
 # Every launcher with its real engine; one that is missing is a failure here, where `make test` skips it.
 test-cluster: setup-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps impi-rt  # Intel MPI's engine
 	SPEECHTRAIN_ENGINES=must $(BIN)/python -m pytest -q tests/integration/test_launch_*.py
 
 # What a stranger's files try, by real commands; `make test` has the fast ones.

@@ -5,13 +5,14 @@ All other metadata is in pyproject.toml.
 
 from setuptools import find_packages, setup
 
-COMMANDS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
+COMMANDS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor", "study")
 
 setup(
     packages=[
         *find_packages(include=["speechtrain", "speechtrain.*"]),
         "speechtrain.conf",
         "speechtrain.launchers",
+        "hydra_plugins.speechtrain_study",
     ],
     package_dir={"speechtrain.conf": "conf", "speechtrain.launchers": "launchers"},
     package_data={

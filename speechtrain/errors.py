@@ -59,6 +59,10 @@ class MachineError(SpeechtrainError):
     exit_code = 4
 
 
+class OutOfMemory(MachineError):
+    """A step that the device's memory does not hold. A study tells it from other failures."""
+
+
 class RunError(SpeechtrainError):
     """A run directory that is in use, belongs to another config, or has no usable checkpoint.
 

@@ -124,6 +124,8 @@ class RunResult:
     rank: int = 0  # the rank that wrote the file
     failed_at: float | None = None  # the time of a failure, in seconds since 1970
     is_cause: bool = True  # false: it was killed, or it failed because another rank did
+    is_out_of_memory: bool = False  # of a failure: the device's memory did not hold a step
+    memory_mib: float | None = None  # the highest memory of this rank's device
     limits: dict[str, Scalar] | None = None  # the trainer's settings
     data: dict[str, Scalar] | None = None  # what DataModule.content says of the training set
 

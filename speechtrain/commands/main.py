@@ -16,6 +16,7 @@ COMMANDS = {
     "transcribe": "transcribe recordings with a run",
     "export": "convert a run to other systems' formats, and their models to runs",
     "report": "write an HTML page of one run or of several",
+    "study": "search for the values of keys that train best: ask, tell, status, import",
     "doctor": "check whether this machine and a recipe can train",
 }
 """The line of each command in ``speechtrain --help``."""

@@ -8,12 +8,12 @@ import torch
 
 from speechtrain.batch import Batch, Footprint
 from speechtrain.devices.base import Device
-from speechtrain.errors import MachineError
+from speechtrain.errors import OutOfMemory
 
 
 def out_of_memory_error(
     device: Device, error: BaseException, batch: Batch | None, footprint: Footprint, classes: int = 0
-) -> MachineError | None:
+) -> OutOfMemory | None:
     """Return the error to show if a step ran out of memory, or None for another failure.
 
     ``batch`` is the step's batch on the host, None before the first step. ``classes`` is the width of the
@@ -26,7 +26,7 @@ def out_of_memory_error(
         return None
     problem = f"device={device.name} is out of memory"
     if batch is None:
-        return MachineError(f"{problem} before the first batch: the model is too large")
+        return OutOfMemory(f"{problem} before the first batch: the model is too large")
     rows, samples = batch.audio.shape
     labels = batch.labels.shape[1]
     valid = float(batch.audio_lengths[batch.weight > 0].sum())
@@ -35,7 +35,7 @@ def out_of_memory_error(
     if classes:
         sizes += f", V={classes} classes"
     predicted = footprint.bytes(rows, seconds, labels)
-    return MachineError(
+    return OutOfMemory(
         f"{problem} at a micro-batch of {sizes}, predicted {predicted:,.0f} bytes beyond the weights. "
         "Lower data.batch.memory_gib or data.batch.count and raise trainer.accumulate"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speechtrain.checkpoint.whole import Checkpointer, validated
+from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, SingleProcess
 from speechtrain.distributed.watchdog import Watch
 from speechtrain.files import finite
@@ -25,6 +26,7 @@ class Attempt:
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None
+    device: Device | None = None
     content: Mapping[str, str | int] = field(default_factory=dict)  # of the training set
 
     def result(self) -> dict[str, Any]:
@@ -47,6 +49,7 @@ class Attempt:
             "scale_skips": self.progress.scale_skips,
             "speed": self.progress.speed(),
             "data": dict(self.content),
+            "memory_mib": round(self.device.memory() / 2**20, 1) if self.device else None,
         }
 
     def unwatch(self) -> None:

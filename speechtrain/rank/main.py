@@ -33,6 +33,7 @@ from speechtrain.distributed.group import Group, PeerLost
 from speechtrain.errors import (
     ConfigError,
     MachineError,
+    OutOfMemory,
     RunError,
     SpeechtrainError,
     disk_explained,
@@ -113,6 +114,7 @@ def train(
     early_lines = keep_log_lines()
     rank = _open_rank(config, world, settings)
     attempt.group, attempt.checkpointer = rank.group, rank.checkpointer
+    attempt.device = rank.device
     if is_watched:
         attempt.watch = watch(attempt, rank.run_dir, settings.timeout_seconds)
     parts = _build_parts(rank)
@@ -315,6 +317,7 @@ def _failed_result(attempt: Attempt, error: Exception, rank: int) -> dict[str, A
     attempt.status = "failed"
     # If several ranks fail, the first failure is the cause.
     failure = {"rank": rank, "failed_at": time.time(), "is_cause": not isinstance(cause, PeerLost)}
+    failure["is_out_of_memory"] = isinstance(cause, OutOfMemory)
     return {**attempt.result(), "error": _message(cause), "exit_code": exit_code, **failure}
 
 

@@ -13,12 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -26,7 +28,15 @@ from omegaconf import DictConfig, OmegaConf
 from speechtrain.config.resolved import with_whole_paths
 from speechtrain.config.resume_fields import key_of
 from speechtrain.config.targets import ALLOW_TARGETS
-from speechtrain.errors import ConfigError, MachineError, Preempted, SpeechtrainError, class_of, print_notice
+from speechtrain.errors import (
+    ConfigError,
+    MachineError,
+    Preempted,
+    RunError,
+    SpeechtrainError,
+    class_of,
+    print_notice,
+)
 from speechtrain.files import read_json, say, write_json
 from speechtrain.run_directory import CONFIG, RunResult, speed_text
 from speechtrain.run_directory import metric as metric_text
@@ -42,6 +52,10 @@ from speechtrain.runs.run_name import RunNames, base_folder
 from speechtrain.runs.start import start_run
 from speechtrain.runs.started_runs import require_started
 from speechtrain.runs.user_yaml import written_files
+from speechtrain.study import require_optuna
+
+if TYPE_CHECKING:
+    from speechtrain.study.trial_job import TrialJob
 
 _CONFIG_PATH = "pkg://speechtrain.conf"
 
@@ -56,6 +70,9 @@ def start_jobs(command: Command, names: RunNames) -> None:
     folders, jobs = _Folders(), _Jobs(command)
 
     def name_of_run(*, _root_: DictConfig) -> str:
+        trial = _root_.hydra.sweeper.get("trial")
+        if trial is not None:
+            return f"trial-{trial:03}"
         return _name_of_job(names, command, _root_.hydra)
 
     def folder_of_run(*, _root_: DictConfig) -> str:
@@ -63,6 +80,8 @@ def start_jobs(command: Command, names: RunNames) -> None:
 
     def folder_of_sweep(*, _root_: DictConfig) -> str:
         jobs.sweep_dir = str(_root_.run_dir or base_folder())
+        if _is_study(_root_.hydra) and not _root_.run_dir:
+            jobs.sweep_dir = str(base_folder() / f"study-{_name_of_job(names, command, _root_.hydra)}")
         return folders.expect(jobs.sweep_dir, "multirun.yaml" if _root_.dry_run else "")
 
     resolvers = {"run_name": name_of_run, "run_dir": folder_of_run, "sweep_dir": folder_of_sweep}
@@ -71,6 +90,7 @@ def start_jobs(command: Command, names: RunNames) -> None:
 
     try:
         with _process_of(command):
+            _register_study(command.overrides)
             offer_choices(command.overrides, command.config_dir)
             main = hydra.main(version_base="1.3", config_path=_CONFIG_PATH, config_name="config")
             app = main(lambda config: jobs(config))
@@ -88,6 +108,30 @@ def start_jobs(command: Command, names: RunNames) -> None:
         jobs.read_outcomes()
         folders.remove_empty()
     jobs.conclude()
+
+
+def _register_study(overrides: Sequence[str]) -> None:
+    """Register the sweeper of studies with Hydra, whose scan misses it in an editable installation."""
+    if "hydra/sweeper=study" not in overrides:
+        return
+    require_optuna()
+    from hydra_plugins.speechtrain_study import StudySweeper
+
+    Plugins.instance().register(StudySweeper)
+
+
+def _is_study(settings: Any) -> bool:
+    return "trial" in settings.sweeper
+
+
+def _trial_job(settings: Any) -> TrialJob | None:
+    """Return the trial that a job of a study runs, or None for another job."""
+    if settings.sweeper.get("trial") is None:
+        return None
+    from speechtrain.study.trial_job import TrialJob, trial_settings
+
+    folder = Path(settings.sweep.dir).resolve()
+    return TrialJob(folder, Path(settings.runtime.output_dir).resolve(), trial_settings(settings.sweeper))
 
 
 @contextlib.contextmanager
@@ -252,8 +296,10 @@ class _Jobs:
                 started_together(None)  # refuses several processes for one job of a sweep
                 check_same_device(settings.runtime.choices, self.auto_device)
             if settings.mode == RunMode.MULTIRUN:
-                say(f"job {settings.job.num + 1}: {varied}")
-            result = _start(job, config, settings)
+                say(f"{_job_name(settings)}: {varied}")
+            start = partial(_start, job, config, settings)
+            trial = _trial_job(settings)
+            result = start() if trial is None else trial.run(start)
         except Exception as error:
             return self._fail(error, varied, settings)
         finally:
@@ -269,15 +315,17 @@ class _Jobs:
         exit_code = getattr(error, "exit_code", 1) if is_fault else 0
         self._write(_Outcome(varied, type(error).__name__, error=str(error), exit_code=exit_code), settings)
         if is_fault and settings.mode == RunMode.MULTIRUN:
-            print_notice(f"error: job {settings.job.num + 1} ({varied}): {error}")
+            print_notice(f"error: {_job_name(settings)} ({varied}): {error}")
             return math.nan  # an optimizing sweeper continues with its next job
+        if os.getpid() != self.process and isinstance(error, Preempted) and _is_study(settings):
+            return math.nan  # The study claims the trial again, which continues from its checkpoint.
         if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
             raise error
         self.error = error
         raise _Stop from error
 
     def _write(self, outcome: _Outcome, settings: Any) -> None:
-        if settings.mode == RunMode.MULTIRUN:
+        if settings.mode == RunMode.MULTIRUN and not _is_study(settings):
             folder = Path(settings.sweep.dir, self.folder_name)
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / f"{settings.job.num:06}.json", asdict(outcome))
@@ -302,6 +350,8 @@ class _Jobs:
                 speed = outcome.speed.ljust(len(heading))
                 figures = f"{outcome.shown:>20}  {outcome.status:<12} {speed}"
                 say(f"job {number:>3}  {figures}{outcome.overrides}{best}")
+        if self.sweep_dir is not None and Path(self.sweep_dir, "study.journal").is_file():
+            self._conclude_study(Path(self.sweep_dir))
         if self.error is not None:
             raise self.error
         failures = [outcome for outcome in self.outcomes if outcome.exit_code]
@@ -310,3 +360,19 @@ class _Jobs:
             if len(self.outcomes) > 1:
                 message = f"{len(failures)} of {len(self.outcomes)} jobs failed; the first: {message}"
             raise class_of(failures[0].exit_code)(message)
+
+    def _conclude_study(self, folder: Path) -> None:
+        """Print the table of a study. Raises RunError if the command ran and no trial has completed."""
+        from speechtrain.study.output import table
+        from speechtrain.study.store import Study
+
+        study = Study(folder)
+        for line in table(study).splitlines():
+            say(line)
+        if study.best() is None and self.error is None:
+            raise RunError(f"no trial of the study in {folder} has completed")
+
+
+def _job_name(settings: Any) -> str:
+    trial = settings.sweeper.get("trial")
+    return f"job {settings.job.num + 1}" if trial is None else f"trial {trial}"

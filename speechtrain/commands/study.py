@@ -1,0 +1,171 @@
+"""speechtrain study: ask for trials, tell their values, import and show a study. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speechtrain.commands._cli import Parser, console
+from speechtrain.errors import MALFORMED, ConfigError, printable
+from speechtrain.files import json_of, yaml_text
+from speechtrain.study import require_optuna
+
+if TYPE_CHECKING:
+    from speechtrain.study.store import Study
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a subcommand. Returns the exit code. Raises ConfigError and RunError."""
+    arguments = _parser().parse_args(argv)
+    require_optuna()
+    command = {"ask": _ask, "tell": _tell, "status": _status, "import": _import}[arguments.subcommand]
+    command(arguments)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="speechtrain study",
+        description="Use a study: a search for the values of keys that train best. `speechtrain train -m "
+        "hydra/sweeper=study` makes one and runs its trials. A program of your own asks and tells instead.",
+        examples=[
+            "speechtrain study status STUDY",
+            "speechtrain study import sda.yaml STUDY",
+            "speechtrain study ask STUDY",
+            """speechtrain study tell STUDY '{"id": 0, "values": {"WER": 0.31, "training_time": 3600}}'""",
+        ],
+        exit_codes="0 done, 2 usage or a wrong value, 5 no study in the folder, or a finished trial",
+    )
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    ask = commands.add_parser(
+        "ask", help="print the next trial as {id, assignments}; nothing if the study is full"
+    )
+    ask.add_argument("--count", type=int, default=1, metavar="N", help="number of trials, a line each")
+    ask.add_argument(
+        "--worker",
+        default="",
+        metavar="NAME",
+        help="a worker that asks again gets its unfinished trial again",
+    )
+    tell = commands.add_parser("tell", help="store the end of trials, {id, values} or {id, failed}")
+    status = commands.add_parser("status", help="print a table of the trials")
+    status.add_argument("--html", action="store_true", help="also write optuna's plots, STUDY/study.html")
+    imported = commands.add_parser("import", help="make a study from parameters and metrics in SigOpt's form")
+    imported.add_argument("file", type=Path, metavar="FILE", help="YAML with parameters and metrics")
+    imported.add_argument("--sampler", default="tpe", help="tpe (default), random or grid")
+    imported.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the draws (default 1)")
+    for command in (ask, tell, status, imported):
+        command.add_argument("study", type=Path, metavar="STUDY", help="folder of the study")
+    tell.add_argument("lines", nargs="*", metavar="JSON", help="a trial each; default: the lines of stdin")
+    return parser
+
+
+def _ask(arguments: Namespace) -> None:
+    from speechtrain.study.store import Study
+
+    study = Study(arguments.study)
+    for _ in range(arguments.count):
+        trial = study.ask(arguments.worker)
+        if trial is None:
+            print(f"{arguments.study} has its {study.spec.n_trials} trials", file=sys.stderr)
+            return
+        print(json.dumps({"id": trial.number, "assignments": trial.params}), flush=True)
+
+
+def _tell(arguments: Namespace) -> None:
+    from speechtrain.study.store import Study
+
+    study = Study(arguments.study)
+    for line in arguments.lines or sys.stdin:
+        if line.strip():
+            _tell_line(study, line)
+
+
+def _tell_line(study: Study, line: str) -> None:
+    from speechtrain.study.objectives import values_of
+    from speechtrain.study.store import Outcome
+
+    form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
+    try:
+        content = json_of(line)
+        number, values, failure = content["id"], content.get("values"), content.get("failed")
+    except (AttributeError, KeyError, TypeError, *MALFORMED):
+        raise ConfigError(f"{line.strip()[:200]}: a trial is {form}") from None
+    if type(number) is not int or bool(failure) == (values is not None):
+        raise ConfigError(f"{line.strip()[:200]}: a trial is {form}")
+    if failure:
+        study.finish(number, Outcome("failed", error=str(failure)), None)
+        return
+    objectives = study.spec.objectives
+    if isinstance(values, list) and len(values) == len(objectives):
+        values = {objective.name: value for objective, value in zip(objectives, values, strict=True)}
+    if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):
+        raise ConfigError(f"{line.strip()[:200]}: values has a number for each objective")
+    study.finish(number, Outcome("finished", values), values_of(objectives, values))
+
+
+def _status(arguments: Namespace) -> None:
+    from speechtrain.study.output import PAGE, table, write_page
+    from speechtrain.study.store import Study
+
+    study = Study(arguments.study)
+    print(printable(table(study), keep="\n"))
+    if arguments.html:
+        write_page(study)
+        print(printable(str(arguments.study / PAGE)))
+
+
+def _import(arguments: Namespace) -> None:
+    import yaml
+
+    from speechtrain.study.objectives import read_objectives
+    from speechtrain.study.store import Study, StudySpec
+
+    try:
+        content = yaml.safe_load(yaml_text(arguments.file))
+        model = content.get("model_parameter", content)
+        parameters = {str(node["name"]): _distribution(node) for node in model["parameters"]}
+        metrics = [_objective(node) for node in content.get("metrics", model.get("metrics"))]
+        n_trials = int(content.get("observation_budget", StudySpec.n_trials))
+    except (AttributeError, KeyError, TypeError, yaml.YAMLError, *MALFORMED) as error:
+        message = f"{arguments.file}: it needs parameters (name, bounds or grid, type) and metrics"
+        raise ConfigError(f"{message}: {type(error).__name__}: {error}") from None
+    spec = StudySpec(
+        parameters, read_objectives(metrics), n_trials, sampler=arguments.sampler, seed=arguments.seed
+    )
+    Study(arguments.study, spec)
+    print(
+        printable(
+            f"{arguments.study}: {len(parameters)} parameters, {len(metrics)} objectives, {n_trials} trials"
+        )
+    )
+
+
+def _distribution(node: Mapping[str, Any]) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    choices = node.get("grid") or node.get("categorical_values")
+    if choices:
+        return CategoricalDistribution(list(choices))
+    low, high = node["bounds"]["min"], node["bounds"]["max"]
+    is_log = node.get("transformation") == "log"
+    if node["type"] == "int":
+        return IntDistribution(int(low), int(high), log=is_log)
+    if node["type"] != "double":
+        raise ValueError(f"{node['name']} has the type {node['type']}; it is double, int or a grid")
+    return FloatDistribution(float(low), float(high), log=is_log)
+
+
+def _objective(node: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {"name": node["name"], "direction": node.get("objective", "maximize")}
+    return fields | ({"threshold": float(node["threshold"])} if "threshold" in node else {})
+
+
+main = console(run)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The objectives of a study: numbers of ``result.json`` to minimise or to maximise, with thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from speechtrain.errors import ConfigError
+from speechtrain.run_directory import RunResult
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A number that a study minimises or maximises. A value beyond the threshold is reported as such."""
+
+    name: str
+    direction: Literal["minimize", "maximize"] = "minimize"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.direction not in ("minimize", "maximize"):
+            raise ConfigError(
+                f"objective {self.name}: direction is minimize or maximize, not {self.direction}"
+            )
+
+    def excess(self, value: float) -> float:
+        """Return by how much ``value`` is beyond the threshold. It is at most 0 for a value within it."""
+        if self.threshold is None:
+            return 0.0
+        difference = value - self.threshold
+        return difference if self.direction == "minimize" else -difference
+
+    def worst(self, values: Sequence[float]) -> float:
+        """Return the worst of ``values``."""
+        return max(values) if self.direction == "minimize" else min(values)
+
+
+def read_objectives(nodes: Sequence[Any]) -> tuple[Objective, ...]:
+    """Read objectives from names and from mappings ``{name, direction, threshold}``. Raises ConfigError."""
+    objectives = []
+    for node in nodes:
+        fields = {"name": node} if isinstance(node, str) else dict(node)
+        try:
+            objectives.append(Objective(**fields))
+        except TypeError:
+            allowed = ", ".join(asdict(Objective("")))
+            raise ConfigError(f"objective {fields}: its keys are {allowed}") from None
+    if not objectives:
+        raise ConfigError("a study needs an objective, as hydra.sweeper.objectives=[wer]")
+    return tuple(objectives)
+
+
+def numbers_of(result: RunResult) -> dict[str, float]:
+    """Return each number of ``result.json`` by its name: metrics, speed, memory, seconds, updates."""
+    numbers: dict[str, float | None] = {
+        **(result.metrics or {}),
+        **(result.speed or {}),
+        "metric": result.metric,
+        "wall_s": result.wall_s,
+        "steps": result.steps,
+        "skipped_updates": result.skipped_updates,
+    }
+    return {name: float(number) for name, number in numbers.items() if number is not None}
+
+
+def values_of(objectives: Sequence[Objective], numbers: Mapping[str, float]) -> list[float]:
+    """Return the value of each objective. Raises ConfigError for a number that the result lacks."""
+    for objective in objectives:
+        if objective.name not in numbers:
+            names = ", ".join(sorted(numbers))
+            raise ConfigError(f"objective {objective.name}: the result of the run has {names or 'no number'}")
+    return [numbers[objective.name] for objective in objectives]

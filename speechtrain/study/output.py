@@ -1,0 +1,111 @@
+"""The results of a study: a table, the best trial as a recipe, and optuna's plots in one HTML file."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from optuna.trial import FrozenTrial, TrialState
+
+from speechtrain.files import write_text
+from speechtrain.study.space import override_texts
+from speechtrain.study.store import Study, outcome_of
+
+RECIPE = "recipe/best.yaml"
+PAGE = "study.html"
+
+
+def table(study: Study) -> str:
+    """Return a line for each trial: status, objectives, assignments, error."""
+    best = study.best()
+    rows = [["trial", "status", *(objective.name for objective in study.spec.objectives), "assignments"]]
+    for trial in study.trials():
+        values = [f"{value:.5g}" for value in trial.values or ()] or ["-"] * len(study.spec.objectives)
+        rows.append([str(trial.number), _status(trial), *values, _assignments(trial)])
+        if best is not None and trial.number == best.number:
+            rows[-1][-1] += "  (best)"
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _status(trial: FrozenTrial) -> str:
+    status = outcome_of(trial).status
+    beyond = [name for name, excess in trial.constraints.items() if excess > 0]
+    return f"{status}, beyond {', '.join(beyond)}" if beyond else status
+
+
+def _assignments(trial: FrozenTrial) -> str:
+    texts = []
+    for key, value in trial.params.items():
+        texts.append(f"{key}={value:.5g}" if isinstance(value, float) else f"{key}={value}")
+    error = outcome_of(trial).error
+    return " ".join(texts) + (f"  {error}" if error else "")
+
+
+def write_recipe(study: Study, groups: Collection[str]) -> None:
+    """Write the overrides of the best trial as a recipe for ``--config-dir STUDY recipe=best``.
+
+    An override of one of ``groups`` becomes an entry of the recipe's defaults.
+    """
+    best = study.best()
+    if best is None or study.spec.fixed is None:
+        return
+    parser = OverridesParser.create()
+    overrides = parser.parse_overrides([*study.spec.fixed, *override_texts(best.params)])
+    defaults: list[Any] = []
+    values = OmegaConf.create()
+    for override in overrides:
+        key = override.key_or_group
+        value = override.value()
+        if key == "recipe":
+            defaults.insert(0, value)
+        elif key in groups:
+            group = f"{key}@{override.package}" if override.package else key
+            defaults.append({f"override /{group}": value})
+        elif key != "run_dir":
+            OmegaConf.update(values, key, value, force_add=True)
+    head = f"# @package _global_\n# Trial {best.number} of the study in {study.folder.name}.\n"
+    content = OmegaConf.to_yaml(OmegaConf.create({"defaults": [*defaults, "_self_"]})) + OmegaConf.to_yaml(
+        values
+    )
+    path = study.folder / RECIPE
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, head + content.replace("{}\n", ""))
+
+
+def write_page(study: Study) -> None:
+    """Write optuna's plots of the study as one HTML file that needs no network."""
+    complete = [trial for trial in study.trials() if trial.state == TrialState.COMPLETE]
+    if len(complete) < 2:
+        return
+    parts: list[str] = []
+    for figure in _figures(study):
+        parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
+    title = html.escape(study.folder.name)
+    body = f"<h1>{title}</h1><pre>{html.escape(table(study))}</pre>{''.join(parts)}"
+    write_text(study.folder / PAGE, f"<!doctype html><meta charset=utf-8><title>{title}</title>{body}")
+
+
+def _figures(study: Study) -> list[Any]:
+    from optuna import visualization
+
+    figures = []
+    for index, objective in enumerate(study.spec.objectives):
+
+        def target(trial: FrozenTrial, index: int = index) -> float:
+            return float(trial.values[index])
+
+        options: dict[str, Any] = {"target": target, "target_name": objective.name}
+        figures.append(visualization.plot_optimization_history(study.optuna, **options))
+        figures.append(visualization.plot_slice(study.optuna, **options))
+    if len(study.spec.objectives) > 1:
+        figures.append(visualization.plot_pareto_front(study.optuna))
+    figures.append(visualization.plot_timeline(study.optuna))
+    return figures

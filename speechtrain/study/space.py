@@ -1,0 +1,98 @@
+"""The search space of a study: parameters and their distributions, in Hydra's sweep syntax."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
+from speechtrain.errors import ConfigError
+
+Space = Mapping[str, BaseDistribution]
+Assignments = Mapping[str, Any]
+
+
+def split_overrides(overrides: Iterable[Override]) -> tuple[list[str], dict[str, BaseDistribution]]:
+    """Split parsed overrides into fixed ``KEY=VALUE`` texts and the space of those that sweep a key.
+
+    Raises ConfigError for a sweep that is not a distribution.
+    """
+    fixed = []
+    space = {}
+    for override in overrides:
+        text = override.input_line or ""
+        if not override.is_sweep_override():
+            fixed.append(text)
+            continue
+        try:
+            space[override.get_key_element()] = distribution(override)
+        except ValueError as error:
+            raise ConfigError(f"{text}: {error}") from None
+    return fixed, space
+
+
+def distribution(override: Override) -> BaseDistribution:
+    """Return the distribution of a sweep: ``interval``, ``range`` (without its end), ``choice`` or a list.
+
+    ``tag(log, …)`` makes an interval or a range of integers logarithmic. Raises ValueError.
+    """
+    sweep = override.value()
+    is_log = getattr(sweep, "tags", None) == {"log"}
+    if getattr(sweep, "tags", None) and not is_log:
+        raise ValueError("the only tag is log")
+    if isinstance(sweep, IntervalSweep):
+        low, high = sweep.start, sweep.end
+        if low is None or high is None:
+            raise ValueError("an interval needs both bounds, as interval(1e-3,1e-2)")
+        if isinstance(low, int) and isinstance(high, int):
+            return IntDistribution(low, high, log=is_log)
+        return FloatDistribution(low, high, log=is_log)
+    if isinstance(sweep, RangeSweep):
+        return _range_distribution(sweep, is_log)
+    if is_log:
+        raise ValueError("tag(log, …) needs an interval or a range of numbers")
+    if isinstance(sweep, ChoiceSweep) or override.is_discrete_sweep():
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    raise ValueError("a study searches intervals, ranges and choices")
+
+
+def _range_distribution(sweep: RangeSweep, is_log: bool) -> BaseDistribution:
+    start, stop, step = sweep.start, sweep.stop, sweep.step
+    if start is None or stop is None or not 0 < step <= stop - start:
+        raise ValueError("a range needs a start below its end and a positive step, as range(20,200)")
+    count = -int(-(stop - start) // step)  # The quotient is rounded up, because a range excludes its end.
+    last = start + (count - 1) * step
+    if isinstance(start, int) and isinstance(step, int):
+        return IntDistribution(start, int(last), step=step, log=is_log)
+    if is_log:
+        raise ValueError("tag(log, range(…)) needs integers; use tag(log, interval(…))")
+    return FloatDistribution(start, last, step=step)
+
+
+def grid(space: Space) -> list[dict[str, Any]]:
+    """Return every combination of the values of ``space``. Raises ConfigError for a continuous parameter."""
+    values = []
+    for name, parameter in space.items():
+        if isinstance(parameter, CategoricalDistribution):
+            values.append(parameter.choices)
+        elif isinstance(parameter, IntDistribution):
+            values.append(tuple(range(parameter.low, parameter.high + 1, parameter.step)))
+        elif isinstance(parameter, FloatDistribution) and parameter.step:
+            count = round((parameter.high - parameter.low) / parameter.step) + 1
+            values.append(tuple(parameter.low + index * parameter.step for index in range(count)))
+        else:
+            raise ConfigError(f"{name}: hydra.sweeper.sampler=grid needs a choice or a range of values")
+    return [dict(zip(space, combination, strict=True)) for combination in itertools.product(*values)]
+
+
+def override_texts(assignments: Assignments) -> list[str]:
+    """Return the assignments of a trial as overrides in Hydra's syntax."""
+    return [f"{key}={value}" for key, value in assignments.items()]

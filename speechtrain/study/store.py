@@ -1,0 +1,271 @@
+"""A study in its folder: the search space, the objectives, and every trial with its values.
+
+All of it is in optuna's journal, in which a trial begins by one record and ends by one record. A process may
+therefore be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import optuna
+from optuna.distributions import distribution_to_json, json_to_distribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from speechtrain.errors import ConfigError, RunError
+from speechtrain.study.journal import JOURNAL, Claims, JournalLock
+from speechtrain.study.objectives import Objective, read_objectives
+from speechtrain.study.space import Space, grid
+
+SAMPLERS = ("tpe", "random", "grid")
+_NAME = "study"
+_SPEC = "spec"
+_WORKER = "worker"
+_OUTCOME = "outcome"
+_ATTEMPTS = "attempts"
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+@dataclass(frozen=True)
+class StudySpec:
+    """The definition of a study, which does not change."""
+
+    space: Space
+    objectives: tuple[Objective, ...]
+    n_trials: int = 20  # with the failed ones
+    sampler: str = "tpe"
+    seed: int = 1  # trial n draws with the seed (seed, n)
+    first: tuple[Mapping[str, Any], ...] = ()  # assignments of the first trials, which may be partial
+    fixed: tuple[str, ...] | None = (
+        None  # overrides that all trials share; None: the keys are not the config's
+    )
+
+    def __post_init__(self) -> None:
+        if self.sampler not in SAMPLERS:
+            raise ConfigError(f"sampler={self.sampler}: a study has {', '.join(SAMPLERS)}")
+        if not self.space:
+            raise ConfigError("a study needs a key to search, as 'optimizer.lr=tag(log,interval(1e-3,1e-2))'")
+        for point in self.first:
+            unknown = sorted({*point} - {*self.space})
+            if unknown:
+                raise ConfigError(f"first: {unknown[0]} is not a key that the study searches")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content that :meth:`from_json` reads."""
+        space = {name: distribution_to_json(parameter) for name, parameter in self.space.items()}
+        objectives = [asdict(objective) for objective in self.objectives]
+        return {**vars(self), "space": space, "objectives": objectives}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> StudySpec:
+        """Return the definition that a journal holds."""
+        space = {name: json_to_distribution(text) for name, text in content["space"].items()}
+        objectives = read_objectives(content["objectives"])
+        fields = {**content, "space": space, "objectives": objectives, "first": tuple(content["first"])}
+        if content["fixed"] is not None:
+            fields["fixed"] = tuple(content["fixed"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a trial."""
+
+    status: str  # finished | target | time | pruned | refused | diverged | out_of_memory | failed
+    numbers: Mapping[str, float] = field(default_factory=dict)  # of result.json
+    error: str = ""
+
+
+class Study:
+    """A study in its folder. Processes and hosts that share the folder may use it at the same time."""
+
+    def __init__(
+        self, folder: Path, spec: StudySpec | None = None, pruner: optuna.pruners.BasePruner | None = None
+    ):
+        """Open the study in ``folder``, or create it if ``spec`` is given.
+
+        Raises RunError if the folder has no study, ConfigError if its study has another definition.
+        """
+        if spec is None and not (folder / JOURNAL).is_file():
+            raise RunError(f"{folder}: there is no study here ({JOURNAL} is missing)")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._lock = JournalLock(folder)
+        self._claims: Claims | None = None
+        with self._lock:
+            backend = JournalFileBackend(str(folder / JOURNAL), lock_obj=self._lock)  # type: ignore[arg-type]
+            self._storage = JournalStorage(backend)
+            names = [study.study_name for study in self._storage.get_all_studies()]
+            if _NAME not in names and spec is None:
+                raise RunError(f"{folder / JOURNAL}: it holds no study; delete it")
+            directions = [objective.direction for objective in spec.objectives] if spec else None
+            self.optuna = optuna.create_study(
+                storage=self._storage,
+                study_name=_NAME,
+                sampler=optuna.samplers.RandomSampler(),
+                pruner=pruner or optuna.pruners.NopPruner(),
+                directions=directions,
+                load_if_exists=True,
+            )
+            self.spec = self._agree(spec)
+
+    def _agree(self, spec: StudySpec | None) -> StudySpec:
+        """Return the stored definition. Store ``spec`` if the study is new. ``n_trials`` may change."""
+        stored = self.optuna.user_attrs.get(_SPEC)
+        if spec is None:
+            if stored is None:
+                raise RunError(f"{self.folder / JOURNAL}: it holds no definition; delete it")
+            return StudySpec.from_json(stored)
+        content = json.loads(json.dumps(spec.to_json()))
+        for key in content:
+            if stored is not None and key != "n_trials" and content[key] != stored.get(key):
+                message = f"{self.folder} holds a study with another {key}"
+                raise ConfigError(f"{message}; set run_dir to a new folder")
+        if content != stored:
+            self.optuna.set_user_attr(_SPEC, content)
+        return spec
+
+    def trials(self) -> list[FrozenTrial]:
+        """Return all trials in the order of their numbers."""
+        return self.optuna.get_trials(deepcopy=False)
+
+    def claim(self, count: int) -> list[FrozenTrial]:
+        """Claim up to ``count`` trials for this process: unfinished ones without a process, then new ones."""
+        if self._claims is None:
+            self._claims = Claims(self.folder)
+        claimed: list[FrozenTrial] = []
+        with self._lock:
+            for trial in self.trials():
+                is_unfinished = trial.state == TrialState.RUNNING and trial.user_attrs[_WORKER] is None
+                if len(claimed) < count and is_unfinished and self._claims.claim(trial.number):
+                    claimed.append(trial)
+            while len(claimed) < count and not self.is_full():
+                trial = self._add_trial(worker=None)
+                self._claims.claim(trial.number)
+                claimed.append(trial)
+        return claimed
+
+    def release(self, number: int) -> None:
+        """Release the claim of a trial. An unfinished trial is claimed again."""
+        if self._claims is not None:
+            self._claims.release(number)
+
+    def ask(self, worker: str) -> FrozenTrial | None:
+        """Return a new trial for a program of the user, or None if the study is full.
+
+        A ``worker`` with a name gets its unfinished trial again.
+        """
+        with self._lock:
+            for trial in self.trials():
+                if trial.state == TrialState.RUNNING and worker and trial.user_attrs[_WORKER] == worker:
+                    return trial
+            return None if self.is_full() else self._add_trial(worker)
+
+    def is_full(self) -> bool:
+        """Return whether the study has all its trials. Some of them may be unfinished."""
+        trials = len(self.trials())
+        if self.spec.sampler == "grid":
+            return trials >= min(self.spec.n_trials, len(grid(self.spec.space)))
+        return trials >= self.spec.n_trials
+
+    def _add_trial(self, worker: str | None) -> FrozenTrial:
+        """Draw the assignments of the next trial and store the trial as one record."""
+        trials = self.trials()
+        assignments = self._draw(trials)
+        attributes = {_WORKER: worker, _ATTEMPTS: 0}
+        trial = create_trial(
+            state=TrialState.RUNNING,
+            params=assignments,
+            distributions=dict(self.spec.space),
+            user_attrs=attributes,
+        )
+        self.optuna.add_trial(trial)
+        return self.trials()[-1]
+
+    def _draw(self, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
+        """Draw assignments in memory, so that equal trials before and an equal seed give equal assignments."""
+        number = len(trials)
+        seed = int(numpy.random.SeedSequence([self.spec.seed, number]).generate_state(1)[0])
+        sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+        if self.spec.sampler == "tpe":
+            sampler = optuna.samplers.TPESampler(seed=seed)
+        study = optuna.create_study(sampler=sampler, directions=self.optuna.directions)
+        study.add_trials(trials)
+        if self.spec.sampler == "grid":
+            study.enqueue_trial(grid(self.spec.space)[number])
+        elif number < len(self.spec.first):
+            study.enqueue_trial(dict(self.spec.first[number]))
+        return study.ask(dict(self.spec.space)).params
+
+    def open_trial(self, number: int) -> optuna.trial.Trial:
+        """Return optuna's view of an unfinished trial, for reports and for pruning."""
+        study_id = self._storage.get_study_id_from_name(_NAME)
+        trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        return optuna.trial.Trial(self.optuna, trial_id)
+
+    def attempt(self, number: int) -> int:
+        """Count and return the attempts of a trial."""
+        trial = self.open_trial(number)
+        attempts = int(trial.user_attrs[_ATTEMPTS]) + 1
+        trial.set_user_attr(_ATTEMPTS, attempts)
+        return attempts
+
+    def finish(
+        self, number: int, outcome: Outcome, values: Sequence[float] | None, *, is_pruned: bool = False
+    ) -> None:
+        """Store the end of a trial: complete if there are ``values``, else pruned or failed.
+
+        Raises RunError if the trial does not exist or is finished.
+        """
+        with self._lock:
+            trials = self.trials()
+            if number >= len(trials) or trials[number].state.is_finished():
+                raise RunError(f"trial {number} is finished or does not exist")
+            trial = self.open_trial(number)
+            trial.set_user_attr(_OUTCOME, asdict(outcome))
+            state = TrialState.PRUNED if is_pruned else TrialState.FAIL
+            if values is not None:
+                state = TrialState.COMPLETE
+                for objective, value in zip(self.spec.objectives, values, strict=True):
+                    if objective.threshold is not None:
+                        trial.set_constraint(objective.name, objective.excess(value))
+            self.optuna.tell(number, None if values is None else list(values), state=state)
+
+    def worst_values(self) -> list[float] | None:
+        """Return the worst value of each objective in all complete trials, or None if there are none."""
+        rows = [trial.values for trial in self.trials() if trial.state == TrialState.COMPLETE]
+        if not rows:
+            return None
+        columns = zip(*rows, strict=True)
+        return [
+            objective.worst(column) for objective, column in zip(self.spec.objectives, columns, strict=True)
+        ]
+
+    def best(self) -> FrozenTrial | None:
+        """Return the complete trial that is best by the first objective, within all thresholds if one is."""
+        best = None
+        for trial in self.trials():
+            if trial.state == TrialState.COMPLETE and (best is None or self._rank(trial) < self._rank(best)):
+                best = trial
+        return best
+
+    def _rank(self, trial: FrozenTrial) -> tuple[float, float]:
+        excess = sum(max(0.0, value) for value in trial.constraints.values())
+        value = trial.values[0]
+        return excess, value if self.spec.objectives[0].direction == "minimize" else -value
+
+
+def outcome_of(trial: FrozenTrial) -> Outcome:
+    """Return the end of a trial. The status of an unfinished trial is ``unfinished``."""
+    content = trial.user_attrs.get(_OUTCOME)
+    if content is None or not trial.state.is_finished():
+        return Outcome("unfinished")
+    return Outcome(**content)
