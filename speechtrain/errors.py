@@ -60,7 +60,7 @@ class MachineError(SpeechtrainError):
 
 
 class OutOfMemory(MachineError):
-    """A step that the device's memory does not hold. A study tells it from other failures."""
+    """A step needs more memory than the device has. A study handles it by a key of its own."""
 
 
 class RunError(SpeechtrainError):

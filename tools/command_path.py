@@ -36,7 +36,10 @@ class PathOfCalls:
         if event not in ("call", "return"):
             return
         if frame.f_code.co_name == "<module>":
-            self._imports += 1 if event == "call" else -1
+            if event == "call":
+                self._imports += 1
+            else:
+                self._imports -= 1
         file = self._file_of(frame)
         if self._imports or not file or frame.f_code.co_name.startswith("<"):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,22 +90,19 @@ def _tell_line(study: Study, line: str) -> None:
     from speechtrain.study.store import Outcome
 
     form = '{"id": 0, "values": {"NAME": VALUE}}, or {"id": 0, "failed": "CAUSE"}'
+    error = ConfigError(f"{line.strip()[:200]}: a trial is {form}")
     try:
         content = json_of(line)
         number, values, failure = content["id"], content.get("values"), content.get("failed")
     except (AttributeError, KeyError, TypeError, *MALFORMED):
-        raise ConfigError(f"{line.strip()[:200]}: a trial is {form}") from None
-    if type(number) is not int or bool(failure) == (values is not None):
-        raise ConfigError(f"{line.strip()[:200]}: a trial is {form}")
-    if failure:
-        study.finish(number, Outcome("failed", error=str(failure)), None)
+        raise error from None
+    if type(number) is int and failure and values is None:
+        study.finish(number, Outcome("failed", error=str(failure)))
         return
-    objectives = study.spec.objectives
-    if isinstance(values, list) and len(values) == len(objectives):
-        values = {objective.name: value for objective, value in zip(objectives, values, strict=True)}
-    if not isinstance(values, dict) or not all(type(value) in (int, float) for value in values.values()):
-        raise ConfigError(f"{line.strip()[:200]}: values has a number for each objective")
-    study.finish(number, Outcome("finished", values), values_of(objectives, values))
+    is_numbers = isinstance(values, dict) and all(type(value) in (int, float) for value in values.values())
+    if type(number) is not int or failure or not is_numbers:
+        raise error
+    study.finish(number, Outcome("finished", values), values_of(study.spec.objectives, values))
 
 
 def _status(arguments: Namespace) -> None:

@@ -33,6 +33,9 @@ class Attempt:
         """Return the content of ``result.json``, with the metrics of the best checkpoint if it exists."""
         last_metrics: dict[str, Any] = finite(self.progress.metrics)
         metrics, best = last_metrics, None
+        memory_mib = None
+        if self.device is not None:
+            memory_mib = round(self.device.memory() / 2**20, 1)
         if self.checkpointer is not None:
             best, best_value = self.checkpointer.best()
             if best is not None:
@@ -49,7 +52,7 @@ class Attempt:
             "scale_skips": self.progress.scale_skips,
             "speed": self.progress.speed(),
             "data": dict(self.content),
-            "memory_mib": round(self.device.memory() / 2**20, 1) if self.device else None,
+            "memory_mib": memory_mib,
         }
 
     def unwatch(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from speechtrain.files import write_text
 from speechtrain.study.space import override_texts
@@ -44,9 +44,10 @@ def _status(trial: FrozenTrial) -> str:
 def _assignments(trial: FrozenTrial) -> str:
     texts = []
     for key, value in trial.params.items():
-        texts.append(f"{key}={value:.5g}" if isinstance(value, float) else f"{key}={value}")
-    error = outcome_of(trial).error
-    return " ".join(texts) + (f"  {error}" if error else "")
+        if isinstance(value, float):
+            value = f"{value:.5g}"
+        texts.append(f"{key}={value}")
+    return " ".join([*texts, outcome_of(trial).error]).rstrip()
 
 
 def write_recipe(study: Study, groups: Collection[str]) -> None:
@@ -67,8 +68,7 @@ def write_recipe(study: Study, groups: Collection[str]) -> None:
         if key == "recipe":
             defaults.insert(0, value)
         elif key in groups:
-            group = f"{key}@{override.package}" if override.package else key
-            defaults.append({f"override /{group}": value})
+            defaults.append({f"override /{override.get_key_element()}": value})
         elif key != "run_dir":
             OmegaConf.update(values, key, value, force_add=True)
     head = f"# @package _global_\n# Trial {best.number} of the study in {study.folder.name}.\n"
@@ -82,8 +82,7 @@ def write_recipe(study: Study, groups: Collection[str]) -> None:
 
 def write_page(study: Study) -> None:
     """Write optuna's plots of the study as one HTML file that needs no network."""
-    complete = [trial for trial in study.trials() if trial.state == TrialState.COMPLETE]
-    if len(complete) < 2:
+    if len(study.complete_trials()) < 2:  # The plots need two.
         return
     parts: list[str] = []
     for figure in _figures(study):

@@ -69,12 +69,12 @@ def _range_distribution(sweep: RangeSweep, is_log: bool) -> BaseDistribution:
     if start is None or stop is None or not 0 < step <= stop - start:
         raise ValueError("a range needs a start below its end and a positive step, as range(20,200)")
     count = -int(-(stop - start) // step)  # The quotient is rounded up, because a range excludes its end.
-    last = start + (count - 1) * step
+    high = start + (count - 1) * step
     if isinstance(start, int) and isinstance(step, int):
-        return IntDistribution(start, int(last), step=step, log=is_log)
+        return IntDistribution(start, int(high), step=step, log=is_log)
     if is_log:
         raise ValueError("tag(log, range(…)) needs integers; use tag(log, interval(…))")
-    return FloatDistribution(start, last, step=step)
+    return FloatDistribution(start, high, step=step)
 
 
 def grid(space: Space) -> list[dict[str, Any]]:

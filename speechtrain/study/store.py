@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import optuna
 from optuna.distributions import distribution_to_json, json_to_distribution
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -44,9 +45,7 @@ class StudySpec:
     sampler: str = "tpe"
     seed: int = 1  # trial n draws with the seed (seed, n)
     first: tuple[Mapping[str, Any], ...] = ()  # assignments of the first trials, which may be partial
-    fixed: tuple[str, ...] | None = (
-        None  # overrides that all trials share; None: the keys are not the config's
-    )
+    fixed: tuple[str, ...] | None = None  # overrides of all trials, None if the keys are not the config's
 
     def __post_init__(self) -> None:
         if self.sampler not in SAMPLERS:
@@ -87,15 +86,13 @@ class Outcome:
 class Study:
     """A study in its folder. Processes and hosts that share the folder may use it at the same time."""
 
-    def __init__(
-        self, folder: Path, spec: StudySpec | None = None, pruner: optuna.pruners.BasePruner | None = None
-    ):
+    def __init__(self, folder: Path, spec: StudySpec | None = None) -> None:
         """Open the study in ``folder``, or create it if ``spec`` is given.
 
         Raises RunError if the folder has no study, ConfigError if its study has another definition.
         """
         if spec is None and not (folder / JOURNAL).is_file():
-            raise RunError(f"{folder}: there is no study here ({JOURNAL} is missing)")
+            raise RunError(f"{folder} holds no study ({JOURNAL} is missing)")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._lock = JournalLock(folder)
@@ -103,35 +100,35 @@ class Study:
         with self._lock:
             backend = JournalFileBackend(str(folder / JOURNAL), lock_obj=self._lock)  # type: ignore[arg-type]
             self._storage = JournalStorage(backend)
-            names = [study.study_name for study in self._storage.get_all_studies()]
-            if _NAME not in names and spec is None:
-                raise RunError(f"{folder / JOURNAL}: it holds no study; delete it")
-            directions = [objective.direction for objective in spec.objectives] if spec else None
-            self.optuna = optuna.create_study(
-                storage=self._storage,
-                study_name=_NAME,
-                sampler=optuna.samplers.RandomSampler(),
-                pruner=pruner or optuna.pruners.NopPruner(),
-                directions=directions,
-                load_if_exists=True,
-            )
-            self.spec = self._agree(spec)
+            if spec is None:
+                self.optuna, self.spec = self._load()
+            else:
+                self.optuna, self.spec = self._create(spec), spec
 
-    def _agree(self, spec: StudySpec | None) -> StudySpec:
-        """Return the stored definition. Store ``spec`` if the study is new. ``n_trials`` may change."""
-        stored = self.optuna.user_attrs.get(_SPEC)
-        if spec is None:
-            if stored is None:
-                raise RunError(f"{self.folder / JOURNAL}: it holds no definition; delete it")
-            return StudySpec.from_json(stored)
+    def _load(self) -> tuple[optuna.Study, StudySpec]:
+        try:
+            study = optuna.load_study(study_name=_NAME, storage=self._storage, sampler=RandomSampler())
+            return study, StudySpec.from_json(study.user_attrs[_SPEC])
+        except KeyError:
+            raise RunError(f"{self.folder / JOURNAL} holds no definition of a study. Delete it") from None
+
+    def _create(self, spec: StudySpec) -> optuna.Study:
+        """Create the study, or open the study that has this definition. Its ``n_trials`` may change."""
+        study = optuna.create_study(
+            storage=self._storage,
+            study_name=_NAME,
+            sampler=RandomSampler(),
+            directions=[objective.direction for objective in spec.objectives],
+            load_if_exists=True,
+        )
         content = json.loads(json.dumps(spec.to_json()))
+        stored = study.user_attrs.get(_SPEC, content)
         for key in content:
-            if stored is not None and key != "n_trials" and content[key] != stored.get(key):
+            if key != "n_trials" and content[key] != stored.get(key):
                 message = f"{self.folder} holds a study with another {key}"
-                raise ConfigError(f"{message}; set run_dir to a new folder")
-        if content != stored:
-            self.optuna.set_user_attr(_SPEC, content)
-        return spec
+                raise ConfigError(f"{message}. Set run_dir to a new folder")
+        study.set_user_attr(_SPEC, content)
+        return study
 
     def trials(self) -> list[FrozenTrial]:
         """Return all trials in the order of their numbers."""
@@ -171,32 +168,30 @@ class Study:
 
     def is_full(self) -> bool:
         """Return whether the study has all its trials. Some of them may be unfinished."""
-        trials = len(self.trials())
+        count = self.spec.n_trials
         if self.spec.sampler == "grid":
-            return trials >= min(self.spec.n_trials, len(grid(self.spec.space)))
-        return trials >= self.spec.n_trials
+            count = min(count, len(grid(self.spec.space)))
+        return len(self.trials()) >= count
 
     def _add_trial(self, worker: str | None) -> FrozenTrial:
         """Draw the assignments of the next trial and store the trial as one record."""
         trials = self.trials()
-        assignments = self._draw(trials)
-        attributes = {_WORKER: worker, _ATTEMPTS: 0}
         trial = create_trial(
             state=TrialState.RUNNING,
-            params=assignments,
+            params=self._draw(trials),
             distributions=dict(self.spec.space),
-            user_attrs=attributes,
+            user_attrs={_WORKER: worker, _ATTEMPTS: 0},
         )
         self.optuna.add_trial(trial)
         return self.trials()[-1]
 
     def _draw(self, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
-        """Draw assignments in memory, so that equal trials before and an equal seed give equal assignments."""
+        """Draw assignments in memory, so that equal earlier trials and an equal seed give equal values."""
         number = len(trials)
         seed = int(numpy.random.SeedSequence([self.spec.seed, number]).generate_state(1)[0])
-        sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+        sampler: BaseSampler = RandomSampler(seed=seed)
         if self.spec.sampler == "tpe":
-            sampler = optuna.samplers.TPESampler(seed=seed)
+            sampler = TPESampler(seed=seed)
         study = optuna.create_study(sampler=sampler, directions=self.optuna.directions)
         study.add_trials(trials)
         if self.spec.sampler == "grid":
@@ -219,9 +214,13 @@ class Study:
         return attempts
 
     def finish(
-        self, number: int, outcome: Outcome, values: Sequence[float] | None, *, is_pruned: bool = False
+        self,
+        number: int,
+        outcome: Outcome,
+        values: Sequence[float] | None = None,
+        state: TrialState = TrialState.FAIL,
     ) -> None:
-        """Store the end of a trial: complete if there are ``values``, else pruned or failed.
+        """Store the end of a trial: complete if it has ``values``, else with ``state``.
 
         Raises RunError if the trial does not exist or is finished.
         """
@@ -231,17 +230,20 @@ class Study:
                 raise RunError(f"trial {number} is finished or does not exist")
             trial = self.open_trial(number)
             trial.set_user_attr(_OUTCOME, asdict(outcome))
-            state = TrialState.PRUNED if is_pruned else TrialState.FAIL
             if values is not None:
                 state = TrialState.COMPLETE
                 for objective, value in zip(self.spec.objectives, values, strict=True):
                     if objective.threshold is not None:
                         trial.set_constraint(objective.name, objective.excess(value))
-            self.optuna.tell(number, None if values is None else list(values), state=state)
+            self.optuna.tell(number, values, state=state)
+
+    def complete_trials(self) -> list[FrozenTrial]:
+        """Return the trials that have values."""
+        return [trial for trial in self.trials() if trial.state == TrialState.COMPLETE]
 
     def worst_values(self) -> list[float] | None:
         """Return the worst value of each objective in all complete trials, or None if there are none."""
-        rows = [trial.values for trial in self.trials() if trial.state == TrialState.COMPLETE]
+        rows = [trial.values for trial in self.complete_trials()]
         if not rows:
             return None
         columns = zip(*rows, strict=True)
@@ -250,17 +252,15 @@ class Study:
         ]
 
     def best(self) -> FrozenTrial | None:
-        """Return the complete trial that is best by the first objective, within all thresholds if one is."""
-        best = None
-        for trial in self.trials():
-            if trial.state == TrialState.COMPLETE and (best is None or self._rank(trial) < self._rank(best)):
-                best = trial
-        return best
+        """Return the trial that is best by the first objective, within all thresholds if one is."""
+        return min(self.complete_trials(), key=self._rank, default=None)
 
     def _rank(self, trial: FrozenTrial) -> tuple[float, float]:
         excess = sum(max(0.0, value) for value in trial.constraints.values())
         value = trial.values[0]
-        return excess, value if self.spec.objectives[0].direction == "minimize" else -value
+        if self.spec.objectives[0].direction == "maximize":
+            value = -value
+        return excess, value
 
 
 def outcome_of(trial: FrozenTrial) -> Outcome:

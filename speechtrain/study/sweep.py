@@ -1,4 +1,4 @@
-"""A study as a sweep: it asks for trials and gives them to a launcher of Hydra until it is full."""
+"""A study as a sweep: it claims trials and gives them to a launcher of Hydra until the study is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial
 
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.config.resume_fields import key_of
@@ -33,43 +33,49 @@ _FIRST_TRIALS = 3
 def run_study(config: DictConfig, parser: OverridesParser, arguments: Sequence[str], launch: Launch) -> None:
     """Run the trials of the study that ``config.hydra.sweeper`` and the overrides ``arguments`` define.
 
-    The study in the sweep's folder continues if it exists. Raises ConfigError.
+    The study in the sweep's folder continues if it exists. Raises ConfigError, and RunError for a trial that
+    starts again and again.
     """
-    settings = config.hydra.sweeper
-    fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
-    if any(key_of(text) == "dry_run" for text in fixed):
-        raise ConfigError("dry_run: a study trains its trials; try one value without -m")
-    spec = StudySpec(
-        space=space,
-        objectives=read_objectives(_plain(settings.objectives)),
-        n_trials=int(settings.n_trials),
-        sampler=settings.sampler,
-        seed=int(settings.seed),
-        first=tuple(_plain(settings.first)),
-        fixed=tuple(fixed),
-    )
-    groups = {group.partition("@")[0] for group in config.hydra.runtime.choices}
-    trial_settings({**settings, "trial": 0, "cores": 1})  # Wrong keys are refused before the first trial.
-    parallel = _parallel(config)
-    cores = settings.cores or max(1, len(usable_cpus()) // parallel)
+    settings: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=True)
+    spec = _spec(settings, parser, arguments)
+    _check_settings(settings, spec)
     study = Study(Path(config.hydra.sweep.dir).resolve(), spec)
+    parallel = _parallel(config)
+    cores = settings["cores"] or max(1, len(usable_cpus()) // parallel)
+    groups = {group.partition("@")[0] for group in config.hydra.runtime.choices}
     launches: Counter[int] = Counter()
     while trials := study.claim(parallel):
-        batch = [_overrides(trial, spec, cores, study.folder) for trial in trials]
-        launch(batch, trials[0].number)
+        launch([_overrides(study, trial, cores) for trial in trials], trials[0].number)
         for trial in trials:
             study.release(trial.number)
             launches[trial.number] += 1
             if launches[trial.number] > _MOST_LAUNCHES:
                 raise RunError(f"trial {trial.number} was started {_MOST_LAUNCHES} times and did not end")
         write_recipe(study, groups)
-        _require_a_success(study)
+        _check_outcomes(study)
     write_page(study)
 
 
-def _plain(node: Any) -> list[Any]:
-    content: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-    return content if isinstance(content, list) else [content]
+def _spec(settings: dict[str, Any], parser: OverridesParser, arguments: Sequence[str]) -> StudySpec:
+    fixed, space = split_overrides(parser.parse_overrides(list(arguments)))
+    if any(key_of(text) == "dry_run" for text in fixed):
+        raise ConfigError("dry_run: a study trains its trials. Try one value without -m")
+    return StudySpec(
+        space=space,
+        objectives=read_objectives(settings["objectives"]),
+        n_trials=int(settings["n_trials"]),
+        sampler=settings["sampler"],
+        seed=int(settings["seed"]),
+        first=tuple(settings["first"]),
+        fixed=tuple(fixed),
+    )
+
+
+def _check_settings(settings: dict[str, Any], spec: StudySpec) -> None:
+    """Raise ConfigError for a wrong key before the first trial."""
+    trial_settings({**settings, "trial": 0, "cores": 1})
+    if settings["pruner"] and (len(spec.objectives) > 1 or spec.objectives[0].name == "metric"):
+        raise ConfigError("hydra.sweeper.pruner=median needs one objective by its name, as objectives=[wer]")
 
 
 def _parallel(config: DictConfig) -> int:
@@ -82,19 +88,17 @@ def _parallel(config: DictConfig) -> int:
     return max(1, int(parallel))
 
 
-def _overrides(trial: FrozenTrial, spec: StudySpec, cores: int, folder: Path) -> list[str]:
+def _overrides(study: Study, trial: FrozenTrial, cores: int) -> list[str]:
     settings = [f"hydra.sweeper.trial={trial.number}", f"hydra.sweeper.cores={cores}"]
-    settings.append(f"hydra.sweep.dir='{folder}'")  # Its default follows from the overrides of the command.
-    return [*(spec.fixed or ()), *override_texts(trial.params), *settings]
+    settings.append(f"hydra.sweep.dir='{study.folder}'")  # Its default follows from the command's overrides.
+    return [*(study.spec.fixed or ()), *override_texts(trial.params), *settings]
 
 
-def _require_a_success(study: Study) -> None:
-    """Raise the first error if the first trials were all refused, because another key is wrong then."""
-    finished = [trial for trial in study.trials() if trial.state.is_finished()]
-    outcomes = [outcome_of(trial) for trial in finished]
+def _check_outcomes(study: Study) -> None:
+    """Raise ConfigError for a cause that all trials share: a missing objective, or a key that is refused."""
+    outcomes = [outcome_of(trial) for trial in study.trials() if trial.state.is_finished()]
     for outcome in outcomes:
         if outcome.status == UNMEASURED:
             raise ConfigError(outcome.error)
-    is_success = any(trial.state == TrialState.COMPLETE for trial in finished)
-    if not is_success and [outcome.status for outcome in outcomes] == ["refused"] * _FIRST_TRIALS:
+    if [outcome.status for outcome in outcomes] == ["refused"] * _FIRST_TRIALS:
         raise ConfigError(f"the first {_FIRST_TRIALS} trials were refused: {outcomes[0].error}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import optuna
+from optuna.trial import TrialState
 
 from speechtrain import run_directory
 from speechtrain.compute_policy import usable_cpus
@@ -64,10 +65,8 @@ class TrialJob:
     """Runs a trial and stores its end in the study."""
 
     def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings) -> None:
-        pruner = optuna.pruners.MedianPruner() if settings.pruner else None
-        self._study = Study(folder, pruner=pruner)
-        if settings.pruner and len(self._study.spec.objectives) > 1:
-            raise ConfigError("hydra.sweeper.pruner=median needs one objective")
+        self._study = Study(folder)
+        self._study.optuna.pruner = optuna.pruners.MedianPruner()
         self._run_dir = run_dir
         self._settings = settings
         self._is_pruned = False
@@ -94,12 +93,12 @@ class TrialJob:
         number = self._settings.trial
         numbers = numbers_of(result)
         if self._is_pruned:
-            self._study.finish(number, Outcome("pruned", numbers), None, is_pruned=True)
+            self._study.finish(number, Outcome("pruned", numbers), state=TrialState.PRUNED)
             return
         try:
             values = values_of(self._study.spec.objectives, numbers)
         except ConfigError as error:
-            self._study.finish(number, Outcome(UNMEASURED, numbers, str(error)), None)
+            self._study.finish(number, Outcome(UNMEASURED, numbers, str(error)))
             raise
         if all(map(math.isfinite, values)):
             self._study.finish(number, Outcome(result.status, numbers), values)
@@ -114,8 +113,8 @@ class TrialJob:
             say(f"trial {number} {status} and is tried again")
             return
         values = self._study.worst_values() if handling == "worst" else None
-        is_pruned = handling in ("prune", "worst") and values is None
-        self._study.finish(number, Outcome(status, error=str(error)), values, is_pruned=is_pruned)
+        state = TrialState.FAIL if handling == "retry" else TrialState.PRUNED
+        self._study.finish(number, Outcome(status, error=str(error)), values, state)
 
     def _status(self, error: SpeechtrainError) -> str:
         failure = run_directory.read_failure(self._run_dir)
