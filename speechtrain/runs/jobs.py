@@ -50,7 +50,7 @@ from speechtrain.runs.recipe_needs import settle_needs
 from speechtrain.runs.resume import continued
 from speechtrain.runs.run_name import RunNames, base_folder
 from speechtrain.runs.start import start_run
-from speechtrain.runs.started_runs import require_started
+from speechtrain.runs.started_runs import require_started, state_folder
 from speechtrain.runs.user_yaml import written_files
 from speechtrain.study import require_optuna
 
@@ -131,7 +131,9 @@ def _trial_job(settings: Any) -> TrialJob | None:
     from speechtrain.study.trial_job import TrialJob, trial_settings
 
     folder = Path(settings.sweep.dir).resolve()
-    return TrialJob(folder, Path(settings.runtime.output_dir).resolve(), trial_settings(settings.sweeper))
+    return TrialJob(
+        folder, Path(settings.runtime.output_dir).resolve(), trial_settings(settings.sweeper), state_folder()
+    )
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ def numbers_of(result: RunResult) -> dict[str, float]:
         **(result.speed or {}),
         "metric": result.metric,
         "wall_s": result.wall_s,
+        "memory_mib": result.memory_mib,
         "steps": result.steps,
         "skipped_updates": result.skipped_updates,
     }

@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -64,10 +63,11 @@ def trial_settings(sweeper: Mapping[str, Any]) -> TrialSettings:
 class TrialJob:
     """Runs a trial and stores its end in the study."""
 
-    def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings) -> None:
+    def __init__(self, folder: Path, run_dir: Path, settings: TrialSettings, state_folder: Path) -> None:
         self._study = Study(folder)
         self._study.optuna.pruner = optuna.pruners.MedianPruner()
         self._run_dir = run_dir
+        self._state_folder = state_folder
         self._settings = settings
         self._is_pruned = False
 
@@ -76,7 +76,7 @@ class TrialJob:
 
         A trial that a signal interrupts stays unfinished, and so does a trial that is to be tried again.
         """
-        with _cores(self._settings.cores), self._pruning():
+        with _cores(self._settings.cores, self._state_folder), self._pruning():
             try:
                 result = start()
             except Preempted:
@@ -163,16 +163,17 @@ class TrialJob:
 
 
 @contextlib.contextmanager
-def _cores(count: int) -> Iterator[None]:
+def _cores(count: int, state_folder: Path) -> Iterator[None]:
     """Run on ``count`` cores that no other trial of this host has. Wait for them if there are too few.
 
-    A locked byte of one file of the host stands for each core, so that the end of a process frees its cores.
+    A locked byte of a file in the user's state folder stands for each core. The end of a process frees its cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     cores = usable_cpus()
-    path = Path(tempfile.gettempdir(), f"speechtrain-cores-{os.getuid()}-{socket.gethostname()}.lock")
+    state_folder.mkdir(parents=True, exist_ok=True)
+    path = state_folder / f"cores-{socket.gethostname()}.lock"
     with path.open("ab") as file:
         os.sched_setaffinity(0, _claim_cores(file, cores, min(count, len(cores))))
         try:

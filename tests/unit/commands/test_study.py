@@ -48,7 +48,8 @@ WORKER = """
 import json, subprocess, sys
 
 command = [sys.executable, "-m", "speechtrain", "study"]
-while line := subprocess.run([*command, "ask", sys.argv[1]], capture_output=True, text=True, check=True).stdout:
+ask = [*command, "ask", sys.argv[1]]
+while line := subprocess.run(ask, capture_output=True, text=True, check=True).stdout:
     trial = json.loads(line)
     values = {"WER": trial["assignments"]["learning_rate"], "training_time": 3600 * trial["id"]}
     end = {"id": trial["id"], "values": values}
@@ -92,9 +93,7 @@ def test_two_programs_share_a_study_of_eight_trials(tmp_path: Path) -> None:
     assert [trial.values[0] for trial in trials] == [3600 * number for number in range(8)]
 
 
-def test_ask_gives_a_worker_its_unfinished_trial_again(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ask_gives_a_worker_its_trial_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for _ in range(2):
         study.run(["ask", str(folder), "--worker", "a"])
@@ -111,7 +110,7 @@ def test_tell_refuses_lines_that_are_no_end_of_a_trial(folder: Path, monkeypatch
     for line in lines:
         with pytest.raises(ConfigError, match="a trial is"):
             study.run(["tell", str(folder), line])
-    with pytest.raises(ConfigError, match="objective training_time: .* has WER"):
+    with pytest.raises(ConfigError, match=r"objective training_time: .* has WER"):
         study.run(["tell", str(folder), '{"id": 0, "values": {"WER": 0.3}}'])
     with pytest.raises(RunError, match="trial 4"):
         study.run(["tell", str(folder), '{"id": 4, "failed": "lost"}'])
