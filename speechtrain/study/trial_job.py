@@ -166,7 +166,8 @@ class TrialJob:
 def _cores(count: int, state_folder: Path) -> Iterator[None]:
     """Run on ``count`` cores that no other trial of this host has. Wait for them if there are too few.
 
-    A locked byte of a file in the user's state folder stands for each core. The end of a process frees its cores.
+    A locked byte of a file in the user's state folder stands for each core. The end of a process frees its
+    cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield

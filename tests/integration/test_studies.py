@@ -92,14 +92,14 @@ def test_study_names_each_failure_and_goes_on(start: Start, tmp_path: Path) -> N
 def test_study_ends_if_its_first_trials_are_all_refused(start: Start) -> None:
     command = finish(start(*SPACE, "data.batch.count=0"))
     assert command.returncode == 2
-    assert command.stdout.count("trial ") == 3 + 4  # starts, and the table
+    assert command.stdout.count("trial ") == 3
     assert "the first 3 trials were refused" in command.stderr
 
 
 def test_study_names_an_objective_that_the_result_lacks(start: Start) -> None:
     command = finish(start(*SPACE, "hydra.sweeper.objectives=[wre]"))
     assert command.returncode == 2
-    assert "objective wre: the result of the run has cer, " in command.stderr
+    assert "objective wre: the result of the run has audio_s_per_s, cer, " in command.stderr
 
 
 def test_study_continues_after_kills(start: Start, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_study_continues_after_kills(start: Start, tmp_path: Path) -> None:
         command = start(*options)
         wait_for(lambda trial=trial: checkpoints(trial), command, f"a checkpoint of {trial}")
         command.send_signal(signal.SIGKILL)
-        command.wait()
+        command.wait(timeout=60)
     assert finish(start(*options)).returncode == 0
     interrupted = rows(study)
     resumed = [json.loads(line) for line in (study / "trial-001/metrics.jsonl").read_text().splitlines()]
@@ -141,8 +141,8 @@ def test_median_rule_stops_a_trial_at_a_validation(start: Start, tmp_path: Path)
     points = json.dumps(rates).replace('"', "")
     options = ["optimizer.lr=interval(1e-9,1e-2)", f"hydra.sweeper.first={points}", "schedule.warmup_steps=0"]
     options += ["hydra.sweeper.n_trials=6", "hydra.sweeper.objectives=[loss]", "hydra.sweeper.pruner=median"]
-    command = finish(start(*options, "trainer.max_steps=400", "trainer.validate_every=20"))
+    command = finish(start(*options, "trainer.max_steps=100", "trainer.validate_every=10"))
     assert command.returncode == 0, command.stderr
     trials = Study(tmp_path / "study").trials()
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 5 + [TrialState.PRUNED]
-    assert 0 < len(trials[5].intermediate_values) < 20
+    assert 0 < len(trials[5].intermediate_values) < 10
