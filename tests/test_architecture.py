@@ -68,6 +68,7 @@ MAY_IMPORT = {
     # return types of its builders, for type checkers only
     "config": {"data.base", "decoding.base", "devices.base", "encoders.base"}
     | {"optim.schedules", "text.vocabulary", "tracking.base"},
+    "study": {"config.resume_fields"},
     "supervision": set(),
     "launchers": {"supervision"},
     "__main__": {"commands.main"},
@@ -84,13 +85,13 @@ MAY_IMPORT = {
         "tracking",
     }
     | {"training"},
-    "runs": {"checkpoint", "config", "data", "devices", "interop", "report", "supervision", "text"},
+    "runs": {"checkpoint", "config", "data", "devices", "interop", "report", "study", "supervision", "text"},
     "inference": {"checkpoint", "config", "data", "devices.base", "distributed.group", "rank.build", "runs"}
     | {"text.vocabulary", "training"}
     # types of the results
     | {"decoding.base", "encoders.base"},
     "commands": {"checkpoint", "config", "data", "devices", "inference", "interop", "rank", "report", "runs"}
-    | {"text", "training.evaluation"},
+    | {"study", "text", "training.evaluation"},
 }
 
 
@@ -189,7 +190,7 @@ def test_a_program_imports_no_other_program() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_hydra_stays_at_the_door(path: Path) -> None:
-    if axis_of(path) in ("commands", "config", "inference", "rank", "runs"):
+    if axis_of(path) in ("commands", "config", "inference", "rank", "runs", "study"):
         return
     named = [name for _, name in imports(path) if name.split(".")[0] in ("hydra", "omegaconf")]
     assert not named, f"{path.relative_to(ROOT)} imports {named}; classes never meet the config"
@@ -349,6 +350,7 @@ PARSE_FILES = {
     "runs/external_launch.py": "rendezvous.json of the ranks of one start",
     "runs/jobs.py": "the outcomes of a sweep's jobs",
     "commands/prepare_corpus.py": "corpus.json, the origin of a folder of manifests",
+    "commands/study.py": "ends of trials that programs tell, and a study in SigOpt's form",
     "runs/named_corpus.py": "corpus YAMLs, and the options of a corpus",
     "runs/finetuned.py": "encoder/imported.yaml of an export",
     "runs/user_yaml.py": "the user's own YAML files, also those that a run stores",

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from speechtrain.commands import prepare, train
@@ -41,6 +40,7 @@ from .support.documented_commands import (
     check_device,
     commands_of,
     composed,
+    first_job,
     parse,
     with_fixtures,
 )
@@ -185,17 +185,6 @@ def start(words: list[str], is_partial: bool) -> None:
         if "recipe" not in groups:
             _refuse_other_validation(command, config, groups.get("data", "digits"))
     start_run(command, config, {})
-
-
-def first_job(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of the first job of a sweep."""
-    job = []
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        text = str(override.input_line)
-        if override.is_sweep_override():
-            text = f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
-        job.append(text)
-    return job
 
 
 def new_config(command: Command) -> DictConfig:

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 def run(argv: Sequence[str]) -> int:
     """Run a subcommand. Returns the exit code. Raises ConfigError and RunError."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     require_optuna()
     command = {"ask": _ask, "tell": _tell, "status": _status, "import": _import}[arguments.subcommand]
     command(arguments)
     return 0
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         prog="speechtrain study",
         description="Use a study: a search for the values of keys that train best. `speechtrain train -m "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from speechtrain.checkpoint.whole import Checkpointer, validated
-from speechtrain.devices.base import Device
 from speechtrain.distributed.group import Group, SingleProcess
 from speechtrain.distributed.watchdog import Watch
 from speechtrain.files import finite
@@ -26,7 +25,7 @@ class Attempt:
     tracker: Tracker | None = None
     group: Group = field(default_factory=SingleProcess)
     watch: Watch | None = None
-    device: Device | None = None
+    peak_memory: Callable[[], int] | None = None  # of the device, in bytes
     content: Mapping[str, str | int] = field(default_factory=dict)  # of the training set
 
     def result(self) -> dict[str, Any]:
@@ -34,8 +33,8 @@ class Attempt:
         last_metrics: dict[str, Any] = finite(self.progress.metrics)
         metrics, best = last_metrics, None
         memory_mib = None
-        if self.device is not None:
-            memory_mib = round(self.device.memory() / 2**20, 1)
+        if self.peak_memory is not None:
+            memory_mib = round(self.peak_memory() / 2**20, 1)
         if self.checkpointer is not None:
             best, best_value = self.checkpointer.best()
             if best is not None:

@@ -114,7 +114,7 @@ def train(
     early_lines = keep_log_lines()
     rank = _open_rank(config, world, settings)
     attempt.group, attempt.checkpointer = rank.group, rank.checkpointer
-    attempt.device = rank.device
+    attempt.peak_memory = rank.device.memory
     if is_watched:
         attempt.watch = watch(attempt, rank.run_dir, settings.timeout_seconds)
     parts = _build_parts(rank)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from speechtrain.files import open_append
+
 JOURNAL = "study.journal"
 """The trials of a study, one record in each line."""
 LOCK = "study.lock"
@@ -32,7 +34,7 @@ class JournalLock:
         self._thread.acquire()
         self._depth += 1
         if self._depth == 1:
-            self._file = (self._folder / LOCK).open("ab")
+            self._file = open_append(self._folder / LOCK)
             fcntl.flock(self._file, fcntl.LOCK_EX)
             _remove_torn_line(self._folder / JOURNAL)
         return True
@@ -56,7 +58,7 @@ class JournalLock:
 def _remove_torn_line(journal: Path) -> None:
     if not journal.exists() or journal.stat().st_size == 0:
         return
-    with journal.open("rb+") as file:
+    with open_append(journal) as file:
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
             file.seek(0)
@@ -71,7 +73,7 @@ class Claims:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / CLAIMS).open("ab")
+        self._file = open_append(folder / CLAIMS)
         self._numbers: set[int] = set()
 
     def claim(self, number: int) -> bool:

@@ -6,7 +6,6 @@ therefore be killed at any moment.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,7 +60,10 @@ class StudySpec:
         """Return the content that :meth:`from_json` reads."""
         space = {name: distribution_to_json(parameter) for name, parameter in self.space.items()}
         objectives = [asdict(objective) for objective in self.objectives]
-        return {**vars(self), "space": space, "objectives": objectives}
+        content = {**vars(self), "space": space, "objectives": objectives, "first": list(self.first)}
+        if self.fixed is not None:
+            content["fixed"] = list(self.fixed)
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StudySpec:
@@ -121,7 +123,7 @@ class Study:
             directions=[objective.direction for objective in spec.objectives],
             load_if_exists=True,
         )
-        content = json.loads(json.dumps(spec.to_json()))
+        content = spec.to_json()
         stored = study.user_attrs.get(_SPEC, content)
         for key in content:
             if key != "n_trials" and content[key] != stored.get(key):

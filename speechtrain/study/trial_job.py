@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from speechtrain import run_directory
 from speechtrain.compute_policy import usable_cpus
 from speechtrain.errors import ConfigError, DataError, Diverged, Preempted, SpeechtrainError
-from speechtrain.files import say
+from speechtrain.files import open_append, say
 from speechtrain.run_directory import RunResult
 from speechtrain.study.objectives import numbers_of, values_of
 from speechtrain.study.store import Outcome, Study
@@ -173,9 +173,7 @@ def _cores(count: int, state_folder: Path) -> Iterator[None]:
         yield
         return
     cores = usable_cpus()
-    state_folder.mkdir(parents=True, exist_ok=True)
-    path = state_folder / f"cores-{socket.gethostname()}.lock"
-    with path.open("ab") as file:
+    with open_append(state_folder / f"cores-{socket.gethostname()}.lock") as file:
         os.sched_setaffinity(0, _claim_cores(file, cores, min(count, len(cores))))
         try:
             yield

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
-from speechtrain.commands import doctor, evaluate, export, prepare, report, transcribe
+from speechtrain.commands import doctor, evaluate, export, prepare, report, study, transcribe
 from speechtrain.config.check import check
 from speechtrain.data.corpora.huggingface import HuggingFace
 from speechtrain.runs.auto_device import VARIABLE, check_launcher
@@ -20,8 +21,9 @@ from speechtrain.runs.choices import choices, corpora
 from speechtrain.runs.command_line import rewrite
 from speechtrain.runs.compose import compose
 from speechtrain.runs.named_corpus import build_part, corpus_by_name, with_pairs
+from speechtrain.study.space import distribution
 
-PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor")
+PROGRAMS = ("train", "prepare", "evaluate", "transcribe", "export", "report", "doctor", "study")
 COMMAND = re.compile(
     r"(?P<variables>(?:\b[A-Z_]+=\S+ +)*)(?:[\w./-]+/)?(?<!usage: )\bspeechtrain[- ]"
     rf"(?P<program>{'|'.join(PROGRAMS)})(?![\w=.-])(?P<rest>[^|;]*)"
@@ -79,6 +81,19 @@ def with_fixtures(words: Sequence[str], folder: Path) -> list[str]:
     return replaced
 
 
+def first_job(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of the first job of a sweep, or of a trial with the lowest values."""
+    job = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        text = str(override.input_line)
+        if override.is_sweep_override():
+            parameter = distribution(override)
+            values = getattr(parameter, "choices", None) or [parameter.low]
+            text = f"{override.get_key_element()}={values[0]}"
+        job.append(text)
+    return job
+
+
 def check_device(group_choices: Mapping[str, Any], config: DictConfig) -> None:
     """Raise ConfigError if a launcher of other hosts gets no device. The suite's variable does not count."""
     with pytest.MonkeyPatch.context() as environment:
@@ -106,6 +121,8 @@ def parse(program: str, words: list[str]) -> None:
             corpus_by_name(pairs)
     elif program == "prepare":
         prepare.parser().parse_args(words)
+    elif program == "study":
+        study.parser().parse_args(words)
     elif program == "report":
         report._parser().parse_with_run(words)
     elif program == "export":
