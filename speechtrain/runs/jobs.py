@@ -187,7 +187,7 @@ def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> N
         return
     data: Any = OmegaConf.to_container(compose([f"data={choice}"], job.config_dir).data)
     if isinstance(data.get("train"), dict):
-        raise ConfigError(f"data.train: data={choice} has other recordings to validate on. Add data=manifest")
+        raise ConfigError(f"data.train: data={choice} validates on its own recordings. Add data=manifest")
 
 
 class _Folders:

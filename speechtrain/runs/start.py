@@ -201,7 +201,8 @@ def _finished(config: DictConfig, command: Command) -> RunResult | None:
     if before and after != before:
         line = new_run_line(run_directory.read_about(run_dir), command)
         counts = f"{before['recordings']} recordings then, {after['recordings']} now"
-        raise DataError(f"data.train has changed since {run_dir} ended ({counts}). This is a new run: {line}")
+        cause = f"data.train has changed since {run_dir} ended ({counts})"
+        raise DataError(f"{cause}. This command starts a new run: {line}")
     say(f"{run_dir} is done{reason}: {_describe(result)}")
     return result
 

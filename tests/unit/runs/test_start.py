@@ -335,7 +335,7 @@ def test_a_damaged_record_of_what_was_typed_is_named(tmp_path: Path, damaged: st
     begun(tmp_path)
     (tmp_path / "run.json").write_text(damaged)
     with pytest.raises(
-        RunError, match=r"run\.json is damaged or missing; run_dir=.* alone continues the run"
+        RunError, match=r"run\.json is damaged or missing\. run_dir=.* alone continues the run"
     ):
         continued(tmp_path, read(DRY))
     assert continued(tmp_path, read([f"run_dir={tmp_path}"])).seed == 1
@@ -404,7 +404,7 @@ def test_a_run_that_typed_rnnt_for_mlperfs_network_keeps_it(
     config = continued(run_dir, read(typed))
     assert config.encoder.hidden == 1024
     assert config.optimizer._target_.endswith("LAMB")
-    with pytest.raises(RunError, match="model=rnnt_mlperf was not typed when the run started"):
+    with pytest.raises(RunError, match="model=rnnt_mlperf was not an override when the run started"):
         continued(run_dir, read(["model=rnnt_mlperf"]))
 
 
