@@ -178,14 +178,14 @@ def test_a_job_of_slurm_that_fails_without_an_error_of_a_rank_names_its_log(
 
 SHARING = """
 import os, pathlib, sys, time
-from speechtrain.runs.external_launch import _sharing
+from speechtrain.runs.external_launch import _ranks_on_these_cpus
 from speechtrain.launcher import World
 world = World.from_environment(os.environ)
 os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
 pathlib.Path(f"bound-{world.rank}").touch()
 while not all(pathlib.Path(f"bound-{rank}").exists() for rank in range(world.size)):
     time.sleep(0.01)
-print(_sharing(world), flush=True)
+print(_ranks_on_these_cpus(world), flush=True)
 sys.stdin.read()
 """
 
