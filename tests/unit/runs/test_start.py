@@ -98,7 +98,7 @@ def test_a_dry_run_needs_no_engine_and_has_nothing_of_this_hosts_cores(
     assert "speechtrain.runs.on_host" in shown
     assert not re.search("OMP_|LD_PRELOAD|MALLOC|KMP_|I_MPI_PIN_DOMAIN|CCL_|ONEDNN", shown)
     assert warned.startswith(
-        f"speechtrain: warning: launcher={launcher}: there is no {program} on this machine; "
+        f"speechtrain: warning: launcher={launcher}: there is no {program} on this machine. "
     )
     assert warned.count("\n") == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
