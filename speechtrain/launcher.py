@@ -281,7 +281,7 @@ def _number(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def _tasks_of_this_node(environ: Mapping[str, str], text: str) -> str:
-    """Return the number of tasks on this node from Slurm's list of all nodes, or ``text`` without an entry."""
+    """Return the tasks on this node from Slurm's list of all nodes, or ``text`` if the list lacks it."""
     node = _number(environ, "SLURM_NODEID", "0")
     for tasks, repetitions in _TASKS_OF_NODES.findall(text):
         node -= int(repetitions or 1)

@@ -76,9 +76,9 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
     _check_table(config)
     max_seconds = _open_max_seconds(config, explicit_keys)
     transcripts = _read_transcripts(config)
-    keys: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if _has_open_alphabet(config):
-        keys["tokenizer"] = _choose_tokenizer(config, transcripts)
+        settings["tokenizer"] = _choose_tokenizer(config, transcripts)
     if config.from_data is not None:
         device = build_device(config)
         speech = Speech(
@@ -88,10 +88,10 @@ def follow_data(config: DictConfig, explicit_keys: Collection[str], *, is_plan: 
             core_hours=_core_hours(config, device),
             width=int(config.encoder.get("width") or 0),
         )
-        keys |= _apply_table(config, speech, explicit_keys)
+        settings |= _apply_table(config, speech, explicit_keys)
         if max_seconds:
-            keys |= _raise_max_seconds(config, device, transcripts, speech.labels_per_second, max_seconds)
-    assignments = " ".join(f"{key}={value}" for key, value in keys.items())
+            settings |= _raise_max_seconds(config, device, transcripts, speech.labels_per_second, max_seconds)
+    assignments = " ".join(f"{key}={value}" for key, value in settings.items())
     config.from_data = f"{len(transcripts.seconds):,} recordings, {transcripts.hours:.2f} h: {assignments}"
 
 
@@ -104,13 +104,13 @@ def _is_explicit(key: str, explicit_keys: Collection[str]) -> bool:
 
 
 def _apply_table(config: DictConfig, speech: Speech, explicit_keys: Collection[str]) -> dict[str, Any]:
-    """Set the keys of the recipe's table, except explicit ones. Return them as the start line shows them."""
-    keys = {}
+    """Set the keys of the recipe's table, except explicit ones. Return the values for the start line."""
+    settings = {}
     for key, value in TABLES[config.from_data](speech).items():
         if not _is_explicit(key, explicit_keys) and OmegaConf.select(config, key, default="") != "":
             OmegaConf.update(config, key, value, merge=False)
-            keys[key] = value["probability"] if isinstance(value, dict) else value
-    return keys
+            settings[key] = value["probability"] if isinstance(value, dict) else value
+    return settings
 
 
 def _open_max_seconds(config: DictConfig, explicit_keys: Collection[str]) -> float:
@@ -132,7 +132,7 @@ def _raise_max_seconds(
 ) -> dict[str, Any]:
     """Set ``data.max_seconds`` so that a batch of the longest recordings fits into the free memory.
 
-    It is at least ``max_seconds``. A higher one is returned as the start line shows it.
+    It is at least ``max_seconds``. A higher value is returned for the start line.
     """
     config.data.max_seconds = max_seconds
     longest = math.ceil(max(transcripts.seconds))
@@ -221,7 +221,7 @@ def _no_transcripts(data: DataModule, normaliser: str) -> DataError:
 
 
 def _choose_tokenizer(config: DictConfig, transcripts: _Transcripts) -> str:
-    """Set the labels of ``tokenizer=auto``. Return their kind and number as the start line shows them."""
+    """Set the labels of ``tokenizer=auto``. Return their kind and number for the start line."""
     counts: Counter[str] = Counter()
     utterances: Counter[str] = Counter()
     for text in transcripts.texts:

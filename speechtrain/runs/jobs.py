@@ -50,8 +50,8 @@ def start_jobs(command: Command, names: RunNames) -> None:
     """Compose the config of each job of ``command`` and start its run. A run that exists continues.
 
     There is one job, or with ``-m`` all jobs of a sweep, through Hydra's sweeper and launcher. If a job of a
-    sweep fails, it is reported and the others run. Folders that stay empty are removed. Raises ConfigError
-    if Hydra refuses the command, MachineError if a folder cannot be made, and the SpeechtrainError of a job.
+    sweep fails, it is reported and the others run. Raises ConfigError if Hydra refuses the command,
+    MachineError if a folder cannot be made, and the SpeechtrainError of a job. Empty folders are removed.
     """
     folders = _Folders()
     jobs = _Jobs(command)
@@ -64,7 +64,7 @@ def start_jobs(command: Command, names: RunNames) -> None:
             _run(app, command.flags)
     except SpeechtrainError:
         raise
-    except Exception as error:  # Composing raises it, because jobs keep their errors.
+    except Exception as error:  # Composing has raised it. The errors of jobs end in ``jobs``.
         # The error of a missing choice is an OSError and a HydraException.
         if isinstance(error, HydraException) or not isinstance(error, OSError):
             raise explain(error, command.overrides, command.config_dir) from error
@@ -250,7 +250,7 @@ class _Jobs:
         self.command = command
         self.process = os.getpid()
         self.auto_device = auto_device().name if command.is_sweep else ""
-        self.variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
+        self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
         self.error: Exception | None = None  # the error that ends the command
         self.folder_name = f".sweep-{secrets.token_hex(8)}"
         self.sweep_dir: str | None = None
@@ -258,7 +258,7 @@ class _Jobs:
 
     def __call__(self, config: DictConfig) -> float | None:
         """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads."""
-        os.environ |= self.variables  # The job may run in another process.
+        os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
         job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
         varied = " ".join(text for text in job.overrides if key_of(text) in job.swept)

@@ -42,7 +42,7 @@ class _Network:
 
 @dataclass(frozen=True)
 class _Freezing:
-    """The treatment of a pretrained Transformer, for at least so few hours of speech."""
+    """The training of a pretrained Transformer on at least ``min_hours`` of speech."""
 
     min_hours: float
     frozen_share: float  # of the updates, before the encoder is trained
@@ -124,7 +124,7 @@ def scratch(speech: Speech) -> dict[str, Any]:
 
 def finetune(speech: Speech) -> dict[str, Any]:
     """Return the keys and values of ``recipe=finetune``. Only a pretrained Transformer has masks."""
-    keys: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "optimizer.lr": _look_up(_RATES, speech.width),
         "data.batch.count": _look_up(_BATCHES, speech.recordings),
         "data.hold_out": hold_out(speech),
@@ -132,10 +132,10 @@ def finetune(speech: Speech) -> dict[str, Any]:
     if speech.width:
         freezing = next(row for row in _FREEZING if speech.hours >= row.min_hours)
         masked_channels = _MASKED_CHANNELS if freezing.masked_share else 0.0
-        keys["model.freeze_encoder_steps"] = freezing.frozen_share
-        keys["encoder.mask"] = _mask(freezing.masked_share, 10)
-        keys["encoder.channel_mask"] = _mask(masked_channels, max(1, speech.width // 12))
-    return keys
+        settings["model.freeze_encoder_steps"] = freezing.frozen_share
+        settings["encoder.mask"] = _mask(freezing.masked_share, 10)
+        settings["encoder.channel_mask"] = _mask(masked_channels, max(1, speech.width // 12))
+    return settings
 
 
 def _network(speech: Speech) -> _Network:

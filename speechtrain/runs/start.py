@@ -73,7 +73,7 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
     if config.dry_run:
         _print_start(config, job, launcher)
         return RunResult("dry run")
-    earlier_result = _finished(config, command)
+    earlier_result = _earlier_result(config, command)
     if earlier_result:
         return earlier_result
 
@@ -97,8 +97,8 @@ def start_run(command: Command, config: DictConfig, user_files: Mapping[str, str
 def _checked_job(config: DictConfig, device: Device, launcher: Launcher, memory: int) -> Job:
     """Return the job of a run in which a rank needs ``memory`` bytes for its model.
 
-    The checks of ``device`` and ``launcher`` pass before. If all ranks run on this host, the job has the
-    environment of the device here. Raises the SpeechtrainError of the first check that fails.
+    If all ranks run on this host, the job has the environment of the device. Raises the SpeechtrainError of
+    the first check of device, launcher or run directory that fails.
     """
     device.check_precision(build_precision(config))
     if config.data.get("shapes") == 0:
@@ -118,8 +118,9 @@ def _checked_job(config: DictConfig, device: Device, launcher: Launcher, memory:
 def _launch(job: Job, launcher: Launcher, *, is_new: bool) -> RunResult:
     """Start the ranks of ``job`` and return the result of the run when they have ended.
 
-    The status is ``submitted`` if they run without this command. The files of a new run are removed if no
-    process was started, or if the user must correct an error. Raises the SpeechtrainError of a failure.
+    The status is ``submitted`` if the ranks run without this command. Raises the SpeechtrainError of a
+    failure. The files of a new run are removed if no process was started, or if the user must correct an
+    error.
     """
     run_dir = job.run_dir
     try:
@@ -153,7 +154,7 @@ def _print_start(config: DictConfig, job: Job, launcher: Launcher) -> None:
         data = build_data(config, build_tokenizer(config))
         refuse(data.crowded(encoder.frames), is_warning=True)
     lines = f"{_config_lines(config, job)}{launcher.render(job)}\n"
-    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)  # one write
+    print(errors.printable(lines, keep=f"\n\t{errors.SPELLING}"), end="", flush=True)
 
 
 def _warn_of_unused_folder(data: Any) -> None:
@@ -165,7 +166,7 @@ def _warn_of_unused_folder(data: Any) -> None:
 
 
 def _settle_resume(config: DictConfig) -> None:
-    """Replace ``resume=never`` by ``auto``, so that ranks which their launcher restarts continue the run.
+    """Replace ``resume=never`` by ``auto``, because ranks that their launcher restarts continue the run.
 
     Raises RunError if ``resume=never`` meets a run with checkpoints, or ``resume=must`` one without.
     """
@@ -178,7 +179,7 @@ def _settle_resume(config: DictConfig) -> None:
         config.resume = "auto"
 
 
-def _finished(config: DictConfig, command: Command) -> RunResult | None:
+def _earlier_result(config: DictConfig, command: Command) -> RunResult | None:
     """Return and print the result of a run that is complete. It is None if ``config`` adds updates to it.
 
     Raises DataError if the training set has changed since. It is not compared if it cannot be read here.
@@ -193,14 +194,14 @@ def _finished(config: DictConfig, command: Command) -> RunResult | None:
         reason = f" with {result.steps} updates, so trainer.max_steps={max_steps} adds none"
     elif result.limits != resolved(config)["trainer"]:
         return None
-    before: Mapping[str, Any] = result.data or {}
-    after = before
+    former_content: Mapping[str, Any] = result.data or {}
+    content = former_content
     with contextlib.suppress(SpeechtrainError):
         data: DataModule = build(config, "data", tokenizer=NoText())
-        after = data.content()
-    if before and after != before:
+        content = data.content()
+    if former_content and content != former_content:
         line = new_run_line(run_directory.read_about(run_dir), command)
-        counts = f"{before['recordings']} recordings then, {after['recordings']} now"
+        counts = f"{former_content['recordings']} recordings then, {content['recordings']} now"
         cause = f"data.train has changed since {run_dir} ended ({counts})"
         raise DataError(f"{cause}. This command starts a new run: {line}")
     say(f"{run_dir} is done{reason}: {_describe(result)}")
@@ -274,7 +275,7 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _is_example(train: Any) -> bool:
-    """Return whether ``data.train`` is an example, which shows that training works, and not how well."""
+    """Return whether ``data.train`` is example data, which only shows that training works."""
     if not OmegaConf.is_dict(train) or "_target_" not in train:
         return False
     return bool(getattr(target_class(train._target_, "data.train"), "is_example", False))
@@ -307,7 +308,7 @@ def _write_files(config: DictConfig, job: Job, about: About, *, is_named: bool) 
         text = dump(config)
         content = asdict(about)
         private = holds_secret(f"{text}\n{content}")
-        # run.json is first. If the config were there without it, the same command would be refused, because
+        # run.json comes first. With a config but without run.json, the same command would be refused, because
         # its overrides would seem to be new.
         write_json(job.run_dir / ABOUT, content, private=private)
         write_text(job.config, text, private=private)
@@ -390,7 +391,7 @@ def _discard_files(run_dir: Path, launcher: Launcher) -> None:
 
 
 def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> SpeechtrainError:
-    """Return the error of a failed run, as the rank that failed first has written it."""
+    """Return the error that the rank which failed first has written into ``result``."""
     error_class = errors.class_of(result.exit_code or 1)
     folder = run_directory.rank_folder(run_dir, result.rank)
     source = f" (trace in {folder / ERROR})" if error_class is SpeechtrainError else ""
@@ -401,5 +402,5 @@ def _error_of(result: RunResult, run_dir: Path, log: str = AGENT) -> Speechtrain
 
 def _describe(result: RunResult) -> str:
     """Return status, last step, metrics and speed as a line."""
-    figures = (result.metrics, result.last_metrics, result.checkpoint, result.speed)
-    return f"{result.status} at step {result.steps}, {run_directory.outcome(*figures)}".rstrip(", ")
+    metrics = run_directory.outcome(result.metrics, result.last_metrics, result.checkpoint, result.speed)
+    return f"{result.status} at step {result.steps}, {metrics}".rstrip(", ")
