@@ -61,7 +61,7 @@ STUCK = "stuck"
 _FOLDERS = ("checkpoints", RANKS, STUCK, "tensorboard")
 _MAX_CHARACTERS = 30_000  # in a value of a config. An alphabet of all Chinese characters has 21,000.
 _MAX_ROWS = 600_000  # of a log that a report reads. Short rows take a GB of memory then.
-_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")
+_ONE_PER_STEP = ("train", "epoch", "valid", "examples", "checkpoint")  # events with one record per step
 DATE = "%Y-%m-%d %I:%M:%S %p"
 """The form of the dates in ``mlperf.log``, which are in UTC."""
 _DIGEST = "# sha256 of what follows: "
@@ -300,11 +300,11 @@ def _has_type(value: Any, expected: Any) -> bool:
 
 
 def read_metrics(run_dir: Path) -> Log:
-    """Read the events of ``metrics.jsonl`` in order, without those that a later attempt has repeated.
+    """Read the events of ``metrics.jsonl`` in order, without those that a later attempt has replaced.
 
-    The last record of each step (and set) counts. If an attempt resumes at an earlier step or starts again,
-    the records of later steps before it do not count, except ``start`` and ``end``. Raises OSError for a file
-    that is not regular or too large.
+    The last record of each step (and set) counts. An attempt that resumes at a step, or starts again, also
+    replaces the earlier records of later steps, except ``start`` and ``end``. Raises OSError for a file that
+    is not regular or too large.
 
     >>> read_metrics(run_dir).rows  # the file has train 1, 2, 3, resume at 1, train 2
     [{'event': 'train', 'step': 1, ...}, {'event': 'resume', ...}, {'event': 'train', 'step': 2, ...}]
@@ -316,8 +316,8 @@ def read_metrics(run_dir: Path) -> Log:
     for record in reversed(log.rows):
         event, step = record.get("event"), record.get("step")
         address = (event, str(record.get("set")), str(step))
-        is_repeated = isinstance(step, int) and step > lowest_step
-        if not isinstance(event, str) or is_repeated or address in addresses:
+        is_replaced = isinstance(step, int) and step > lowest_step
+        if not isinstance(event, str) or is_replaced or address in addresses:
             continue
         if isinstance(step, int):
             lowest_step = step
@@ -371,15 +371,7 @@ class RunLock:
 
         Raises RunError if another process holds the lock, and if the lock or a folder of the run is a link.
         """
-        for name in _FOLDERS:
-            folder = self.path.parent / name
-            for path in (folder, *folder.glob("*")):
-                if (
-                    path.is_symlink() and not path.is_file()
-                ):  # The run would write and delete files elsewhere.
-                    raise RunError(
-                        f"{path} is a link. Remove it, because a run writes into its own folders only"
-                    )
+        _refuse_links(self.path.parent)
         try:
             file = open_append(self.path)
         except OSError as error:
@@ -408,10 +400,18 @@ class RunLock:
             self._file = None
 
 
+def _refuse_links(run_dir: Path) -> None:
+    """Raise RunError if a folder of a run is a link. The run would write and delete files elsewhere."""
+    for name in _FOLDERS:
+        for path in (run_dir / name, *(run_dir / name).glob("*")):
+            if path.is_symlink() and not path.is_file():
+                raise RunError(f"{path} is a link. Remove it, because a run writes into its own folders only")
+
+
 def other_owner(folder: Path) -> int | None:
     """Return the number of the user who owns ``folder``, or None if it is this user.
 
-    The owner of a new file in it is this user. A network file system may replace the number of a user.
+    The owner of a new file in it shows the number of this user, which a network file system may replace.
     """
     owner = folder.stat().st_uid
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -443,7 +443,7 @@ def read_failure(run_dir: Path) -> RunResult | None:
 def outcome(metrics: Any, last_metrics: Any, checkpoint: Any, speed: Any = None) -> str:
     """Return a line with the metrics of the best checkpoint and the speed of a result.
 
-    If the metrics of the last validation differ, they follow those of the checkpoint.
+    If the last validation has other metrics, they follow.
     """
     best_text = _metrics_text(metrics)
     last_text = _metrics_text(last_metrics)
