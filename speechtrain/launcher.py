@@ -58,9 +58,9 @@ class Job:
         return [sys.executable, "-P", "-m", WORKER, str(self.config)]
 
     def on_host(self, command: list[str], ranks: int = 0, python: str = sys.executable) -> list[str]:
-        """Return ``command`` after ``ON_HOST``, which sets the device's variables for ``ranks`` on its host.
+        """Return ``command`` after ``ON_HOST``, which sets the device's variables on the host of the command.
 
-        If ``ranks`` is 0, the number is in the variables of the program that starts the command.
+        ``ranks`` is the number of ranks on that host. If it is 0, the starting program's variables have it.
         """
         return [python, "-P", "-m", ON_HOST, str(self.config), str(ranks), *command]
 
@@ -83,7 +83,7 @@ class Result:
 
     returncode: int
     submitted: str = ""
-    """A line that says how to stop the processes. It is not empty if they run without this command."""
+    """A line that says how to stop the processes, if they run without this command."""
     cause: str = ""
     """The cause, such as a lost host, that has ended the processes from outside."""
     log: str = AGENT
