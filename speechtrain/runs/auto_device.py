@@ -109,7 +109,7 @@ def announce_auto(group_choices: Mapping[str, Any], config: DictConfig, ranks: L
 
 def check_same_device(group_choices: Mapping[str, Any], name: str) -> None:
     """Raise ConfigError if ``auto`` is another device here than ``name``, the one where the sweep started."""
-    device = auto_device()
-    if group_choices.get("device") == AUTO and device.name != name:
-        problem = f"device=auto is {name} where the sweep started, and not on this host ({device})"
+    auto = auto_device()
+    if group_choices.get("device") == AUTO and auto.name != name:
+        problem = f"device=auto is {name} where the sweep started, and not on this host ({auto})"
         raise ConfigError(f"{problem}. Add device=NAME")
