@@ -47,28 +47,15 @@ _CONFIG_PATH = "pkg://speechtrain.conf"
 
 
 def start_jobs(command: Command, names: RunNames) -> None:
-    """Compose each job's config and start its run; a job whose run exists continues it.
+    """Compose the config of each job of ``command`` and start its run. A run that exists continues.
 
-    There is one job, or with ``-m`` all jobs of a sweep through Hydra's sweeper and launcher; a failed job
-    of a sweep is reported and the others run. Folders that stay empty are removed. Raises ConfigError
-    for what Hydra refuses, MachineError where a folder cannot be made, and the SpeechtrainError of a job.
+    There is one job, or with ``-m`` all jobs of a sweep, through Hydra's sweeper and launcher. If a job of a
+    sweep fails, it is reported and the others run. Raises ConfigError if Hydra refuses the command,
+    MachineError if a folder cannot be made, and the SpeechtrainError of a job. Empty folders are removed.
     """
-    folders, jobs = _Folders(), _Jobs(command)
-
-    def name_of_run(*, _root_: DictConfig) -> str:
-        return _name_of_job(names, command, _root_.hydra)
-
-    def folder_of_run(*, _root_: DictConfig) -> str:
-        return folders.expect(str(_root_.run_dir or base_folder() / name_of_run(_root_=_root_)))
-
-    def folder_of_sweep(*, _root_: DictConfig) -> str:
-        jobs.sweep_dir = str(_root_.run_dir or base_folder())
-        return folders.expect(jobs.sweep_dir, "multirun.yaml" if _root_.dry_run else "")
-
-    resolvers = {"run_name": name_of_run, "run_dir": folder_of_run, "sweep_dir": folder_of_sweep}
-    for name, resolver in resolvers.items():
-        OmegaConf.register_new_resolver(f"speechtrain.{name}", resolver, replace=True)
-
+    folders = _Folders()
+    jobs = _Jobs(command)
+    _register_resolvers(command, names, folders, jobs)
     try:
         with _process_of(command):
             offer_choices(command.overrides, command.config_dir)
@@ -77,28 +64,49 @@ def start_jobs(command: Command, names: RunNames) -> None:
             _run(app, command.flags)
     except SpeechtrainError:
         raise
-    except Exception as error:  # Composing raises it, because jobs keep their errors.
-        if isinstance(error, HydraException) or not isinstance(error, OSError):  # a missing choice is both
+    except Exception as error:  # Composing has raised it. The errors of jobs end in ``jobs``.
+        # The error of a missing choice is an OSError and a HydraException.
+        if isinstance(error, HydraException) or not isinstance(error, OSError):
             raise explain(error, command.overrides, command.config_dir) from error
-        if error.filename is None:  # of stdout
+        if error.filename is None:  # The error is one of stdout.
             raise
-        message = f"{error.filename}: {error.strerror}"
-        raise MachineError(f"{message}; set run_dir or OUTPUT_DIR to a writable folder") from error
+        cause = f"{error.filename}: {error.strerror}"
+        raise MachineError(f"{cause}. Set run_dir or OUTPUT_DIR to a writable folder") from error
     finally:
         jobs.read_outcomes()
         folders.remove_empty()
     jobs.conclude()
 
 
+def _register_resolvers(command: Command, names: RunNames, folders: _Folders, jobs: _Jobs) -> None:
+    """Register the resolvers of run names and folders, which the settings of Hydra in the config use."""
+
+    def run_name(*, _root_: DictConfig) -> str:
+        settings = _root_.hydra
+        return names.name(settings.runtime.choices, _overrides(settings), _swept_keys(command, settings))
+
+    def run_dir(*, _root_: DictConfig) -> str:
+        return folders.expect(str(_root_.run_dir or base_folder() / run_name(_root_=_root_)))
+
+    def sweep_dir(*, _root_: DictConfig) -> str:
+        folder = jobs.sweep_dir = str(_root_.run_dir or base_folder())
+        if _root_.dry_run:
+            folders.expect(f"{folder}/multirun.yaml")
+        return folders.expect(folder)
+
+    for resolver in (run_name, run_dir, sweep_dir):
+        OmegaConf.register_new_resolver(f"speechtrain.{resolver.__name__}", resolver, replace=True)
+
+
 @contextlib.contextmanager
 def _process_of(command: Command) -> Iterator[None]:
-    """Give this process the arguments of ``command`` and the variables that Hydra needs."""
+    """Give this process the arguments of ``command`` and the environment variables that Hydra needs."""
     arguments = sys.argv
     variables = {"HYDRA_FULL_ERROR": "1"}  # Hydra then raises an error instead of printing lines.
     if command.is_sweep:
-        variables["PYTHONSAFEPATH"] = "1"  # for the workers of joblib and the jobs of submitit
+        variables["PYTHONSAFEPATH"] = "1"  # The workers of joblib and the jobs of submitit need it.
     missing = variables.keys() - os.environ.keys()
-    logging.raiseExceptions = False  # of a closed pipe, as in --info | head
+    logging.raiseExceptions = False  # logging would print an error for a closed pipe, as in --info | head.
     sys.argv = [arguments[0], *command.flags, *command.overrides]
     os.environ |= variables
     try:
@@ -110,7 +118,7 @@ def _process_of(command: Command) -> Iterator[None]:
 
 
 def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
-    """Run Hydra's ``app``. Its shell completions are printed without base YAMLs."""
+    """Run Hydra's ``app``. If it prints shell completions, they are printed without base YAMLs."""
     if not {"--shell-completion", "-sc"} & {*flags}:
         with contextlib.suppress(_Stop):
             app()
@@ -120,13 +128,10 @@ def _run(app: Callable[[], object], flags: Sequence[str]) -> None:
     print(re.sub(r"(?<!\S)(\S*=)?_\w+\s?", "", completions.getvalue()), end="")
 
 
-def _typed(settings: Any) -> list[str]:
-    """The overrides as typed: Hydra would resolve an interpolation in its own node."""
-    return [str(o) for o in OmegaConf.to_container(settings.overrides.task, resolve=False) or ()]
-
-
-def _name_of_job(names: RunNames, command: Command, settings: Any) -> str:
-    return names.name(settings.runtime.choices, _typed(settings), _swept_keys(command, settings))
+def _overrides(settings: Any) -> list[str]:
+    """Return the explicit overrides of a job. An interpolation in them stays as it is."""
+    overrides = OmegaConf.to_container(settings.overrides.task, resolve=False)
+    return [str(override) for override in overrides or ()]
 
 
 def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
@@ -137,26 +142,26 @@ def _swept_keys(command: Command, settings: Any) -> tuple[str, ...]:
     for override in OverridesParser.create().parse_overrides(command.overrides):
         if not override.is_sweep_override():
             fixed_keys.add(key_of(override.input_line or ""))
-    return tuple(key for key in map(key_of, _typed(settings)) if key not in fixed_keys)
+    return tuple(key for key in map(key_of, _overrides(settings)) if key not in fixed_keys)
 
 
 def _start(job: Command, config: DictConfig, settings: Any) -> RunResult:
-    """Start the run of a job, which Hydra has composed; its result."""
-    # absolute: ranks on other hosts and a resumed command must use the same folder
+    """Start or continue the run of a job from its composed ``config``, and return its result."""
+    # The path is absolute, because ranks on other hosts and a resumed command must use the same folder.
     run_dir = Path(settings.runtime.output_dir).resolve()
-    written = written_files(settings.runtime.choices, job.config_dir)
+    user_files = written_files(settings.runtime.choices, job.config_dir)
     if (run_dir / CONFIG).is_file():
         if config.run_dir is None:
             require_started(run_dir)
         config = continued(run_dir, job)
     else:
         config = _new_config(job, config, settings, run_dir)
-        follow_data(config, typed_keys(job.overrides, written), is_plan=settle_needs(config))
-    return start_run(job, config, written)
+        follow_data(config, typed_keys(job.overrides, user_files), is_plan=settle_needs(config))
+    return start_run(job, config, user_files)
 
 
 def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) -> DictConfig:
-    """Return the config of a new run in ``run_dir``, without the keys that follow from its data."""
+    """Return the config of a new run in ``run_dir``. The keys that follow from its data are still open."""
     announce_auto(settings.runtime.choices, config, job.together)
     if job.is_sweep and FINETUNED in settings.runtime.choices.values():
         config = compose(job.overrides, job.config_dir)
@@ -173,50 +178,59 @@ def _new_config(job: Command, config: DictConfig, settings: Any, run_dir: Path) 
 
 
 def _refuse_other_validation(job: Command, config: DictConfig, choice: str) -> None:
-    """Refuse files in place of a corpus's training set, whose validation sets would choose the checkpoint."""
+    """Raise ConfigError if files replace the training set of a corpus.
+
+    The validation sets of the corpus would then choose the best checkpoint. ``choice`` is the value of
+    ``data=``.
+    """
     if "data.train" not in map(key_of, job.overrides) or isinstance(config.data.train, DictConfig):
         return
     data: Any = OmegaConf.to_container(compose([f"data={choice}"], job.config_dir).data)
     if isinstance(data.get("train"), dict):
-        raise ConfigError(f"data.train: data={choice} validates on recordings of its own; add data=manifest")
+        raise ConfigError(f"data.train: data={choice} validates on its own recordings. Add data=manifest")
 
 
 class _Folders:
-    """What Hydra makes: folders that stay empty, and files, are removed when the command ends."""
+    """The folders and files that Hydra makes. Files and empty folders are removed when the command ends."""
 
     def __init__(self) -> None:
         self.missing: set[Path] = set()
 
-    def expect(self, folder: str, file: str = "") -> str:
-        path = Path(folder).absolute()
-        self.missing |= {p for p in (path / file, path, *path.parents) if not p.exists()}
-        return folder
+    def expect(self, path: str) -> str:
+        """Return ``path``, which Hydra may make, and note it and its parents if they are missing."""
+        absolute = Path(path).absolute()
+        self.missing |= {member for member in (absolute, *absolute.parents) if not member.exists()}
+        return path
 
     def remove_empty(self) -> None:
-        for path in sorted(self.missing, key=lambda p: len(p.parts), reverse=True):
-            with contextlib.suppress(OSError):  # not empty, or never made
-                (path.unlink if path.is_file() else path.rmdir)()
+        """Remove the folders that are empty, the deepest first, and the files."""
+        for path in sorted(self.missing, key=lambda path: len(path.parts), reverse=True):
+            with contextlib.suppress(OSError):  # The folder is not empty, or Hydra has not made it.
+                if path.is_file():
+                    path.unlink()
+                else:
+                    path.rmdir()
 
 
 class _Stop(BaseException):
-    """Exits Hydra silently: Hydra prints lines of its own for any Exception of a job."""
+    """Ends Hydra silently. For an Exception of a job, Hydra would print more lines."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a job of a sweep ended, with the overrides that its sweep varies."""
+    """The outcome of a job of a sweep, as its file holds it."""
 
-    overrides: str
-    status: str
+    overrides: str  # the overrides that the sweep varies
+    status: str  # the status of the result, or the class of the error
     metric: float | None = None
-    shown: str = "-"
+    metric_text: str = "-"  # with name and unit
     error: str = ""
     exit_code: int = 0
     speed: str = ""
 
 
 def _metric_text(result: RunResult) -> str:
-    """Return the metric of a result with its name and unit, as ``wer 3.21 %``."""
+    """Return the metric that chose the checkpoint, with its name and unit, such as ``wer 3.21 %``."""
     if result.metric is None:
         return "-"
     for name, value in (result.metrics or {}).items():
@@ -226,57 +240,63 @@ def _metric_text(result: RunResult) -> str:
 
 
 class _Jobs:
-    """The jobs of one command, and how they ended.
+    """The jobs of one command and their outcomes. Hydra calls it with the config of each job.
 
-    A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. Each such job
-    therefore writes its outcome into a folder next to the runs, which all of them see.
+    A launcher of Hydra may run the jobs of a sweep in other processes, on other hosts. Each job of a sweep
+    therefore writes its outcome into a folder next to the runs, which all hosts see.
     """
 
     def __init__(self, command: Command) -> None:
         self.command = command
         self.process = os.getpid()
         self.auto_device = auto_device().name if command.is_sweep else ""
-        self.allowed = {k: v for k, v in os.environ.items() if k == ALLOW_TARGETS}
-        self.error: Exception | None = None  # It ends the command.
+        self.inherited_variables = {name: text for name, text in os.environ.items() if name == ALLOW_TARGETS}
+        self.error: Exception | None = None  # the error that ends the command
         self.folder_name = f".sweep-{secrets.token_hex(8)}"
         self.sweep_dir: str | None = None
         self.outcomes: list[_Outcome] = []
 
     def __call__(self, config: DictConfig) -> float | None:
-        os.environ |= self.allowed  # a job of a sweep may run in another process
+        """Start the run of a job and return its metric, which an optimizing sweeper of Hydra reads."""
+        os.environ |= self.inherited_variables  # The job may run in another process.
         settings = HydraConfig.get()
-        job = replace(self.command, overrides=_typed(settings), swept=_swept_keys(self.command, settings))
+        job = replace(self.command, overrides=_overrides(settings), swept=_swept_keys(self.command, settings))
         varied = " ".join(text for text in job.overrides if key_of(text) in job.swept)
         try:
             if os.getpid() != self.process:
-                started_together(None)  # refuses several processes for one job of a sweep
+                started_together(None)  # This refuses several processes for one job of a sweep.
                 check_same_device(settings.runtime.choices, self.auto_device)
             if settings.mode == RunMode.MULTIRUN:
                 say(f"job {settings.job.num + 1}: {varied}")
             result = _start(job, config, settings)
         except Exception as error:
-            return self._fail(error, varied, settings)
+            return self._handle_error(error, varied, settings)
         finally:
-            with contextlib.suppress(OSError):  # a job of a sweep that wrote nothing keeps no folder
+            with contextlib.suppress(OSError):  # The folder stays unless it is empty.
                 Path(settings.runtime.output_dir).rmdir()
         outcome = _Outcome(varied, result.status, result.metric, _metric_text(result))
-        self._write(replace(outcome, speed=speed_text(result.speed)), settings)
+        self._write_outcome(replace(outcome, speed=speed_text(result.speed)), settings)
         return result.metric
 
-    def _fail(self, error: Exception, varied: str, settings: Any) -> float:
-        """Note a job's error. Return if its sweep goes on, else stop Hydra."""
+    def _handle_error(self, error: Exception, varied: str, settings: Any) -> float:
+        """Store the error of a job. Return NaN if its sweep goes on, else end Hydra.
+
+        ``varied`` holds the overrides that the sweep varies.
+        """
         is_fault = isinstance(error, SpeechtrainError) and not isinstance(error, Preempted)
         exit_code = getattr(error, "exit_code", 1) if is_fault else 0
-        self._write(_Outcome(varied, type(error).__name__, error=str(error), exit_code=exit_code), settings)
+        outcome = _Outcome(varied, type(error).__name__, error=str(error), exit_code=exit_code)
+        self._write_outcome(outcome, settings)
         if is_fault and settings.mode == RunMode.MULTIRUN:
             print_notice(f"error: job {settings.job.num + 1} ({varied}): {error}")
-            return math.nan  # an optimizing sweeper continues with its next job
-        if os.getpid() != self.process:  # a sweep's launcher runs it: Hydra reports to the parent
+            return math.nan  # An optimizing sweeper continues with its next job.
+        if os.getpid() != self.process:  # A launcher of Hydra runs the job and reports to the parent.
             raise error
         self.error = error
         raise _Stop from error
 
-    def _write(self, outcome: _Outcome, settings: Any) -> None:
+    def _write_outcome(self, outcome: _Outcome, settings: Any) -> None:
+        """Write the outcome of a sweep's job to the file of its number."""
         if settings.mode == RunMode.MULTIRUN:
             folder = Path(settings.sweep.dir, self.folder_name)
             folder.mkdir(parents=True, exist_ok=True)
@@ -293,20 +313,23 @@ class _Jobs:
     def conclude(self) -> None:
         """Print a table of several jobs. Raise the error of the command, or of the first job that failed."""
         if len(self.outcomes) > 1:
-            metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
-            width = max(len(outcome.speed) for outcome in self.outcomes)
-            heading = "speed".ljust(width + 1) if width else ""
-            say(f"job      {'metric':>20}  {'status':<12} {heading}overrides")
-            for number, outcome in enumerate(self.outcomes, 1):
-                best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
-                speed = outcome.speed.ljust(len(heading))
-                figures = f"{outcome.shown:>20}  {outcome.status:<12} {speed}"
-                say(f"job {number:>3}  {figures}{outcome.overrides}{best}")
+            self._print_table()
         if self.error is not None:
             raise self.error
         failures = [outcome for outcome in self.outcomes if outcome.exit_code]
         if failures:
             message = failures[0].error
             if len(self.outcomes) > 1:
-                message = f"{len(failures)} of {len(self.outcomes)} jobs failed; the first: {message}"
+                message = f"{len(failures)} of {len(self.outcomes)} jobs failed, first: {message}"
             raise class_of(failures[0].exit_code)(message)
+
+    def _print_table(self) -> None:
+        metrics = [outcome.metric for outcome in self.outcomes if outcome.metric is not None]
+        width = max(len(outcome.speed) for outcome in self.outcomes)
+        heading = "speed".ljust(width + 1) if width else ""
+        say(f"job      {'metric':>20}  {'status':<12} {heading}overrides")
+        for number, outcome in enumerate(self.outcomes, 1):
+            best = "  (best)" if metrics and outcome.metric == min(metrics) else ""
+            speed = outcome.speed.ljust(len(heading))
+            figures = f"{outcome.metric_text:>20}  {outcome.status:<12} {speed}"
+            say(f"job {number:>3}  {figures}{outcome.overrides}{best}")

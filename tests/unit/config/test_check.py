@@ -385,7 +385,7 @@ def test_a_file_that_cannot_be_read_is_named(config: DictConfig, tmp_path: Path)
         half,
     ):
         (tmp_path / "config.yaml").write_text(text)
-        with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\); delete it, and the command "):
+        with pytest.raises(RunError, match=r"config\.yaml is damaged \(.*\)\. Delete it, and the command "):
             load(tmp_path / "config.yaml")
 
 

@@ -556,7 +556,7 @@ def test_a_page_says_what_it_leaves_out(tmp_path: Path, monkeypatch: pytest.Monk
     events = [("valid", {"step": 1, "set": f"s{number}", "wer": 0.1}) for number in range(40)]
     events.append(("examples", {"step": 1, "set": "s0", "rows": [row, long_row, *[row] * 38]}))
     folder = _write(tmp_path / "run", *events, config="a: ${b}\nb: 1\n")
-    monkeypatch.setattr(run_directory, "_MOST_ROWS", 41)
+    monkeypatch.setattr(run_directory, "_MAX_ROWS", 41)
     (folder / "skipped.jsonl").write_text('{"id": "a"}\n' * 50)
     run = read_run(folder)
     assert run.notes[:2] == ("9 lines of logs are left out", "10 sets are left out")
