@@ -16,7 +16,7 @@ from speechtrain.batch import Footprint
 from speechtrain.counter_rng import RunStream, addressed, uniform_at
 from speechtrain.data.planned_lengths import Integers, PlannedLengths, Seconds, planned_samples
 from speechtrain.data.speed import speed_grid
-from speechtrain.data.static_shapes import Shape, fill_shapes, fit, shape_table
+from speechtrain.data.static_shapes import Shape, fill_shapes, fitting_shapes, shape_table
 
 # --- limits -------------------------------------------------------------------------------------
 
@@ -174,12 +174,13 @@ def _bucket(
 ) -> tuple[Integers, Integers, Integers]:
     """Divide ``cuts`` into micro-batches of similar lengths.
 
-    Returns the order of the cuts, the bounds of the micro-batches and the number of each one's shape. Without
-    ``shapes``, cuts are sorted within ``window`` batches. A window of 0 sorts all cuts.
+    Returns the order of the cuts, the bounds of the micro-batches and the shape number of each micro-batch.
+    Without ``shapes``, cuts are sorted within ``window`` batches. A window of 0 sorts all cuts.
     """
     labels = lengths.label_counts[cuts]
     if shapes:
-        return fill_shapes(fit(shapes, lengths.samples_of(cuts, percents), labels), shapes)
+        shape_numbers = fitting_shapes(shapes, lengths.samples_of(cuts, percents), labels)
+        return fill_shapes(shape_numbers, shapes)
     seconds = lengths.seconds_of(cuts, percents)
     width = max(1, len(cuts))
     if window:
