@@ -1,4 +1,4 @@
-"""Training of a SentencePiece model, for speechtrain prepare tokenizer and for the tokenizers of a corpus."""
+"""Training of a SentencePiece model, for ``speechtrain prepare tokenizer`` and the tokenizers of a corpus."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class Subwords:
         pieces = f"{tokenizer.size - 1} {self.kind} pieces from {len(transcripts)} transcripts"
         print(f"{out}: {pieces}, {mean:.1f} labels each")
         if uncovered:
-            print(f"{uncovered} transcripts have symbols outside the coverage; training skips them")
+            print(f"{uncovered} transcripts have symbols outside the coverage. Training skips them")
         keys = f"tokenizer.model={out.absolute()} tokenizer.normaliser={self.normaliser}"
         print(f"use it with: tokenizer=sentencepiece {keys}")
