@@ -84,7 +84,7 @@ class BatchSize:
 
     @property
     def fixed_rows(self) -> int:
-        """The rows of every batch if ``count`` is the only limit, or 0 if batches differ in their rows."""
+        """The rows of every batch if ``count`` is the only limit, otherwise 0."""
         limits = self.limits
         if limits.count is None or limits.seconds or limits.memory_gib:
             return 0
@@ -185,7 +185,8 @@ def _bucket(
     width = max(1, len(cuts))
     if window:
         width = window * size.rows(float(seconds.mean()), float(labels.mean()))
-    order = np.lexsort((-seconds, np.arange(len(cuts)) // width))
+    windows = np.arange(len(cuts)) // width
+    order = np.lexsort((-seconds, windows))
     bounds = _bounds(seconds[order], labels[order], size, width)
     return order, bounds, np.zeros(0, np.int16)
 
@@ -198,12 +199,12 @@ def _bounds(seconds: Seconds, labels: Integers, size: BatchSize, width: int) -> 
     total = len(seconds)
     if size.fixed_rows:
         return np.append(np.arange(0, total, size.fixed_rows), total)
-    longest = seconds.tolist()
+    cut_seconds = seconds.tolist()
     bounds = [0]
     while bounds[-1] < total:
         begin = bounds[-1]
-        end = (begin // width + 1) * width
-        bounds.append(begin + size.next_rows(longest[begin], labels[begin:end]))
+        window_end = (begin // width + 1) * width
+        bounds.append(begin + size.next_rows(cut_seconds[begin], labels[begin:window_end]))
     return np.array(bounds)
 
 

@@ -59,7 +59,7 @@ class TrainingStream:
     def _batches(self, rank: int, world_size: int, accumulate: int) -> Iterator[Batch]:
         planned = self.sampler.micro_batches(*self._address, rank, world_size)
         if self.loader.stage:
-            planned = self._staged(planned, rank, world_size)
+            planned = self._copy_ahead(planned, rank, world_size)
         for number, batch in enumerate(self.evaluation_sets.workers.map(self.loader, planned), 1):
             for skip in batch.skipped:
                 self.skips.add(skip, len(self.training_set.rows))
@@ -68,7 +68,7 @@ class TrainingStream:
                 self._address = self.sampler.advance(*self._address, world_size * accumulate)
             yield batch
 
-    def _staged(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
+    def _copy_ahead(self, planned: Iterator[MicroBatch], rank: int, world_size: int) -> Iterator[MicroBatch]:
         """Yield each of ``planned``, and copy the recordings of this rank ahead of their use."""
         self.close()
         # More batches would need the plans of more than two epochs.
