@@ -85,18 +85,20 @@ class _NotCopied(Exception):
 class Stager:
     """Copies recordings into ``folder`` in a thread.
 
-    It copies the recordings of the next micro-batches. If they have copies, it copies the files of
-    ``later_paths``.
+    It copies the recordings of the next micro-batches. If they have copies, it copies the files that
+    ``later_finders`` find.
 
     Several processes may use one folder. A process locks the part of the folder into which it copies, and the
     others skip the files of that part. A copy gets its name when it is complete and on the disk. A full disk
     ends the copying with one warning.
     """
 
-    def __init__(self, folder: str, later_paths: Iterator[Paths]) -> None:
-        self.folder, self._later_paths = folder, later_paths
-        self._queue: SimpleQueue[tuple[int, Paths] | None] = SimpleQueue()  # micro-batch numbers and paths
-        self._yielded = 0  # micro-batches that are or were loaded: copies would be too late
+    def __init__(self, folder: str, later_finders: Iterator[Paths]) -> None:
+        self.folder, self._later_finders = folder, later_finders
+        self._queue: SimpleQueue[tuple[int, Paths] | None] = (
+            SimpleQueue()
+        )  # numbers of micro-batches, finders
+        self._yielded = 0  # micro-batches whose loading has begun, so that a copy comes too late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
@@ -127,8 +129,8 @@ class Stager:
 
     def _run(self) -> None:
         try:
-            for find_paths in iter(self._next_paths, None):
-                for path in find_paths():
+            for finder in iter(self._next_finder, None):
+                for path in finder():
                     if self._ended.is_set():
                         return
                     self._copy(file_of(path))
@@ -140,21 +142,21 @@ class Stager:
         finally:
             self._ended.set()
 
-    def _next_paths(self) -> Paths | None:
-        """Wait for the next files to copy. Returns None at the end."""
+    def _next_finder(self) -> Paths | None:
+        """Wait for the next finder of files to copy. Returns None at the end."""
         while True:
             try:
-                numbered_paths = self._queue.get_nowait()
+                numbered_finder = self._queue.get_nowait()
             except Empty:
-                later_paths = next(self._later_paths, None)
-                if later_paths is not None:
-                    return later_paths
-                numbered_paths = self._queue.get()
-            if numbered_paths is None:
+                later_finder = next(self._later_finders, None)
+                if later_finder is not None:
+                    return later_finder
+                numbered_finder = self._queue.get()
+            if numbered_finder is None:
                 return None
-            number, paths = numbered_paths
+            number, finder = numbered_finder
             if number >= self._yielded:
-                return paths
+                return finder
 
     def _copy(self, path: str) -> None:
         """Copy a file, unless it has a copy or another process copies it.

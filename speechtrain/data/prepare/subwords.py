@@ -35,8 +35,8 @@ class Subwords:
         tokenizer = SentencePiece(str(out), self.normaliser)
         uncovered = sum(bool(tokenizer.unknown(text)) for text in texts)
         transcripts = [text for text in texts if text]
-        labels = sum(len(tokenizer.encode(text)) for text in transcripts if not tokenizer.unknown(text))
-        mean = labels / max(1, len(transcripts) - uncovered)
+        label_count = sum(len(tokenizer.encode(text)) for text in transcripts if not tokenizer.unknown(text))
+        mean = label_count / max(1, len(transcripts) - uncovered)
         pieces = f"{tokenizer.size - 1} {self.kind} pieces from {len(transcripts)} transcripts"
         print(f"{out}: {pieces}, {mean:.1f} labels each")
         if uncovered:
