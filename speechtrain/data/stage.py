@@ -95,9 +95,7 @@ class Stager:
 
     def __init__(self, folder: str, later_finders: Iterator[Paths]) -> None:
         self.folder, self._later_finders = folder, later_finders
-        self._queue: SimpleQueue[tuple[int, Paths] | None] = (
-            SimpleQueue()
-        )  # numbers of micro-batches, finders
+        self._queue: SimpleQueue[tuple[int, Paths] | None] = SimpleQueue()  # batch numbers and finders
         self._yielded = 0  # micro-batches whose loading has begun, so that a copy comes too late
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
