@@ -15,7 +15,7 @@ from speechtrain.data.formats.manifests import (
     Entry,
     Nemo,
     Record,
-    decoded,
+    decode_line,
     digest,
     numbered_lines,
     records,
@@ -162,7 +162,7 @@ class Table(Nemo):
                 left -= len(raw)
                 if left < 0:
                     raise self.bad(line, "a row is too long to be read; is a quotation mark not closed?")
-                yield decoded(raw, self.path, line)
+                yield decode_line(raw, self.path, line)
 
         reader = _reader(lines(), mark)
         try:

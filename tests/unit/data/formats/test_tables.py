@@ -195,7 +195,7 @@ def test_recordings_without_transcripts_need_no_column(tmp_path: Path, recording
         ("path,text\na.wav\n", "t.csv:2: has 1 cells"),
         ("path,text\n,one\n", "t.csv:2: has no recording in column 'path'"),
         ("path,duration\na.wav,long\n", "t.csv:2: 'duration' is 'long', not a number"),
-        ("path,duration\na.wav,-1\n", "t.csv:2: 'duration' is -1.0, below 0; without it"),
+        ("path,duration\na.wav,-1\n", "t.csv:2: 'duration' is -1.0, below 0. Without it"),
         ("path,duration\na.wav,nan\n", "t.csv:2: 'duration' is nan, not a finite number"),
         ("path,start,end\na.wav,3,2\n", "t.csv:2: starts at 3 s and ends at 2 s"),
         ("path,start,end\na.wav,-3,2\n", "t.csv:2: starts at -3 s and ends at 2 s"),
