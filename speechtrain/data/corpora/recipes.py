@@ -296,7 +296,7 @@ def _voice_activity(path: Path, jobs: int) -> Iterator[Record]:
 def _segments(
     path: Path, spans: Iterable[Span], channel: int, text: str, speaker: object
 ) -> Iterator[Record]:
-    """Yield a cut of one channel for each span of a recording. A span ends at the end of the recording."""
+    """Yield a cut of one channel for each span of a recording. A span beyond its end is shortened."""
     try:
         header = read_header(str(path))
     except Unusable as problem:

@@ -119,4 +119,5 @@ def test_an_utterance_twice_is_named(tmp_path: Path, cache: Path) -> None:
 
 def test_a_path_with_two_spaces_is_one_path(tmp_path: Path) -> None:
     (cut,) = cuts_of(write(tmp_path / "d", wav_scp="a my own file.wav\n"))
-    assert cut["recording"]["sources"][0]["source"] == f"{tmp_path}/d/my own file.wav"
+    (source,) = cut["recording"]["sources"]
+    assert source["source"] == f"{tmp_path}/d/my own file.wav"
