@@ -163,6 +163,7 @@ class Table(Nemo):
             raise DataError(f"{self.path} has a header only. Add a row for each recording")
 
     def cut_of(self, record: Record, line: int) -> Record:
+        name = self._recording_name(record, line)
         start, end, duration = (self.time(record, key, line) for key in ("start", "end", "duration"))
         begin = start or 0.0
         if begin < 0 or (end is not None and end < begin):
@@ -171,7 +172,7 @@ class Table(Nemo):
             start, duration = begin, end - begin
         text = self.text(record, "text", line) if "text" in record else ""
         nemo_record = {
-            "audio_filepath": self._recording_name(record, line),
+            "audio_filepath": name,
             "speaker": record.get("speaker") or None,
             "text": " ".join(text.split()),
             "offset": start,
