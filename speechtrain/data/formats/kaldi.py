@@ -63,7 +63,7 @@ class Kaldi(Manifest):
             cut = simple_cut(f"{self.name}/{name}", path, start, duration, text, **fields)
             yield Entry(cut, line, -1)
         if not line:
-            raise DataError(f"{self.path / self._utterances} is empty. It has a line for each utterance")
+            raise DataError(f"{self.path / self._utterances} is empty. It needs a line for each utterance")
 
     @property
     def _utterances(self) -> str:
