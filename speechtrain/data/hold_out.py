@@ -18,11 +18,9 @@ GROUPS = ("speaker", "recording", "cut")
 """The kinds of groups. All cuts of a group are on the same side."""
 
 _FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack the voice of each held-out speaker.
-_TOLERANCE = (
-    1.5  # the largest factor between the share and the seconds of held-out speakers or of large groups
-)
+_TOLERANCE = 1.5  # Held-out speakers, or large groups, may differ by this factor from the share.
 _TOO_LARGE = 2.0  # Speakers who share recordings are separated if they exceed the share by this factor.
-# Groups are drawn independently if the share has this number of groups and their seconds are within the factor.
+# Groups are drawn each alone if the share has this number of groups, and the seconds are within the factor.
 _INDEPENDENT_GROUPS, _INDEPENDENT_FACTOR = 5, 2.0
 _LOG = logging.getLogger(__name__)
 
