@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,9 +120,7 @@ def _draw_groups(groups: Keys, seconds: Seconds, share: float) -> NDArray[np.boo
     return is_drawn[numbers]
 
 
-def _fill_share(
-    draws: NDArray[np.float64], group_seconds: NDArray[np.float64], target: float
-) -> NDArray[np.bool_]:
+def _fill_share(draws: NDArray[np.float64], group_seconds: NDArray[Any], target: float) -> NDArray[np.bool_]:
     """Take groups in the order of their draws up to ``target`` seconds, without groups that are too large."""
     is_drawn = np.zeros(len(draws), bool)
     total = 0.0

@@ -159,8 +159,8 @@ def _narrow_recordings(stream: TrainingStream) -> Iterator[str]:
     """Yield a line if each recording has a lower rate than ``sample_rate``, so that high bands are empty."""
     loader = stream.loader
     rows = sample_rows(stream.training_set.rows, _SAMPLED_HEADERS, loader.seed)
-    headers = map(header, _paths(loader.index, rows))
-    rates = [recording.samplerate for recording in headers if recording]
+    headers = filter(None, map(header, _paths(loader.index, rows)))
+    rates = [audio_header.samplerate for audio_header in headers]
     if rates and max(rates) < loader.sample_rate:
         yield (
             f"data.train: all of {len(rates)} recordings that were read have at most {max(rates)} Hz, "
