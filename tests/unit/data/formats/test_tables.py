@@ -217,11 +217,11 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, word
     ("spec", "words"),
     [
         ({"path": "t.csv", "text": "said"}, "t.csv:1: has no column 'said': 'path', 'text'; choose with"),
-        ({"path": "t.csv", "txt": "text"}, "'txt' is no key of a source; did you mean 'text'?"),
+        ({"path": "t.csv", "txt": "text"}, "'txt' is not a key of a source; did you mean 'text'?"),
         ({"audio": "path"}, "a source needs its path, as in {path: FILE"),
         ({"path": "gone.csv"}, "gone.csv does not exist"),
         ({"path": ".", "text": "said"}, "has no table, so it has no column 'said'"),
-        ("{path: t.csv, text", "is no mapping; write it as {path: FILE"),
+        ("{path: t.csv, text", "is not a mapping. Write it as {path: FILE"),
         ("{a: &a [b], c: [*a, *a]}", "c: ['b'] is a list in a list"),
         ("{a: gone.csv}", "gone.csv does not exist"),
     ],
