@@ -44,10 +44,9 @@ class NGram:
     def __init__(self, path: str) -> None:
         self.path = path
         self.order = 0
-        # The keys are n-grams with spaces between the words. The values are natural logarithms. A backoff of 0
-        # is not stored.
+        # The keys are n-grams with spaces between the words. The values are natural logarithms.
         self._probabilities: dict[str, float] = {}
-        self._backoffs: dict[str, float] = {}
+        self._backoffs: dict[str, float] = {}  # An n-gram that is absent has 0.
         try:
             self._read()
         except OSError as error:

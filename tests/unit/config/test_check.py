@@ -405,7 +405,7 @@ def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
         ),
         (["data.batch.window=0"], "data.batch.window=0: it must be at least 1 (plain shuffling)"),
         (["data.shapes=-1"], "data.shapes=-1: it must be at least 0 (no fixed shapes)"),
-        (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'; list each character once"),
+        (["tokenizer.alphabet=aa"], "tokenizer.alphabet repeats 'a'. List each character once"),
         (
             ["tokenizer=sentencepiece", "tokenizer.model=/no"],
             "tokenizer.model: /no: No such file or directory",

@@ -93,7 +93,7 @@ def test_hugging_faces_audiofolder(tmp_path: Path, recordings: Any, column: str)
     write(tmp_path / "train/metadata.csv", f'{column},file_name\none,data/a.wav\n"two\n",data/b.wav\n')
     assert rows_of(str(tmp_path / "train")) == wanted
     write(tmp_path / "test/metadata.csv", f"file_name,{column}\na.wav,one\n")
-    assert f"give {tmp_path}/test, {tmp_path}/train" in refusal(str(tmp_path))  # not test with train
+    assert f"Give {tmp_path}/test, {tmp_path}/train" in refusal(str(tmp_path))  # not test with train
 
 
 def test_common_voice(tmp_path: Path, recordings: Any) -> None:
