@@ -410,7 +410,7 @@ def test_the_encoder_owns_the_sample_rate(config: DictConfig) -> None:
             ["tokenizer=sentencepiece", "tokenizer.model=/no"],
             "tokenizer.model: /no: No such file or directory",
         ),
-        (["augment.warp=1"], "augment.warp is 1; it must be 0 or more and below 0.5"),
+        (["augment.warp=1"], "augment.warp is 1. It must be 0 or more and below 0.5"),
         (["model=wav2vec2", "encoder=wav2vec2", "encoder.mask=null"], "encoder.mask is null"),
     ],
 )
