@@ -21,12 +21,13 @@ GROUPS = ("speaker", "recording", "cut")
 _FEWEST_SPEAKERS = 10  # With fewer speakers, training would lack the voice of each held-out speaker.
 _TOLERANCE = 1.5  # Held-out speakers, or large groups, may differ by this factor from the share.
 _TOO_LARGE = 2.0  # Speakers who share recordings are separated if they exceed the share by this factor.
-# Groups are drawn each alone if the share has this number of groups, and the seconds are within the factor.
+# Each group is drawn alone if the share has this number of groups, and if the drawn seconds are within this
+# factor of the share.
 _INDEPENDENT_GROUPS, _INDEPENDENT_FACTOR = 5, 2.0
 _LOG = logging.getLogger(__name__)
 
-Keys = NDArray[np.int64]
-Seconds = NDArray[np.float32]
+_Keys = NDArray[np.int64]
+_Seconds = NDArray[np.float32]
 
 
 def groups_of(cut: Record) -> tuple[int, int, int]:
@@ -37,7 +38,7 @@ def groups_of(cut: Record) -> tuple[int, int, int]:
 
 
 def held_out(
-    groups: Mapping[str, Keys], seconds: Seconds, share: float, by: str = ""
+    groups: Mapping[str, _Keys], seconds: _Seconds, share: float, by: str = ""
 ) -> tuple[NDArray[np.bool_], str]:
     """Return whether each cut is held out, and the kind of groups that are held out.
 
@@ -59,16 +60,16 @@ def held_out(
         else:
             is_drawn = _draw_groups(speakers, seconds, share)
             fraction = seconds[is_drawn].sum() / max(seconds.sum(), 1e-9)
-            is_about = share / _TOLERANCE <= fraction <= share * _TOLERANCE
+            is_near_share = share / _TOLERANCE <= fraction <= share * _TOLERANCE
             count = len(np.unique(speakers))
-            if by or (is_about and count >= _FEWEST_SPEAKERS):
+            if by or (is_near_share and count >= _FEWEST_SPEAKERS):
                 return is_drawn, "speaker"
     if not by:
         by = "recording" if len(np.unique(groups["recording"])) > 1 else "cut"
     return _draw_groups(groups[by], seconds, share), by
 
 
-def _connected_speakers(groups: Mapping[str, Keys]) -> Keys:
+def _connected_speakers(groups: Mapping[str, _Keys]) -> _Keys:
     """Return each cut's group of speakers: the smallest key of the speakers that recordings connect.
 
     A speaker who shares no recording is a group with the speaker's key, so the draw is the same as without
@@ -82,11 +83,11 @@ def _connected_speakers(groups: Mapping[str, Keys]) -> Keys:
     count, components = connected_components(graph, directed=False)
     keys = np.full(count, np.iinfo(np.int64).max)
     np.minimum.at(keys, components[: len(speakers)], speakers)
-    connected: Keys = keys[components[speaker_numbers]]
+    connected: _Keys = keys[components[speaker_numbers]]
     return connected
 
 
-def _is_too_large(connected: Keys, speakers: Keys, seconds: Seconds, share: float) -> bool:
+def _is_too_large(connected: _Keys, speakers: _Keys, seconds: _Seconds, share: float) -> bool:
     """Return whether a group of several speakers exceeds twice the share of the seconds."""
     _, numbers = np.unique(connected, return_inverse=True)
     groups_of_several = numbers[connected != speakers]
@@ -95,7 +96,7 @@ def _is_too_large(connected: Keys, speakers: Keys, seconds: Seconds, share: floa
     return bool(group_seconds.max(initial=0.0) > _TOO_LARGE * share * seconds.sum())
 
 
-def _draw_groups(groups: Keys, seconds: Seconds, share: float) -> NDArray[np.bool_]:
+def _draw_groups(groups: _Keys, seconds: _Seconds, share: float) -> NDArray[np.bool_]:
     """Return whether the group of each cut is drawn. The draw depends on the group's key, and on no seed.
 
     Each group is drawn independently, so new recordings do not move the others to another side. If there are

@@ -54,7 +54,7 @@ class Index:
         """A hash of the ids and durations. Equal cuts in other files have the same hash."""
         self.texts: str = meta["texts"]
         """A hash of the transcripts."""
-        self.files = [folder / name for name in meta["files"]]  # The names of manifests are absolute.
+        self.files = [folder / name for name in meta["files"]]  # An absolute name replaces the folder.
         self._size: int = meta["cuts"]
         self._open: dict[int, IO[bytes]] = {}
         self.seconds = self._map("seconds")
@@ -285,7 +285,7 @@ def _build(source: Source, folder: Path) -> None:
                 entries = _convert(part, folder / name)
             rows = _rows(entries, number, texts)
             while chunk := list(islice(rows, _CHUNK)):
-                _append(chunk, arrays, content)
+                _append_rows(chunk, arrays, content)
                 count += len(chunk)
     meta = {
         "format": FORMAT,
@@ -307,7 +307,7 @@ def _rows(entries: Iterable[Entry], part: int, texts: hashlib.blake2b) -> Iterat
         yield _Row(seconds_of(entry.cut), entry.offset, key, part, speaker, recording, characters)
 
 
-def _append(rows: Sequence[_Row], arrays: Mapping[str, IO[bytes]], content: hashlib.blake2b) -> None:
+def _append_rows(rows: Sequence[_Row], arrays: Mapping[str, IO[bytes]], content: hashlib.blake2b) -> None:
     """Append rows to the files of the arrays, and their keys and seconds to the hash ``content``."""
     columns = {}
     for name, column in zip(_ARRAYS, zip(*rows, strict=True), strict=True):

@@ -108,13 +108,13 @@ def open_source(spec: Source | Spec | Sequence[Spec]) -> Source:
         return spec
     parts: list[Manifest] = []
     paths = _existing_paths(spec)
-    waiting = [(source_path, _detect_format(source_path)) for source_path in paths]
-    while waiting:
-        source_path, kind = waiting.pop(0)
+    remaining = [(source_path, _detect_format(source_path)) for source_path in paths]
+    while remaining:
+        source_path, kind = remaining.pop(0)
         path, columns = source_path.path, source_path.columns
         part: Manifest
-        if kind == "recordings" and waiting and waiting[0][1] == "supervisions":
-            supervisions, _ = waiting.pop(0)
+        if kind == "recordings" and remaining and remaining[0][1] == "supervisions":
+            supervisions, _ = remaining.pop(0)
             part = LhotsePair(path, supervisions.path)
         elif kind == Table.kind:
             part = Table(_table_in(path) or path, columns)

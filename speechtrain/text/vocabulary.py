@@ -25,7 +25,7 @@ class Tokenizer(ABC):
     """The symbol of each id, in order. The blank has no symbol and is not in the list."""
 
     reads_text: bool = True
-    """Whether transcripts are used. Without use, they are neither required nor checked."""
+    """Whether transcripts are used. If false, they are neither required nor checked."""
 
     is_preparable: bool = False
     """Whether ``speechtrain prepare tokenizer`` can write the model of this tokenizer."""
