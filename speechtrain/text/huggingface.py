@@ -33,7 +33,7 @@ class HuggingFace(FileTokenizer):
             from tokenizers import Tokenizer as Library
         except ImportError:
             raise MachineError(
-                "tokenizer=huggingface needs the library tokenizers. pip install -e '.[interop]'"
+                "tokenizer=huggingface needs the library tokenizers: pip install -e '.[interop]'"
             ) from None
         super().__init__(model, normaliser, "copy it from the published model")
         self._path = model
