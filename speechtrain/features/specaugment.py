@@ -81,7 +81,7 @@ class SpecAugment(nn.Module):
             limits = sizes.clamp(max=float(self.time_width))
         count = int(self.time_masks)
         if self.time_masks < 1:
-            count = int(frames * self.time_masks + 0.5)  # A row of all frames has this count, others fewer.
+            count = int(frames * self.time_masks + 0.5)  # The longest row uses all masks.
             used = torch.arange(count, device=lengths.device) < _rounded(sizes * self.time_masks)
             limits = limits * used
         return self._keep(frames, count, sizes, limits=limits, minimum=self.time_width_min)

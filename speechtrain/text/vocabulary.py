@@ -96,8 +96,8 @@ class NormalisingTokenizer(Tokenizer):
 class Characters(NormalisingTokenizer):
     """A tokenizer with one label for each character of an alphabet, in its order.
 
-    The default alphabet has 28 characters: space, a to z and the apostrophe (Intel's RNN-T). With null there
-    are not any labels, and ``speechtrain train`` sets the alphabet to the characters of the training
+    The default alphabet has 28 characters: space, a to z and the apostrophe (Intel's RNN-T). With null the
+    list of labels is empty, and ``speechtrain train`` sets the alphabet to the characters of the training
     transcripts.
     """
 
