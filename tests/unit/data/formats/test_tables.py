@@ -251,10 +251,10 @@ def test_a_row_without_end_is_refused_in_little_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is no key .* 'text'\?"),
+        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is not a key .* 'text'\?"),
         ({"train": ["t.csv", {"text": "a"}], "valid": {}}, "train: a source needs its path"),
-        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is no key"),
-        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is no key"),
+        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is not a key"),
+        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is not a key"),
     ],
 )
 def test_a_data_module_names_the_key_before_anything_starts(sets: Any, words: str) -> None:
