@@ -80,7 +80,7 @@ def test_a_tokenizer_is_the_same_from_the_same_texts_through_any_format() -> Non
 
 def test_a_tokenizer_too_large_names_the_largest_size() -> None:
     nemo(Path("a.jsonl"), ("a.wav", 1.0, "one two"))
-    with pytest.raises(DataError, match="the largest possible size is"):
+    with pytest.raises(DataError, match="The largest possible size is"):
         prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--size", "500"])
     with pytest.raises(ConfigError, match="did you mean 'lower'"):
         prepare.run(["tokenizer", "a.jsonl", "--out", "t.model", "--normaliser", "lowr"])

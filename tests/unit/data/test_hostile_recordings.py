@@ -123,7 +123,7 @@ def test_a_file_compressed_by_shorten_names_its_conversion(tmp_path: Path) -> No
     path = tmp_path / "sw 04362.sph"
     path.write_bytes(header.encode().ljust(1024) + b"ajkg\x02" + bytes(500))
     with pytest.raises(
-        Unusable, match=r"compressed by Shorten; convert it \(sph2pipe -f wav '/.*sph' OUT.wav\)"
+        Unusable, match=r"compressed by Shorten\. Convert it \(sph2pipe -f wav '/.*sph' OUT.wav\)"
     ):
         read_file(str(path), 8000)
 

@@ -93,7 +93,7 @@ def test_hugging_faces_audiofolder(tmp_path: Path, recordings: Any, column: str)
     write(tmp_path / "train/metadata.csv", f'{column},file_name\none,data/a.wav\n"two\n",data/b.wav\n')
     assert rows_of(str(tmp_path / "train")) == wanted
     write(tmp_path / "test/metadata.csv", f"file_name,{column}\na.wav,one\n")
-    assert f"give {tmp_path}/test, {tmp_path}/train" in refusal(str(tmp_path))  # not test with train
+    assert f"Give {tmp_path}/test, {tmp_path}/train" in refusal(str(tmp_path))  # not test with train
 
 
 def test_common_voice(tmp_path: Path, recordings: Any) -> None:
@@ -217,11 +217,11 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, content: str, word
     ("spec", "words"),
     [
         ({"path": "t.csv", "text": "said"}, "t.csv:1: has no column 'said': 'path', 'text'. Choose with"),
-        ({"path": "t.csv", "txt": "text"}, "'txt' is no key of a source; did you mean 'text'?"),
+        ({"path": "t.csv", "txt": "text"}, "'txt' is not a key of a source; did you mean 'text'?"),
         ({"audio": "path"}, "a source needs its path, as in {path: FILE"),
         ({"path": "gone.csv"}, "gone.csv does not exist"),
         ({"path": ".", "text": "said"}, "has no table, so it has no column 'said'"),
-        ("{path: t.csv, text", "is no mapping; write it as {path: FILE"),
+        ("{path: t.csv, text", "is not a mapping. Write it as {path: FILE"),
         ("{a: &a [b], c: [*a, *a]}", "c: ['b'] is a list in a list"),
         ("{a: gone.csv}", "gone.csv does not exist"),
     ],
@@ -251,10 +251,10 @@ def test_a_row_without_end_is_refused_in_little_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is no key .* 'text'\?"),
+        ({"train": {"path": "t.csv", "txt": "a"}, "valid": {}}, r"train: 'txt' is not a key .* 'text'\?"),
         ({"train": ["t.csv", {"text": "a"}], "valid": {}}, "train: a source needs its path"),
-        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is no key"),
-        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is no key"),
+        ({"train": "t", "valid": {"dev": {"path": "t", "x": "a"}}}, "valid: dev: 'x' is not a key"),
+        ({"train": "t", "valid": {"path": "t.csv", "txt": "a"}}, "valid: valid: 'txt' is not a key"),
     ],
 )
 def test_a_data_module_names_the_key_before_anything_starts(sets: Any, words: str) -> None:
