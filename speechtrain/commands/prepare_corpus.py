@@ -111,7 +111,7 @@ def _download(corpus: Corpus, root: Path) -> None:
             command = f"lhotse download {corpus.corpus} {shlex.quote(str(root))}"
             raise DataError(f"download: corpus={corpus.corpus} has no archives. Try {command}")
         raise DataError(
-            f"download: {corpus.page} gives {corpus.corpus} to those who accept its licence. "
+            f"download: {corpus.corpus} is given to those who accept its licence, at {corpus.page}. "
             f"Unpack it below {root}, and type the command without download=true"
         )
     parts = _parts(corpus)

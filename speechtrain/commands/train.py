@@ -36,7 +36,7 @@ keys:
   run_dir=DIR                default runs/<model>-<data>-<hash>. run_dir=RUN alone continues the run RUN
   resume=auto|never|must     auto: continue if there are checkpoints, never: refuse them, must: require them
   dry_run=true               start nothing. Print the command of the ranks and the needs of the run
-  trainer.max_steps=N        optimizer updates. Other limits: max_epochs, max_hours, target (a WER as a fraction)
+  trainer.max_steps=N        optimizer updates (also max_epochs, max_hours, and target, a WER as a fraction)
   trainer.max_hours=H        a limit. If max_steps and max_epochs are null, the updates are planned to fill it
   trainer.accumulate=N       micro-batches per rank and update
   trainer.simulate_world=N   micro-batches per update of all ranks. accumulate follows from world_size

@@ -209,7 +209,7 @@ def test_a_split_by_recording_moves_none_when_others_are_added() -> None:
     [
         (["--share", "1"], ConfigError, "--share 1.0: it must be above 0 and below 1"),
         (["--by", "speaker"], DataError, "1 of 1 cuts name no speaker. Use --by recording"),
-        ([], DataError, "one cut only"),
+        ([], DataError, "only one cut"),
     ],
 )
 def test_a_split_that_cannot_be_is_one_line(argv: list[str], error: type[Exception], words: str) -> None:
