@@ -165,7 +165,7 @@ def rank_bytes(config: DictConfig, values: int) -> int:
     """
     import torch
 
-    # An optimizer may narrow the state of a parameter of this size.
+    # An optimizer may store the state of a parameter of this size in a narrow type.
     probe = torch.nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros(64, 64)
     optimizer = build_optimizer(config, [{"params": [probe]}])
