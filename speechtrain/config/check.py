@@ -24,7 +24,6 @@ from speechtrain.config.targets import import_class, parameter_types, target_cla
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
-
 _POSITIVE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every", "validate_every"),
     *("save_every", "keep", "max_bad_updates", "timeout_seconds"),
@@ -211,8 +210,10 @@ def mismatch(value: Any, annotation: Any) -> str:
     elif annotation is object:
         fits = not any(_nested_nodes("", value))
     elif inspect.isclass(annotation) and annotation is not Any:
-        fits = isinstance(value, dict) and "_target_" in value
-        fits = fits and issubclass(target_class(str(value["_target_"]), "value"), annotation)
+        fits = False
+        if isinstance(value, dict) and "_target_" in value:
+            node_class = target_class(str(value["_target_"]), "value")
+            fits = issubclass(node_class, annotation)
     return "" if fits else _misfit(value, annotation)
 
 
