@@ -21,7 +21,7 @@ class Config:
     resume: str = "auto"
     dry_run: bool = False
     init_from: str | None = None
-    # scratch or finetune (runs/sizing.py). In a run: the keys that follow from the data, with their values
+    # scratch or finetune (runs/sizing.py). In a run it is a text: the keys that follow from the data
     from_data: str | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     model: Any = MISSING
