@@ -131,8 +131,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     The question follows a semicolon, so that a message can end with it.
     """
     parent, dot, leaf = name.rpartition(".")  # Keys with the same parent are compared by their ends.
-    candidates = [candidate for candidate in candidates if candidate != name]
-    full_names = {candidate.removeprefix(parent + dot): candidate for candidate in candidates}
+    full_names = {key.removeprefix(parent + dot): key for key in candidates if key != name}
     ends = {short_name: short_name.rpartition(".")[2] for short_name in full_names}
     similar = [short_name for short_name, end in ends.items() if end == _ALIASES.get(leaf)]
     if not similar:

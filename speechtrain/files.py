@@ -379,13 +379,13 @@ json_of = json.JSONDecoder(parse_int=_integer).decode
 
 
 def log_lines(path: str | Path) -> Iterator[bytes]:
-    """Yield the lines of a file, long ones in parts of MOST_BYTES. A missing file is empty. Raises OSError."""
+    """Yield the lines of a file, long ones in parts. A missing file has no line. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), open_regular(path, MOST_LOG_BYTES, follow=False) as file:
         yield from iter(lambda: file.readline(MOST_BYTES), b"")
 
 
 def json_lines(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in ``lines``. A line without one, such as an incomplete last line, is omitted."""
+    """Yield the JSON objects in ``lines``. Other lines, such as an incomplete last one, are omitted."""
     for line in lines:
         with contextlib.suppress(*MALFORMED):
             text = line.decode() if isinstance(line, bytes) else line

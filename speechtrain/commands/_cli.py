@@ -96,10 +96,7 @@ def console(run: Callable[[list[str]], int]) -> Callable[[], NoReturn]:
         _check_working_folder()
         return run(sys.argv[1:])
 
-    def main() -> NoReturn:
-        sys.exit(guarded(command))
-
-    return main
+    return lambda: sys.exit(guarded(command))
 
 
 def _open_standard_streams() -> None:

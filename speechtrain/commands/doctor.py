@@ -80,7 +80,7 @@ class Finding:
 def run(argv: list[str]) -> int:
     """Print every finding. Return the exit code of the first red one, or 0."""
     arguments = parser().parse_intermixed_args(argv)
-    folder: str | None = arguments.config_dir
+    folder = arguments.config_dir
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: it is not a folder")
     keys = {key_of(text) for text in arguments.overrides if "=" in text or "~" in text}
@@ -109,11 +109,8 @@ def findings(overrides: list[str], config_dir: str | None) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="speechtrain-doctor-") as run_dir:
         yield from machine_findings()
         yield from package_findings()
-        yield try_check("audio", _libsndfile_version)
-        composition, config = compose_recipe(overrides, config_dir, run_dir)
-        yield composition
-        if config is not None:
-            yield from Recipe(config, overrides).findings()
+        yield try_check("audio", lambda: f"libsndfile {import_module('soundfile').__libsndfile_version__}")
+        yield from Recipe(overrides, config_dir, run_dir).findings()
 
 
 def _restart(overrides: list[str], config_dir: str | None) -> None:
@@ -148,10 +145,6 @@ def _green_or_amber(is_fine: bool) -> str:
     return GREEN if is_fine else AMBER
 
 
-def _libsndfile_version() -> str:
-    return f"libsndfile {import_module('soundfile').__libsndfile_version__}"
-
-
 def machine_findings() -> Iterator[Finding]:
     """Yield findings on Python, the installation, cores, memory, network links, disk and cache."""
     yield Finding(GREEN, "python", platform.python_version())
@@ -163,19 +156,14 @@ def machine_findings() -> Iterator[Finding]:
     yield Finding(GREEN, "cores", f"{len(usable_cpus())} usable of {os.cpu_count()} ({platform.machine()})")
     memory = psutil.virtual_memory().available / 2**30
     yield Finding(_green_or_amber(memory >= 2), "memory", f"{memory:.1f} GiB available")
-    yield _links_finding()
+    from speechtrain.devices import links
+
+    are_up, line = links.describe(links.interfaces(), links.cards())  # drivers and states
+    yield Finding(_green_or_amber(are_up), "links", line)
     yield _space_finding("disk", Path(os.environ.get("OUTPUT_DIR") or "runs"), "OUTPUT_DIR")
     from speechtrain.data.cache import cache_folder
 
     yield _space_finding("cache", cache_folder(), "SPEECHTRAIN_CACHE")
-
-
-def _links_finding() -> Finding:
-    """Return the finding on network interfaces and accelerator cards: their drivers and states."""
-    from speechtrain.devices import links
-
-    are_up, line = links.describe(links.interfaces(), links.cards())
-    return Finding(_green_or_amber(are_up), "links", line)
 
 
 def _space_finding(subject: str, path: Path, variable: str) -> Finding:
@@ -247,64 +235,35 @@ def devices_finding() -> Finding:
     return Finding(GREEN, "devices", text)
 
 
-def compose_recipe(
-    overrides: list[str], config_dir: str | None, run_dir: str
-) -> tuple[Finding, DictConfig | None]:
-    """Compose and check the config of a run. Return the finding, and the config if it is valid."""
-    try:
-        config = _checked_config(overrides, config_dir, run_dir)
-    except Exception as error:  # A doctor reports every error.
-        return failure("recipe", error), None
-    recipe = " ".join(overrides) or "the defaults"
-    return Finding(GREEN, "recipe", f"{recipe}: every key is valid"), config
-
-
-def _checked_config(overrides: list[str], config_dir: str | None, run_dir: str) -> DictConfig:
-    from speechtrain.config.check import check
-    from speechtrain.runs.auto_device import check_launcher
-    from speechtrain.runs.command_line import rewrite
-    from speechtrain.runs.compose import compose_with_choices
-    from speechtrain.runs.from_data import follow_data, typed_keys
-    from speechtrain.runs.recipe_needs import needs_of
-
-    config, group_choices = compose_with_choices(rewrite(overrides), config_dir)
-    check_launcher(group_choices, config)
-    config.run_dir = run_dir
-    needs = needs_of(config)
-    if needs:
-        raise DataError(". ".join(map(str, needs)))
-    check(config)
-    follow_data(config, typed_keys(overrides, {}))
-    return config
-
-
 class Recipe:
     """The parts of a recipe. Each check builds one part, and later checks use it."""
 
+    config: DictConfig
     device: Device
     task: Task
     tokenizer: Tokenizer
     data: DataModule
 
-    def __init__(self, config: DictConfig, overrides: list[str]) -> None:
-        self.config = config
+    def __init__(self, overrides: list[str], config_dir: str | None, run_dir: str) -> None:
         self.overrides = overrides
+        self.config_dir = config_dir
+        self.run_dir = run_dir
         self.precision: Precision | None = None  # None: the device does not open
         self._resources = contextlib.ExitStack()
-        self._sample_rate = int(config.data.get("sample_rate") or 16_000)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield findings on the device, model, data, transcripts and one training step.
+        """Yield findings on the config, device, model, data, transcripts and one training step.
 
-        A part that cannot be built has the last finding. A device that does not open is an exception: the
-        other checks follow.
+        If a part cannot be built, its finding is the last one. A device that does not open is an exception:
+        the other checks follow.
         """
+        checks = {
+            "recipe": self._config_findings,
+            "device": self._device_findings,
+            "model": self._model_findings,
+            "data": self._data_findings,
+        }
         with self._resources:
-            checks = {
-                "device": self._device_findings,
-                "model": self._model_findings,
-                "data": self._data_findings,
-            }
             for subject, check in checks.items():
                 try:
                     yield from check()
@@ -316,6 +275,25 @@ class Recipe:
             if self.precision is not None:
                 yield from self._step_findings(self.precision)
 
+    def _config_findings(self) -> Iterator[Finding]:
+        from speechtrain.config.check import check
+        from speechtrain.runs.auto_device import check_launcher
+        from speechtrain.runs.command_line import rewrite
+        from speechtrain.runs.compose import compose_with_choices
+        from speechtrain.runs.from_data import follow_data, typed_keys
+        from speechtrain.runs.recipe_needs import needs_of
+
+        self.config, group_choices = compose_with_choices(rewrite(self.overrides), self.config_dir)
+        check_launcher(group_choices, self.config)
+        self.config.run_dir = self.run_dir
+        needs = needs_of(self.config)
+        if needs:
+            raise DataError(". ".join(map(str, needs)))
+        check(self.config)
+        follow_data(self.config, typed_keys(self.overrides, {}))
+        self._sample_rate = int(self.config.data.get("sample_rate") or 16_000)
+        yield Finding(GREEN, "recipe", f"{' '.join(self.overrides) or 'the defaults'}: every key is valid")
+
     def _device_findings(self) -> Iterator[Finding]:
         from speechtrain.config.build import build_device
         from speechtrain.rank.build import open_device
@@ -325,22 +303,15 @@ class Recipe:
         try:
             self.device, self.precision = open_device(self.config, 0)
         except Exception as error:  # A doctor reports every error.
-            yield self._device_failure(error)
+            finding = failure("device", error)
+            is_explicit = "device" in map(key_of, self.overrides)
+            if is_explicit and not self.device.on_host and self.device.absence(1):
+                # An accelerator that is absent here. The recorder says whether the recipe suits it.
+                finding = replace(finding, state=AMBER)
+            yield finding
         else:
             text = f"{type(self.device).__name__}, precision={self.precision.name}"
             yield Finding(GREEN, "device", text)
-
-    def _device_failure(self, error: Exception) -> Finding:
-        """Return the finding on a device that does not open.
-
-        The finding is amber if the command line names an accelerator that is absent here. The recorder then
-        says whether the recipe suits that device.
-        """
-        finding = failure("device", error)
-        is_explicit = "device" in map(key_of, self.overrides)
-        if is_explicit and not self.device.on_host and self.device.absence(1):
-            return replace(finding, state=AMBER)
-        return finding
 
     def _model_findings(self) -> Iterator[Finding]:
         import torch
@@ -466,38 +437,24 @@ class Recipe:
         from speechtrain.config.build import build_precision
         from speechtrain.devices.recorder import Recorder
         from speechtrain.rank.build import build_task
+        from speechtrain.rank.trial_steps import smallest_batches
 
         self.device.validate_shapes(self.data.shapes())
         task, _ = build_task(self.config)
-        task.load_state_dict({name: tensor.cpu() for name, tensor in self.task.state_dict().items()})
+        task.train().load_state_dict({name: tensor.cpu() for name, tensor in self.task.state_dict().items()})
         operations = self.device.facts.operations
         recorder = Recorder(operations)
         policy = self.device.policy(build_precision(self.config).dtype)
         # The vendor's kernel does not run on the CPU.
         policy = replace(policy, mark_step=recorder.mark_step, ctc_kernel=None)
         apply_policy(task, policy)
-        shapes = self._record_batches(recorder, policy, task)
+        batches = smallest_batches(self.data, _RECORDED_BATCHES)
+        shapes = _record_batches(recorder, policy, task, batches)
         line = f"{_RECORDED_BATCHES} micro-batches of {shapes} shapes: {recorder.costs}"
         if operations.records:
             graphs = recorder.segments
             line += f", {len(graphs)} graphs, {recorder.distinct} of them distinct, of up to {max(graphs):,}"
         return line
-
-    def _record_batches(self, recorder: Recorder, policy: ComputePolicy, task: Task) -> int:
-        """Run steps of ``task`` on small micro-batches. Return the number of their shapes."""
-        from speechtrain.rank.trial_steps import smallest_batches
-
-        task.train()
-        shapes = set[tuple[int, ...]]()
-        for number, batch in enumerate(smallest_batches(self.data, _RECORDED_BATCHES)):
-            seed = number
-            shape = (*batch.audio.shape, *batch.labels.shape)
-            if shape not in shapes:  # The first step of a shape makes new tensors.
-                shapes.add(shape)
-                _record_step(recorder, policy, task, task.prepare(batch, seed), recorder.warm_up)
-                seed += _RECORDED_BATCHES
-            _record_step(recorder, policy, task, task.prepare(batch, seed), lambda: recorder)
-        return len(shapes)
 
     def _step_findings(self, precision: Precision) -> Iterator[Finding]:
         """Yield findings on a training step of the largest batch, and on the time of an epoch."""
@@ -512,27 +469,31 @@ class Recipe:
         yield try_check("epoch", lambda: steps.epoch(self.data, self.config.world_size))
 
 
-def _record_step(
-    recorder: Recorder,
-    policy: ComputePolicy,
-    task: Task,
-    batch: Batch,
-    watching: Callable[[], AbstractContextManager[object]],
-) -> None:
-    """Run forward, backward and an evaluation of ``batch``, each in a context of ``watching``."""
+def _record_batches(recorder: Recorder, policy: ComputePolicy, task: Task, batches: list[Batch]) -> int:
+    """Run steps of ``task``, which is in training mode, on ``batches``. Return the number of their shapes."""
     import torch
 
-    prepared = recorder.move(batch)
-    task.zero_grad()
-    with watching(), policy.autocast("cpu"):
-        loss = task(prepared).total
-    with watching():
-        torch.autograd.backward(loss)
-    recorder.mark_step()
-    with watching(), torch.no_grad(), policy.autocast("cpu"):
-        task.eval()(prepared)
-    recorder.mark_step()
-    task.train()
+    def record_step(batch: Batch, watch: Callable[[], AbstractContextManager[object]]) -> None:
+        task.zero_grad()
+        with watch(), policy.autocast("cpu"):
+            loss = task(batch).total
+        with watch():
+            torch.autograd.backward(loss)
+        recorder.mark_step()
+        with watch(), torch.no_grad(), policy.autocast("cpu"):
+            task.eval()(batch)
+        recorder.mark_step()
+        task.train()
+
+    shapes = set()
+    for seed, batch in enumerate(batches):
+        shape = (batch.audio.shape, batch.labels.shape)
+        if shape not in shapes:  # The first step of a shape makes new tensors.
+            shapes.add(shape)
+            record_step(recorder.move(task.prepare(batch, seed)), recorder.warm_up)
+            seed += _RECORDED_BATCHES
+        record_step(recorder.move(task.prepare(batch, seed)), lambda: recorder)
+    return len(shapes)
 
 
 def _vendor_findings(config: DictConfig, device: Device) -> Iterator[Finding]:

@@ -139,7 +139,7 @@ def _warnings(
     for name, outcome in outcomes.items():
         if outcome.contradiction:
             yield f"{name}: {outcome.contradiction}"
-        symbols: set[str] = set()
+        symbols = set[str]()
         misspelt = 0
         for example in outcome.examples:
             unknown_symbols = loaded.opened.tokenizer.unknown(example.reference)
@@ -175,7 +175,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
     The evaluation that follows may take minutes.
     """
-    path: Path | None = arguments.out
+    path = arguments.out
     if path is not None:
         folder = path.absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():

@@ -60,8 +60,7 @@ def parser() -> Parser:
 def run(argv: list[str]) -> int:
     """Convert a model and print how it was checked. If it raises a SpeechtrainError, no file is written."""
     arguments = parser().parse_with_run(argv)
-    form: str = arguments.form
-    out: Path = arguments.out
+    form, out = arguments.form, arguments.out
     if arguments.source_form == form:
         raise ConfigError(f"--from and --to are both {form}. Name another format, such as --to huggingface")
     _check_free(out, form, arguments.force)

@@ -40,8 +40,7 @@ def run(argv: list[str]) -> int:
     # Hydra installs its shell completion for the name of the process.
     if sys.argv[1:] == argv:
         sys.argv = [f"speechtrain-{name}", *argv[1:]]
-    exit_code: int = import_module(f"speechtrain.commands.{name}").run(argv[1:])
-    return exit_code
+    return int(import_module(f"speechtrain.commands.{name}").run(argv[1:]))
 
 
 def _help() -> str:

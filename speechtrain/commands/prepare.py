@@ -427,11 +427,7 @@ class Converter:
         labels = {key: supervisions[0].get(key) for key in ("speaker", "language")}
         seconds = samples / self.rate
         return simple_cut(
-            *(self.name(cut), str(path.absolute()), 0.0),
-            duration=seconds,
-            rate=self.rate,
-            text=text_of(cut),
-            **labels,
+            self.name(cut), str(path.absolute()), 0.0, seconds, text_of(cut), rate=self.rate, **labels
         )
 
     def _write(self, audio: Samples, path: Path) -> int:

@@ -37,7 +37,10 @@ def prepare_corpus(argv: list[str]) -> int:
     corpus = corpus_by_name(pairs, arguments.config_dir)
     if corpus.jobs < 1:
         raise ConfigError(f"jobs={corpus.jobs}: it must be at least 1")
-    root = _root(corpus)
+    named_root = corpus.root or os.environ.get("DATASET_DIR", "")
+    if not named_root:
+        raise ConfigError("root is not set. Set root=DIR, or the variable DATASET_DIR")
+    root = whole_path(named_root)
     if corpus.download:
         _download(corpus, root)
     folder = root / corpus.folder
@@ -45,32 +48,26 @@ def prepare_corpus(argv: list[str]) -> int:
         folder = root
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Set root=DIR, or download=true")
-    names = {"root": str(root), "folder": str(folder), "language": corpus.language}
-    out = whole_path(corpus.out or f"{os.environ.get('DATASET_DIR') or root}/{MANIFESTS}/{name}")
-    _write_manifests(corpus, names, out, {"corpus": name, **names, "arguments": corpus.arguments})
+    _write_manifests(corpus, {"root": str(root), "folder": str(folder), "language": corpus.language})
     return 0
 
 
-def _root(corpus: Corpus) -> Path:
-    """Return the folder of the recordings and archives. Raises ConfigError if none is set."""
-    root = corpus.root or os.environ.get("DATASET_DIR", "")
-    if not root:
-        raise ConfigError("root is not set. Set root=DIR, or the variable DATASET_DIR")
-    return whole_path(root)
+def _write_manifests(corpus: Corpus, names: Mapping[str, str]) -> None:
+    """Write the manifests that are missing and the tokenizers, and print the next command.
 
-
-def _write_manifests(corpus: Corpus, names: Mapping[str, str], out: Path, origin: dict[str, Any]) -> None:
-    """Write the manifests that are missing in ``out`` and the tokenizers, and print the next command.
-
-    ``names`` replace the placeholders of the recipe. ``origin`` is stored beside the manifests.
+    ``names`` are the root, folder and language, which replace the placeholders of the recipe.
     """
+    parent = f"{os.environ.get('DATASET_DIR') or names['root']}/{MANIFESTS}"
+    out = whole_path(corpus.out or f"{parent}/{corpus.corpus}")
+    origin = {"corpus": corpus.corpus, **names, "arguments": corpus.arguments}
     sets = _sets_to_write(corpus, names)
     _check_origin(out, origin)
     missing_sets = {}
     for part, part_set in sets.items():
         # A recipe without parts in the YAML names its parts when it runs.
-        if part and _manifest(out, part).exists():
-            say(f"{_manifest(out, part)} is there already. Delete it to write it again")
+        path = _manifest(out, part)
+        if part and path.exists():
+            say(f"{path} is there already. Delete it to write it again")
         else:
             missing_sets[part] = part_set
     for part, cuts in cuts_by_part(missing_sets, names, corpus.jobs):

@@ -21,7 +21,6 @@ from speechtrain.inference.transcript import FORMATS, ONE_RECORDING, Transcript,
 if TYPE_CHECKING:
     from speechtrain.data.formats.lhotse_cuts import Samples
     from speechtrain.data.pieces import Recording
-    from speechtrain.inference.loaded_run import LoadedRun
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)*=")
 _FIX = "name a folder that can be written by --out DIR"
@@ -88,32 +87,28 @@ def run(argv: list[str]) -> int:
     _return_freed_memory()
     loaded = load(arguments.run, *overrides, checkpoint=arguments.checkpoint, config_dir=arguments.config_dir)
     recordings: Iterable[Recording | DataError] = loaded.recordings(names)
-    output: Output = _to_console
     if arguments.out is not None:
         output = _to_folder(arguments.out)
     elif arguments.format in ONE_RECORDING:
         recordings = list(recordings)
-        if len(recordings) > 1 or os.path.isdir(names[0]):
-            output = _to_files_beside(recordings, arguments.format)
-    return _transcribe(loaded, recordings, output, arguments)
-
-
-def _transcribe(
-    loaded: LoadedRun,
-    recordings: Iterable[Recording | DataError],
-    output: Output,
-    arguments: argparse.Namespace,
-) -> int:
-    """Give each transcript to ``output``. Return the exit code, which is 3 if a recording cannot be read."""
-    exit_code = 0
+        output = _captions_output(recordings, names, arguments.format)
+    else:
+        output = _to_console
     with _progress() as count_audio:
         recordings = map(count_audio, recordings)
-        for outcome in loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds):
-            if isinstance(outcome, DataError):
-                exit_code = outcome.exit_code
-                print_notice(f"error: {outcome}")
-            else:
-                output(outcome, arguments.format)
+        outcomes = loaded.transcripts(recordings, arguments.batch, arguments.piece_seconds)
+        return _write_outcomes(outcomes, output, arguments.format)
+
+
+def _write_outcomes(outcomes: Iterable[Transcript | DataError], output: Output, form: str) -> int:
+    """Write each transcript and print each error. Return the exit code, which is 3 if there is an error."""
+    exit_code = 0
+    for outcome in outcomes:
+        if isinstance(outcome, DataError):
+            exit_code = outcome.exit_code
+            print_notice(f"error: {outcome}")
+        else:
+            output(outcome, form)
     return exit_code
 
 
@@ -163,12 +158,14 @@ def _to_folder(folder: Path) -> Output:
     return output
 
 
-def _to_files_beside(recordings: Iterable[Recording | DataError], form: str) -> Output:
-    """Return an output to a file beside each recording.
+def _captions_output(recordings: list[Recording | DataError], names: list[str], form: str) -> Output:
+    """Return an output to a file beside each recording, or to the console for one recording by its name.
 
     Raises ConfigError for a file that exists, and for a file that would have the captions of two recordings.
     It also raises it for a recording of a manifest, because this may begin in the middle of its file.
     """
+    if len(recordings) <= 1 and not os.path.isdir(names[0]):
+        return _to_console
     paths: dict[str, Path] = {}
     for recording in recordings:
         if isinstance(recording, DataError):

@@ -105,10 +105,7 @@ def build(config: DictConfig, group: str, **objects: Any) -> Any:
 def _construct(path: str, node: Mapping[str, Any], objects: Mapping[str, Any]) -> Any:
     """Construct the part of a ``_target_`` node at ``path``, and the parts nested in it."""
     part_class = target_class(str(node["_target_"]), path)
-    arguments: dict[str, Any] = {}
-    for key, value in node.items():
-        if key != "_target_":
-            arguments[key] = _construct_nested(f"{path}.{key}", value)
+    arguments = {key: _construct_nested(f"{path}.{key}", v) for key, v in node.items() if key != "_target_"}
     parameters = inspect.signature(part_class).parameters
     injected_objects = {name: value for name, value in objects.items() if name in parameters}
     try:

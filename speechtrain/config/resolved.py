@@ -119,7 +119,11 @@ def whole_value(value: Any) -> Any:
     Of a reference to the environment, the default becomes absolute unless it is null.
     """
     if isinstance(value, dict):
-        return _whole_mapping(value)
+        if "_target_" in value:
+            return value
+        # the path of one source, or the paths of several sources by name
+        keys = ["path"] if "path" in value else [*value]
+        return value | {key: whole_value(value[key]) for key in keys}
     if isinstance(value, list):
         return [whole_value(item) for item in value]
     reference = re.fullmatch(r"(\$\{oc\.env:\w+,)(?!null)([^'\"{}]+)\}", str(value))
@@ -129,11 +133,3 @@ def whole_value(value: Any) -> Any:
         return value
     names = [value] if os.path.exists(os.path.expanduser(value)) else value.split(",")
     return ",".join(str(whole_path(name.strip())) for name in names)
-
-
-def _whole_mapping(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return the source ``{path: …}``, or the sets of sources by name, with absolute paths."""
-    if "_target_" in mapping:
-        return mapping
-    keys = ["path"] if "path" in mapping else [*mapping]
-    return mapping | {key: whole_value(mapping[key]) for key in keys}
