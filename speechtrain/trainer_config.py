@@ -35,7 +35,7 @@ class TrainerConfig:
     max_graphs: int | None = None
     max_bad_updates: int = 10  # number of non-finite updates in a row that ends the run
     timeout_seconds: float = 1800.0  # a rank without progress for longer ends the run, in seconds
-    profile: str = ""  # A:B writes a torch profile of steps A to B. empty: none
+    profile: str = ""  # A:B writes a torch profile of steps A to B. Empty: none
 
     def divide_micro_batches(self, world_size: int) -> None:
         """Divide the ``simulate_world`` micro-batches of a step among the ranks, by setting ``accumulate``.
