@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 GREEN, AMBER, RED = "green", "amber", "red"
 _COLOURS = {GREEN: "\033[32m", AMBER: "\033[33m", RED: "\033[31m"}
 _END_OF_COLOUR = "\033[0m"
-_MOST_TRANSCRIPTS = 10_000  # About this number of transcripts of a set is checked.
+_MOST_TRANSCRIPTS = 10_000  # transcripts of a set that are checked
 _RECORDED_BATCHES = 4  # micro-batches that run under the recorder
-_MOST_SHAPES = 8  # The line on the shapes shows at most this number of them.
+_MOST_SHAPES = 8  # shapes that the finding on shapes lists
 
 
 def parser() -> Parser:
     build = Parser(
         prog="speechtrain doctor",
-        description="Check this machine, and a recipe on it. The arguments are the ones of speechtrain "
-        "train. Without arguments the doctor checks the defaults. It prints a line for each check: green "
+        description="Check this machine, and a recipe on it. The doctor takes the arguments of speechtrain "
+        "train, and checks the defaults without arguments. It prints a line for each check: green "
         "(fine), amber (works, with a drawback), red (does not work, and how to fix it). The last lines are "
         "about the recipe: its config, model, recordings and transcripts, its shapes with their predicted "
         "memory, and one training step of its largest batch. For an accelerator, present or not, steps also "
@@ -69,7 +69,7 @@ def parser() -> Parser:
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check. ``text`` says the facts, and the fix if one is needed."""
+    """The outcome of one check. ``text`` has the facts, and the fix if one is needed."""
 
     state: str
     subject: str
@@ -98,7 +98,7 @@ def _print_finding(finding: Finding) -> None:
     state = f"{finding.state:<5}"
     if sys.stdout.isatty():
         state = f"{_COLOURS[finding.state]}{state}{_END_OF_COLOUR}"
-    # The stream behind sys.stdout prints colours without escapes.
+    # sys.stdout would escape the colours, and the stream behind it does not.
     print(state, end="", file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
     print(f"  {finding.subject:<13} {finding.text}", flush=True)
 
@@ -409,22 +409,20 @@ class Recipe:
     def _spelling_finding(self, name: str, index: Index, rows: list[int]) -> Finding:
         from speechtrain.data.index import label_count
 
-        misspelt, symbols = 0, set[str]()
+        unspellable, symbols = 0, set[str]()
         for row in rows:
             text = index.text(row, self.tokenizer.normalise)
             if label_count(text, self.tokenizer) < 0:
-                misspelt += 1
+                unspellable += 1
                 symbols |= self.tokenizer.unknown(text)
-        if not misspelt:
+        if not unspellable:
             return Finding(GREEN, f"text {name}", f"all of {len(rows)} transcripts can be spelled")
         shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
         effect = "are skipped" if name == "train" else "count as errors"
         fix = "Change tokenizer.normaliser or the vocabulary"
         if "tokenizer=" in str(self.config.from_data):
             fix = "The vocabulary of this recipe has no label for such rare characters"
-        line = (
-            f"{misspelt} of {len(rows)} transcripts cannot be spelled ({shown_symbols}) and {effect}. {fix}"
-        )
+        line = f"{unspellable} of {len(rows)} transcripts cannot be spelled ({shown_symbols}) and {effect}. {fix}"
         return Finding(AMBER, f"text {name}", line)
 
     def _record_steps(self) -> str:

@@ -140,13 +140,15 @@ def _warnings(
         if outcome.contradiction:
             yield f"{name}: {outcome.contradiction}"
         symbols = set[str]()
-        misspelt = 0
+        unspellable = 0
         for example in outcome.examples:
             unknown_symbols = loaded.opened.tokenizer.unknown(example.reference)
             symbols |= unknown_symbols
-            misspelt += bool(unknown_symbols)
-        if misspelt:
-            share = f"{misspelt} of {len(outcome.examples)} transcripts cannot be spelled by the run's labels"
+            unspellable += bool(unknown_symbols)
+        if unspellable:
+            share = (
+                f"{unspellable} of {len(outcome.examples)} transcripts cannot be spelled by the run's labels"
+            )
             shown_symbols = " ".join(repr(symbol) for symbol in sorted(symbols)[:10])
             yield f"{name}: {share} ({shown_symbols}). They count as errors, and have no loss"
     if not arguments.set and any(text.startswith("decoder") for text in arguments.overrides):
