@@ -422,8 +422,8 @@ class Recipe:
         fix = "Change tokenizer.normaliser or the vocabulary"
         if "tokenizer=" in str(self.config.from_data):
             fix = "The vocabulary of this recipe has no label for such rare characters"
-        line = f"{unspellable} of {len(rows)} transcripts cannot be spelled ({shown_symbols}) and {effect}. {fix}"
-        return Finding(AMBER, f"text {name}", line)
+        line = f"{unspellable} of {len(rows)} transcripts cannot be spelled ({shown_symbols})"
+        return Finding(AMBER, f"text {name}", f"{line} and {effect}. {fix}")
 
     def _record_steps(self) -> str:
         """Return the costs of training steps on the device, from steps that run on the CPU.
