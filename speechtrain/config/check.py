@@ -24,10 +24,12 @@ from speechtrain.config.targets import import_class, parameter_types, target_cla
 from speechtrain.errors import ConfigError, nearest
 from speechtrain.trainer_config import TrainerConfig, profile_steps
 
+# Keys of ``trainer`` whose value is null or positive.
 _POSITIVE_LIMITS = (
     *("max_steps", "max_epochs", "max_hours", "accumulate", "simulate_world", "log_every", "validate_every"),
     *("save_every", "keep", "max_bad_updates", "timeout_seconds"),
 )
+# Keys of ``trainer`` with their possible values.
 _CHOICES = {
     "on_save_error": ("continue", "stop"),
     "on_collapse": ("stop", "warn"),
@@ -89,7 +91,7 @@ def _check_keys(prefix: str, node: Mapping[str, Any], schema: type[Config | Trai
     for name in node:
         key = f"{prefix}{name}"
         if key not in keys:
-            hint = nearest(key, keys) or ". --cfg job lists every key"
+            hint = nearest(key, keys) or ". The option --cfg job lists every key"
             raise ConfigError(f"{key}: the config has no such key{hint}")
 
 
