@@ -142,12 +142,13 @@ def guarded(command: Callable[[], int]) -> int:
 def _report_unexpected(error: Exception) -> int:
     """Print an error that is not a SpeechtrainError, and return the exit code.
 
-    If stdout or a disk is the cause, the code is the one of MachineError. Any other error is a defect of
-    speechtrain: its code is 1, and a temporary file, which the line names, holds the trace.
+    If stdout or a disk is the cause, the code is the one of MachineError. If the reader of stdout has exited,
+    nothing is printed and the code is 0. Any other error is a defect of speechtrain: its code is 1, and a
+    temporary file, which the line names, holds the trace.
     """
     output_problem = lost_output("\n") if isinstance(error, OSError) else ""
     if output_problem:
-        if isinstance(error, BrokenPipeError):  # The reader of the output has exited, as in `… | head`.
+        if isinstance(error, BrokenPipeError):  # as in `… | head`
             return 0
         print_notice(f"error: stdout: {output_problem}")
         return MachineError.exit_code
