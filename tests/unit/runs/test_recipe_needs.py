@@ -246,7 +246,7 @@ def test_the_command_of_a_line_makes_the_recipe_ready(
     assert start(capsys, "recipe=mlperf", DRY)[::2] == (0, [])
     assert prepare.run([*words, SUBWORDS]) == 0
     out = capsys.readouterr().out
-    assert f"{folder}/tokenizer.model is there already; delete it to make it again" in out
+    assert f"{folder}/tokenizer.model is there already. Delete it to train it again" in out
 
 
 def test_a_tokenizer_alone_has_the_command_that_makes_it(
